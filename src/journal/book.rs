@@ -1,9 +1,9 @@
 //! Leases and numbers on disk for the next run.
 //!
-//! It is written before anybody is told what is in it, so it cannot wait for a thread as the journal does. Two places in
-//! one file are written in turn, each with its length and a checksum: a write that a kill has cut short leaves the one
-//! before it. What the kernel has taken survives the process; a machine that goes down takes the workers and tenants
-//! with it, so nothing is forced to the disk.
+//! It is written before any client learns what is in it, so it cannot wait for a thread as the journal does. Two places
+//! in one file are written in turn, each with its length and a checksum: a write that a kill has cut short leaves the
+//! one before it. What the kernel has taken survives the process; a machine that goes down takes the workers and
+//! tenants with it, so nothing is forced to the disk.
 
 use std::{
     fs::{File, OpenOptions},
@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use super::own::open_own;
 use crate::policy::book::Book;
 
-/// What is written.
+/// The contents of the file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedBook {
     /// Runs of the supervisor whose leases go on in this book: the one that wrote it, then those before it.
@@ -159,8 +159,8 @@ const fn place_of(sequence: u64) -> u64 {
     sequence % PLACES
 }
 
-/// FNV-1a over the sequence and the text: finds a write that was cut short; nobody forges the file who could not write
-/// a whole one.
+/// FNV-1a over the sequence and the text: finds a write that was cut short; a process that could forge the file could
+/// also write a whole one.
 fn checksum(sequence: u64, body: &[u8]) -> u64 {
     let bytes = sequence.to_le_bytes().into_iter().chain(body.iter().copied());
     bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
@@ -180,7 +180,7 @@ const PLACES: u64 = 2;
 /// nothing.
 const PLACE_BYTES: u64 = 4 << 20;
 
-/// Names of tenants and their users are nobody else's business.
+/// Names of tenants and their users are private.
 const FILE_MODE: u32 = 0o600;
 
 #[cfg(test)]
@@ -241,7 +241,7 @@ mod tests {
             let mut torn = before.clone();
             torn[place..cut].copy_from_slice(&after[place..cut]);
             let torn_path = folder.path().join("torn");
-            // Only the part that was changed is written anew: the file is long.
+            // Only the part that was changed is written again: the file is long.
             if cut == place {
                 std::fs::write(&torn_path, &torn).unwrap();
             } else {

@@ -2,7 +2,7 @@
 //!
 //! At every event the arbiter of the journal is copied with the other mode, both take the event, and what they want done
 //! is compared. The next event finds the arbiter as it really was: no answer of the engine or of a holder has to be made
-//! up. So what is told is the first difference of each decision, not the history that would have followed from it.
+//! up. So the result is the first difference of each decision, not the history that would have followed from it.
 
 use super::{Content, JournalEntry};
 use crate::{
@@ -124,7 +124,7 @@ impl Comparison {
     }
 }
 
-/// What somebody feels; readings, words and the balance are left out.
+/// Actions that a user notices; readings, words and the balance are left out.
 fn deeds(actions: Vec<Action>) -> Vec<Action> {
     actions
         .into_iter()
@@ -212,7 +212,7 @@ mod tests {
             lease::Ticket,
             params::{EngineParams, Params, Scope},
             pressure::Sample,
-            residency::{KvShape, LayerKind, LayerShape},
+            residency::sample_shape,
         },
         units::{Timestamp, Tokens},
     };
@@ -222,30 +222,11 @@ mod tests {
         let mut params = Params::for_budget(Bytes::from_mib(400), Bytes::ZERO, Scope::Session);
         params.engine = Some(EngineParams::default());
         let shape = ModelShape {
-            name: "tiny".to_owned(),
-            architecture: "qwen35".to_owned(),
-            layers: vec![
-                LayerShape {
-                    kind: LayerKind::Attention,
-                    part: 0,
-                    resident_bytes: Bytes::from_mib(10),
-                };
-                8
-            ],
             fixed_bytes: Bytes::from_mib(16),
             state_bytes: Bytes::from_mib(1),
-            kv: KvShape {
-                attention_layers: 8,
-                kv_heads: 2,
-                head_dim: 128,
-                element_bytes: 2,
-                granule: Bytes::ZERO,
-                block_tokens: Tokens::new(64),
-            },
-            context_max: Tokens::new(8192),
             workspace_fixed_bytes: Bytes::from_mib(3),
-            workspace_bytes_per_token: Bytes::ZERO,
             ring_bytes: Bytes::from_mib(4),
+            ..sample_shape(8, Bytes::from_mib(10))
         };
         let mut arbiter = Arbiter::new(params.clone()).unwrap();
         let mut contents = vec![(Timestamp::START, Content::start(params))];

@@ -36,15 +36,15 @@ pub struct JournalEntry {
     pub content: Content,
 }
 
-/// What a line says.
+/// Content of a line.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "kind", content = "body")]
 pub enum Content {
     /// The supervisor started.
     Start(Box<Start>),
-    /// The arbiter was told.
+    /// An event of the arbiter.
     Event(Event),
-    /// The arbiter wanted it done.
+    /// An action of the arbiter.
     Action(Action),
     /// The whole state of the arbiter here.
     Checkpoint(Box<Checkpoint>),
@@ -55,7 +55,7 @@ pub enum Content {
     },
 }
 
-/// With what a run started.
+/// The settings with which a run started.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Start {
     /// Version of the program.

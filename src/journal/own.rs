@@ -11,7 +11,7 @@ use std::{
 /// lead our writing into a file of theirs, or of ours.
 ///
 /// # Errors
-/// When it is something else, belongs to somebody else, or cannot be opened.
+/// When it is something else, belongs to another user, or cannot be opened.
 pub fn open_own(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     // Without waiting for the other end of a FIFO.
     let file = options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path);

@@ -9,7 +9,7 @@ use std::{
 
 use super::JournalEntry;
 
-/// What is in a journal.
+/// Contents of a journal.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Contents {
     /// The lines that could be read, in order.

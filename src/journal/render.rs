@@ -414,4 +414,41 @@ mod tests {
             "3 GiB of 16 GiB available, stalled 12.05 %"
         );
     }
+
+    #[test]
+    fn actions_of_an_older_version_are_read_with_their_sentences() {
+        let words = "of an older version";
+        for line in [
+            r#"{"action":"explain","message":"@"}"#,
+            r#"{"action":"set_target","lease":1,"nonce":1,"bytes":9,"deadline":5,"reason":"@"}"#,
+            r#"{"action":"stop_worker","worker":"tts","reason":"@"}"#,
+            r#"{"action":"level_changed","from":"normal","to":"critical","reason":"@"}"#,
+            r#"{"action":"apply_plan","revision":1,"reason":"@",
+                "plan":{"resident":[],"kv_capacity":512,"prefill_chunk":128,"kv_type":"f16"}}"#,
+            r#"{"action":"answer","ticket":1,"answer":{"result":"done","message":"@"}}"#,
+            r#"{"action":"answer","ticket":1,"answer":{"result":"denied","retry_after":null,"denial":
+                {"denial":"insufficient_memory","tenant":"a","asked":1,"free":0,"reclaimable":0,"budget":9,"holders":"@"}}}"#,
+            r#"{"action":"answer","ticket":1,"answer":{"result":"denied","retry_after":null,"denial":
+                {"denial":"invalid","tenant":"a","field":"min","value":"0 B","problem":"@"}}}"#,
+            r#"{"action":"answer","ticket":1,"answer":{"result":"denied","retry_after":null,"denial":
+                {"denial":"not_holder","lease":"a#1","uid":7,"problem":"@"}}}"#,
+            r#"{"action":"answer","ticket":1,"answer":{"result":"denied","retry_after":null,"denial":
+                {"denial":"quota_exceeded","tenant":"a","what":"@","limit":3}}}"#,
+            r#"{"action":"weighed","weighing":{"reason":"for a test","need":1,"reclaimable":1,"mode":null,"candidates":[
+                {"source":"worker_told","worker":"tts","class":"batch","bytes":1,"weight":1,"score":1,"chosen":null,
+                "cost":{"free_us":1,"now_us":1,"undo_us":1}}],"spared":[{"holder":"b#2","held":9,"why":"@"}]}}"#,
+            r#"{"action":"decided","decision":{"worker":{"changing":{"worker":"asr","variant":"small",
+                "cause":{"room":{"reason":"@"}}}}}}"#,
+            r#"{"action":"decided","decision":{"admission":{"start_out_of_reach":{"worker":"asr","wait":
+                {"needs":9,"configured":9,"free":0,"most":1,"keepers":"@"}}}}}"#,
+        ] {
+            let action: Action = serde_json::from_str(&line.replace('@', words)).unwrap();
+            let shown = render_action(&action);
+            assert!(shown.contains(words), "{shown}");
+            assert!(
+                serde_json::to_string(&action).unwrap().contains(words),
+                "kept as it was"
+            );
+        }
+    }
 }

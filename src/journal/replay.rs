@@ -12,7 +12,7 @@ use crate::{
     units::Timestamp,
 };
 
-/// What became of one run of the supervisor.
+/// The result of one run of the supervisor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Run {
     /// Names the run.
@@ -87,7 +87,7 @@ pub fn replay(entries: &[JournalEntry]) -> Vec<Run> {
     replay_with(entries, &begin_arbiter)
 }
 
-/// With what a replay begins, or goes on.
+/// The start of a replay, or of its continuation.
 #[derive(Clone, Copy, Debug)]
 enum Begin<'a> {
     Start(&'a Params),
@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn another_action_is_told_with_its_event() {
+    fn another_action_is_reported_with_its_event() {
         let mut lines = lines();
         lines[2].content = Content::Action(Action::Explain { message: "two".into() });
         match outcome(&lines) {
@@ -423,7 +423,7 @@ mod tests {
     }
 
     #[test]
-    fn another_state_at_a_checkpoint_is_told_and_the_first_one_is_where_a_run_begins() {
+    fn another_state_at_a_checkpoint_is_reported_and_the_first_one_is_where_a_run_begins() {
         let entries = |contents: Vec<Content>| -> Vec<JournalEntry> {
             (1..)
                 .zip(contents)

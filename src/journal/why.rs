@@ -121,7 +121,7 @@ pub fn why(entries: &[JournalEntry], sequence: u64) -> Result<Why, WhyError> {
     }
     let arbiter = state_before(past);
     let known = arbiter.as_ref().map(|arbiter| Box::new(arbiter.snapshot()));
-    let told = arbiter.map(|mut arbiter| {
+    let later_state = arbiter.map(|mut arbiter| {
         let _ = arbiter.handle(event.at, happened.clone());
         Box::new(arbiter.snapshot())
     });
@@ -138,7 +138,7 @@ pub fn why(entries: &[JournalEntry], sequence: u64) -> Result<Why, WhyError> {
         asked: asked.clone(),
         event: event.clone(),
         before: known,
-        after: told,
+        after: later_state,
         actions,
     })
 }
@@ -405,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_explained_is_said() {
+    fn what_cannot_be_explained_is_an_error() {
         let mut lines = lines();
         assert_eq!(why(&lines, 1).unwrap_err(), WhyError::NoDecision { sequence: 1 });
         let last = lines.last().unwrap().sequence;

@@ -140,8 +140,8 @@ impl Journal {
         self.wants_checkpoint.load(Ordering::Relaxed)
     }
 
-    /// Adds a line. Never waits: when the writer cannot keep up the line is dropped, counted, and the gap is told by the
-    /// next line that is taken.
+    /// Adds a line. Never waits: when the writer cannot keep up the line is dropped, counted, and the gap is recorded
+    /// by the next line that is taken.
     pub fn record(&mut self, at: Timestamp, time: SystemTime, content: Content) {
         let Some(queue) = &self.queue else { return };
         let unix_us = time
@@ -167,7 +167,7 @@ impl Journal {
         }
         self.sequence += 1;
         let is_checkpoint = matches!(content, Content::Checkpoint(_));
-        // A line is not taken while the gap before it has not been told.
+        // A line is not taken while the gap before it has not been recorded.
         let taken = self.missing == 0
             && match queue.try_send(entry(self.sequence, content)) {
                 Ok(()) => true,
@@ -378,7 +378,7 @@ fn open(path: &Path) -> io::Result<(File, u64, bool)> {
     Ok((file, length, last != *b"\n"))
 }
 
-/// Names of tenants and their users are nobody else's business.
+/// Names of tenants and their users are private.
 const FILE_MODE: u32 = 0o640;
 
 #[cfg(test)]
@@ -454,7 +454,7 @@ mod tests {
     }
 
     #[test]
-    fn a_writer_that_cannot_keep_up_drops_lines_and_tells_the_gap() {
+    fn a_writer_that_cannot_keep_up_drops_lines_and_records_the_gap() {
         let (release, held) = mpsc::channel::<()>();
         let (seen, lines) = mpsc::channel();
         let settings = JournalSettings {

@@ -93,7 +93,7 @@ mod tests {
     #[test]
     fn what_cannot_be_answered_in_time_is_refused_at_once_with_the_time_it_would_take() {
         let mut backlog = Backlog::default();
-        // Nothing is known: everybody may try.
+        // Nothing is known: every request may try.
         backlog.admit(at(0), seconds(4), PATIENCE).unwrap();
         backlog.answered(at(2), seconds(4));
         // Half a second for each of audio: four of 5 s are done after 10 s, a fifth is not.

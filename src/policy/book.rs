@@ -4,13 +4,14 @@
 //! go on. So this is less than a [checkpoint](super::arbiter::Checkpoint): no time and nothing that is under way, only
 //! who holds how much, and what was wanted of the workers. The next run takes it as its first
 //! [event](super::event::Event::Recovered), together with the workers that it found alive.
+#![expect(missing_docs, reason = "fields are named by what they hold")]
 
 use serde::{Deserialize, Serialize};
 
 use super::lease::{LeaseId, LeaseRequest};
 use crate::units::Bytes;
 
-/// What the next run needs to know of this one.
+/// The state that the next run needs of this one.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Book {
     /// The last numbers given out, so that none is given out twice.
@@ -27,20 +28,15 @@ pub struct Book {
 /// The last numbers given out.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LastNumbers {
-    /// Of a lease.
     pub lease: u64,
-    /// Of a grant.
     pub generation: u64,
-    /// Of a target.
     pub nonce: u64,
 }
 
 /// A lease of a tenant.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BookedLease {
-    /// Its number.
     pub id: LeaseId,
-    /// Of its grant.
     pub generation: u64,
     /// On the book; what it was asked to give back and has not is still in it.
     pub held: Bytes,
@@ -55,9 +51,7 @@ pub struct BookedLease {
 /// A worker.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BookedWorker {
-    /// Its name.
     pub name: String,
-    /// Whether it is to run.
     pub wanted: bool,
     /// It was stopped to make room, and comes back when there is room.
     pub stopped_to_shed: bool,
@@ -76,7 +70,6 @@ pub struct BookedRun {
     pub lease: Option<(LeaseId, Bytes)>,
     /// Whether it has answered, to this run or to one before.
     pub ready: bool,
-    /// The variant in force.
     pub variant: Option<String>,
     /// The change of variant that it was asked for and has not confirmed.
     pub change: Option<BookedChange>,
@@ -86,12 +79,10 @@ pub struct BookedRun {
     pub variant_before_shed: Option<String>,
 }
 
-/// What has happened to a worker.
+/// The history of a worker.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerHistory {
-    /// Starts so far.
     pub starts: u32,
-    /// Unexpected exits.
     pub failures: u32,
     /// The last exit, in words.
     pub last_exit: Option<String>,
@@ -100,13 +91,12 @@ pub struct WorkerHistory {
 /// A change of variant under way.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BookedChange {
-    /// To which.
     pub variant: String,
     /// Whether it was to make room.
     pub to_shed: bool,
 }
 
-/// What was to follow the end of a worker that was asked to stop.
+/// The step after the end of a worker that was asked to stop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BookedStop {
@@ -121,9 +111,7 @@ pub enum BookedStop {
 /// A worker of the last run that was found alive.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AdoptedWorker {
-    /// Its name.
     pub worker: String,
-    /// Its process.
     pub pid: u32,
     /// The variant that it was started with.
     pub variant: Option<String>,

@@ -1,8 +1,10 @@
-//! Holders that could give memory back, and those that are spared.
+//! Holders that could give memory back, those that are spared, and workers that come back.
 //!
 //! The engine gives what its [supply](crate::policy::engine_supply) holds, tenants what they hold beyond their least, workers
 //! a smaller variant or themselves ([`stop_or_shed`](crate::policy::stop_or_shed)). A holder that is as urgent as the request is
 //! spared, and so is a pinned one.
+
+use std::cmp::Reverse;
 
 use super::{
     denial::{Denial, Holders},
@@ -84,10 +86,7 @@ impl State {
         let held = self.ledger.held_by(id);
         let used = match purpose {
             Purpose::Request(_) => held,
-            Purpose::Pressure(_) => self
-                .ledger
-                .measurement(&lease.holder)
-                .map_or(held, |measured| measured.used.min(held)),
+            Purpose::Pressure(_) => self.ledger.used_by(&lease.holder).map_or(held, |used| used.min(held)),
         };
         let bytes = used.saturating_sub(lease.min);
         let free_us = micros(self.params.shed.deadlines.of(lease.class));
@@ -171,7 +170,7 @@ impl State {
     }
 
     /// That there is not enough for `tenant`, and who has what. What is `own` to it already, or booked for the worker that
-    /// it is, is part of what it asks for; another lease of its name may be anybody's.
+    /// it is, is part of what it asks for; another lease of its name may be of any process.
     pub(super) fn insufficient(&self, tenant: &str, own: Option<LeaseId>, asked: Bytes, class: Class) -> Denial {
         let is_own = |(id, lease): &(LeaseId, &Lease)| {
             Some(*id) == own || (lease.kind == LeaseKind::Worker && lease.tenant == tenant)
@@ -215,7 +214,7 @@ impl State {
             .collect()
     }
 
-    /// Those who hold something and are not asked, with the reason.
+    /// Holders that are not asked, with the reason.
     pub(super) fn spared(&self, purpose: Purpose) -> Vec<Spared> {
         self.leases
             .ids()
@@ -227,6 +226,68 @@ impl State {
                 })
             })
             .collect()
+    }
+
+    /// Workers that were stopped, made smaller or notified to make room and fit again, with what being without it
+    /// costs.
+    pub(super) fn worker_returns(&self, room: Bytes) -> Vec<Candidate> {
+        // Of two that are worth the same for their size, the more urgent one, and then the one that is started first.
+        let mut stopped: Vec<_> = self.workers.values().filter(|worker| worker.was_shed()).collect();
+        stopped.sort_by_key(|worker| Reverse((worker.params.class, worker.params.start.start_order)));
+        let stopped = stopped.into_iter().map(|Worker { params, .. }| {
+            let source = Source::WorkerStop {
+                worker: params.name.clone(),
+            };
+            let cost = Cost {
+                undo_us: micros(params.start.reload),
+                ..Cost::default()
+            };
+            Candidate::whole(source, params.class, self.worker_peak(&params.name, None), cost)
+        });
+        let stopped = stopped.filter(|gain| gain.bytes() <= room.min(self.ledger.free()));
+        let variants = self.workers.values().filter_map(|worker| self.variant_return(worker));
+        let notified = self.workers.values().filter_map(|worker| self.notified_return(worker));
+        let running = variants.chain(notified);
+        let running = running.filter(|gain| gain.bytes() <= self.room_beside(gain.class, room));
+        stopped.chain(running).collect()
+    }
+
+    fn variant_return(&self, worker: &Worker) -> Option<Candidate> {
+        let variant = worker.run()?.before_shed.clone().filter(|_| worker.is_settled())?;
+        let (name, reload) = (&worker.params.name, micros(worker.params.start.reload));
+        let peak = self.worker_peak(name, Some(&variant));
+        let cost = Cost {
+            now_us: reload / 2,
+            undo_us: reload,
+            ..Cost::default()
+        };
+        let source = Source::WorkerVariant {
+            worker: name.clone(),
+            variant,
+        };
+        let more = peak.saturating_sub(self.worker_held(name));
+        Some(Candidate::whole(source, worker.params.class, more, cost))
+    }
+
+    fn notified_return(&self, worker: &Worker) -> Option<Candidate> {
+        let more = self.notified_lacks(worker)?;
+        let cost = Cost {
+            now_us: micros(worker.params.start.reload) / 4,
+            undo_us: self.engine.speed().reading_us(more),
+            ..Cost::default()
+        };
+        let source = Source::WorkerNotified {
+            worker: worker.params.name.clone(),
+        };
+        Some(Candidate::whole(source, worker.params.class, more, cost))
+    }
+
+    /// What is left of the room for a running worker when those have theirs that come back and are as urgent.
+    fn room_beside(&self, class: Class, room: Bytes) -> Bytes {
+        let returning = self.returning_workers().into_iter();
+        let kept = returning.filter(|(returning, _)| *returning <= class);
+        let kept = kept.map(|(_, bytes)| bytes).fold(Bytes::ZERO, Bytes::saturating_add);
+        room.saturating_sub(kept).min(self.available(class, true))
     }
 
     /// What others could give back for `class`.

@@ -1,6 +1,7 @@
 //! Death certificate of a worker's process: class, confidence, evidence.
 //!
 //! Plain values that go into the journal.
+#![expect(missing_docs, reason = "fields are named by what they hold")]
 
 use std::fmt;
 
@@ -14,7 +15,6 @@ use crate::units::Bytes;
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct DeathCertificate {
-    /// Name of the worker.
     pub worker: String,
     /// Which of its starts, from 1.
     pub start: u64,
@@ -41,15 +41,12 @@ pub struct DeathCertificate {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct DeathVerdict {
-    /// What it died of.
     pub class: DeathClass,
-    /// How sure that is.
     pub confidence: Confidence,
     /// The end in one sentence.
     pub sentence: String,
     /// What says so, the strongest first.
     pub evidence: Vec<Finding>,
-    /// What can be done.
     pub remedy: Option<String>,
     /// Started again as it is, it would end in the same way; an operator has to change something first.
     pub needs_operator: bool,
@@ -59,11 +56,9 @@ pub struct DeathVerdict {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct ProcessEnd {
-    /// The code that it returned.
     pub exit_code: Option<i32>,
     /// The signal that ended it.
     pub signal: Option<i32>,
-    /// Whether the kernel wrote a core file.
     pub core_dumped: bool,
     /// What we had asked of it, and why.
     pub asked: Option<String>,
@@ -98,11 +93,9 @@ impl fmt::Display for DeathCertificate {
 /// The part of a certificate that decides what follows, and that is shown with the worker.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DeathSummary {
-    /// What it died of.
     pub class: DeathClass,
     /// Whether an operator has to change something before it can run.
     pub needs_operator: bool,
-    /// What can be done.
     pub remedy: Option<String>,
 }
 
@@ -118,114 +111,80 @@ impl DeathCertificate {
     }
 }
 
-/// What a process died of. Alphabetical; the order means nothing.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum DeathClass {
+/// Declares the classes with their names in the journal, in metrics and on the wire.
+macro_rules! classes {
+    ($($(#[$attribute:meta])* $class:ident = $name:literal,)+) => {
+        /// What a process died of. Alphabetical; the order means nothing.
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+        pub enum DeathClass {
+            $($(#[$attribute])* #[serde(rename = $name)] $class,)+
+        }
+
+        impl DeathClass {
+            /// All of them.
+            pub const ALL: &[Self] = &[$(Self::$class),+];
+
+            /// Its name in the journal, in metrics and on the wire: `memcg_oom`.
+            #[must_use]
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $(Self::$class => $name,)+
+                }
+            }
+        }
+    };
+}
+
+classes! {
     /// It gave itself up: a failed assertion, an uncaught exception, a corrupt heap.
-    Abort,
-    /// An allocation was refused while the machine had memory, or the kernel killed nobody for it.
-    AllocationFailed,
+    Abort = "abort",
+    /// An allocation was refused while the machine had memory, or the kernel killed no process for it.
+    AllocationFailed = "allocation_failed",
     /// SIGBUS: a page of a mapped file could not be had.
-    BusError,
+    BusError = "bus_error",
     /// It had used up its processor time.
-    CpuTimeLimit,
+    CpuTimeLimit = "cpu_time_limit",
     /// The CUDA runtime and the driver do not fit each other.
-    CudaMismatch,
+    CudaMismatch = "cuda_mismatch",
     /// There never was a process: the program could not be executed.
-    ExecFailed,
+    ExecFailed = "exec_failed",
     /// It returned a code other than zero. 137 is such a code.
-    ExitCode,
+    ExitCode = "exit_code",
     /// The kernel killed it since the machine had no memory left.
-    GlobalOom,
+    GlobalOom = "global_oom",
     /// It lived and made no progress; we ended it.
-    Hang,
+    Hang = "hang",
     /// SIGILL: an instruction that this processor does not have, or a trap.
-    IllegalInstruction,
+    IllegalInstruction = "illegal_instruction",
     /// We ended it.
-    KilledByUs,
+    KilledByUs = "killed_by_us",
     /// A signal ended it that neither we nor, as far as can be seen, the kernel's killer sent.
     #[serde(alias = "killed_by_stranger")]
-    KilledExternally,
+    KilledExternally = "killed_externally",
     /// The kernel killed it since its control group had no memory left.
-    MemcgOom,
+    MemcgOom = "memcg_oom",
     /// A shared library is missing or does not fit.
-    MissingLibrary,
+    MissingLibrary = "missing_library",
     /// Any other signal.
-    OtherSignal,
+    OtherSignal = "other_signal",
     /// A resource limit of its own refused it memory.
-    RlimitMemory,
+    RlimitMemory = "rlimit_memory",
     /// SIGSYS: a system call that its sandbox forbids.
-    SeccompViolation,
+    SeccompViolation = "seccomp_violation",
     /// SIGSEGV.
-    SegmentationFault,
+    SegmentationFault = "segmentation_fault",
     /// It returned zero without having been asked to end.
-    SilentExit,
+    SilentExit = "silent_exit",
     /// There never was a process: the system had none to give, or no file or memory for it.
-    SpawnFailed,
+    SpawnFailed = "spawn_failed",
     /// It was not ready in time; we ended it.
-    StartTimeout,
+    StartTimeout = "start_timeout",
     /// The kernel did not say how it ended.
     #[default]
-    Unknown,
+    Unknown = "unknown",
 }
 
 impl DeathClass {
-    /// All of them.
-    pub const ALL: [Self; 22] = [
-        Self::Abort,
-        Self::AllocationFailed,
-        Self::BusError,
-        Self::CpuTimeLimit,
-        Self::CudaMismatch,
-        Self::ExecFailed,
-        Self::ExitCode,
-        Self::GlobalOom,
-        Self::Hang,
-        Self::IllegalInstruction,
-        Self::KilledByUs,
-        Self::KilledExternally,
-        Self::MemcgOom,
-        Self::MissingLibrary,
-        Self::OtherSignal,
-        Self::RlimitMemory,
-        Self::SeccompViolation,
-        Self::SegmentationFault,
-        Self::SilentExit,
-        Self::SpawnFailed,
-        Self::StartTimeout,
-        Self::Unknown,
-    ];
-
-    /// Its name in the journal, in metrics and on the wire: `memcg_oom`.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Abort => "abort",
-            Self::AllocationFailed => "allocation_failed",
-            Self::BusError => "bus_error",
-            Self::CpuTimeLimit => "cpu_time_limit",
-            Self::CudaMismatch => "cuda_mismatch",
-            Self::ExecFailed => "exec_failed",
-            Self::ExitCode => "exit_code",
-            Self::GlobalOom => "global_oom",
-            Self::Hang => "hang",
-            Self::IllegalInstruction => "illegal_instruction",
-            Self::KilledExternally => "killed_externally",
-            Self::KilledByUs => "killed_by_us",
-            Self::MemcgOom => "memcg_oom",
-            Self::MissingLibrary => "missing_library",
-            Self::OtherSignal => "other_signal",
-            Self::RlimitMemory => "rlimit_memory",
-            Self::SeccompViolation => "seccomp_violation",
-            Self::SegmentationFault => "segmentation_fault",
-            Self::SilentExit => "silent_exit",
-            Self::SpawnFailed => "spawn_failed",
-            Self::StartTimeout => "start_timeout",
-            Self::Unknown => "unknown",
-        }
-    }
-
     /// Whether the kernel killed it for memory.
     #[must_use]
     pub const fn is_oom(self) -> bool {

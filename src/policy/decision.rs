@@ -20,7 +20,7 @@ mod lease;
 mod memory;
 mod worker;
 
-/// What one of the machines decided.
+/// A decision of one of the machines.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Decision {

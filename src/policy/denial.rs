@@ -104,7 +104,7 @@ pub enum Holders {
     Text(String),
 }
 
-/// What is at its limit.
+/// A limit that is reached.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Quota {
@@ -143,7 +143,7 @@ pub enum NotHolder {
     Text(String),
 }
 
-/// What is wrong with a value.
+/// The fault of a value.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Problem {

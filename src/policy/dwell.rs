@@ -43,7 +43,7 @@ impl Dwell {
         self.span = span;
     }
 
-    /// What is left of the dwell; `None` when something may grow.
+    /// The rest of the dwell; `None` when something may grow.
     #[must_use]
     pub fn left(&self, now: Timestamp) -> Option<Duration> {
         let ends = self.shed_at? + self.in_force();
@@ -102,7 +102,7 @@ impl Dwell {
 }
 
 /// How often the dwell is doubled at most: eight times 60 s. Our choice: a neighbour that comes and goes for hours costs
-/// one needless growth in eight minutes, and one that has gone for good is noticed within them.
+/// one needless growth in eight minutes, and one that does not come back is noticed within them.
 const REGRETS_MAX: u32 = 3;
 
 #[cfg(test)]

@@ -44,7 +44,7 @@ pub(super) struct EngineControl {
     requests: u32,
 }
 
-/// Where the engine is in its life.
+/// The engine's place in its life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum Phase {
     /// Nothing is configured, or the model's header was not read.
@@ -68,7 +68,7 @@ enum Retry {
     WhenReadable(Timestamp),
 }
 
-/// What becomes of an engine that has failed.
+/// The next step of an engine that has failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum AfterFailure {
     /// It is loaded again at this instant.
@@ -88,7 +88,7 @@ pub(super) struct Plans {
     /// Plans asked and not answered, by revision.
     #[serde(with = "crate::policy::pairs")]
     pub(super) pending: BTreeMap<u64, Pending>,
-    /// Plans asked and never answered, or carried out in part: nobody knows how much of them is in force.
+    /// Plans asked and never answered, or carried out in part: how much of them is in force is unknown.
     #[serde(with = "crate::policy::pairs")]
     doubtful: BTreeMap<u64, EnginePlan>,
     /// The number of the last plan.
@@ -119,7 +119,7 @@ pub(super) enum PlanKind {
 pub(super) struct KvUse {
     /// Of the running answer.
     pub(super) used: Tokens,
-    /// Of the last answer, while nobody asks.
+    /// Of the last answer, while no request runs.
     pub(super) kept: Tokens,
     /// That the running answer may lose.
     pub(super) droppable: Tokens,
@@ -140,7 +140,7 @@ struct Pace {
     calibration: Option<Calibration>,
 }
 
-/// What is not asked again before an instant, because it failed, settles or is under way.
+/// Instants before which nothing of a kind is asked again, because it failed, settles or is under way.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Blocked {
     /// A growth.
@@ -324,7 +324,7 @@ impl EngineControl {
         self.shape.as_ref()
     }
 
-    /// What a plan occupies; nothing while the shape is unknown.
+    /// Bytes of a plan; zero while the shape is unknown.
     pub(super) fn bytes_in(&self, plan: &EnginePlan) -> Bytes {
         bytes_in(self.shape(), plan)
     }
@@ -343,7 +343,7 @@ impl EngineControl {
         let used = self.kv.used.max(pinned).min(capacity);
         let params = self.params.as_ref()?;
         let limits = PlanLimits::new(params, used).at_speed(self.pace.speed);
-        // Larger chunks are worth something only by what was measured: nobody takes the figures of the field for that.
+        // Larger chunks are worth something only by what was measured: the figures of the field do not count for that.
         let is_measured = self.pace.calibration.is_some_and(|by| by.prefill_ns_per_mib > 0);
         Some(if is_measured {
             limits.with_chunks_up_to(params.prefill_chunk_max)
@@ -352,7 +352,7 @@ impl EngineControl {
         })
     }
 
-    /// Whether nobody asks it anything, so that no chunk of a prompt is under way.
+    /// Whether no request runs, so that no chunk of a prompt is under way.
     pub(super) const fn is_idle(&self) -> bool {
         self.requests == 0
     }
@@ -363,19 +363,19 @@ impl EngineControl {
         self.blocked.chunk.is_some()
     }
 
-    /// Tokens in the KV cache that the next prompt may go on from, while nobody asks.
+    /// Tokens in the KV cache that the next prompt may go on from, while no request runs.
     pub(super) fn kv_kept(&self) -> Tokens {
         let capacity = self.goal().map_or(Tokens::ZERO, |plan| plan.kv_capacity);
         self.kv.kept.min(capacity)
     }
 
-    /// Tokens in the KV cache, whether or not anybody asks.
+    /// Tokens in the KV cache, whether or not a request runs.
     pub(super) fn kv_held(&self) -> Tokens {
         let capacity = self.goal().map_or(Tokens::ZERO, |plan| plan.kv_capacity);
         self.kv.kept.max(self.kv.used).min(capacity)
     }
 
-    /// What is in the KV cache, for others to look at.
+    /// Contents of the KV cache, for snapshots.
     pub(super) const fn kv_view(&self) -> KvView {
         KvView {
             used: self.kv.used,
@@ -489,7 +489,7 @@ impl EngineControl {
         if comes { self.floor_bytes() } else { None }
     }
 
-    /// What it keeps against everybody: its floor, while it is loaded or comes back.
+    /// Its share that is kept against every class: its floor, while it is loaded or comes back.
     pub(super) fn keeps(&self) -> Option<Bytes> {
         if self.lease.is_some() {
             self.floor_bytes()
@@ -503,7 +503,7 @@ impl EngineControl {
         self.is_ready() && self.blocked.shed.is_none_or(|until| until <= now)
     }
 
-    /// What it needs for everything that is in force or asked: a plan on its way may hold parts of both.
+    /// Bytes for everything that is in force or asked: a plan on its way may hold parts of both.
     pub(super) fn needs(&self) -> Bytes {
         let in_force = self.plans.in_force.as_ref();
         let now = in_force.map_or(Bytes::ZERO, |plan| self.bytes_in(plan));
@@ -573,7 +573,7 @@ impl Plans {
         self.pending.remove(&revision)
     }
 
-    /// What came before `revision` has its answer in that of `revision`.
+    /// The answer to `revision` answers the plans before it.
     pub(super) fn settled(&mut self, revision: u64) {
         self.pending.retain(|other, _| *other > revision);
         self.doubtful.retain(|other, _| *other > revision);
@@ -582,7 +582,7 @@ impl Plans {
         }
     }
 
-    /// Nobody knows how much of a plan is in force.
+    /// How much of a plan is in force is unknown.
     pub(super) fn doubt(&mut self, revision: u64, plan: EnginePlan) {
         self.doubtful.retain(|_, other| *other != plan);
         self.doubtful.insert(revision, plan);
@@ -606,7 +606,7 @@ impl Plans {
     }
 }
 
-/// What a plan occupies; nothing while the shape is unknown.
+/// Bytes of a plan; zero while the shape is unknown.
 pub(super) fn bytes_in(shape: Option<&ModelShape>, plan: &EnginePlan) -> Bytes {
     shape.map_or(Bytes::ZERO, |shape| shape.plan_bytes(plan))
 }

@@ -1,4 +1,4 @@
-//! What the engine can give back, and what each part of it costs the user.
+//! Memory that the engine can give back, and the cost of each part to the user.
 //!
 //! KV blocks that no sequence uses, blocks that keep the last answer, precision of KV where that is allowed, the oldest
 //! blocks of a running answer where its request allows that, layers, and the workspace of larger prefill chunks; each at
@@ -13,7 +13,7 @@ use super::{
 };
 use crate::units::{Bytes, Tokens};
 
-/// What the engine's supply is computed from.
+/// Inputs of the engine's supply.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct EngineSupply<'a> {
     pub(super) shape: &'a ModelShape,
@@ -22,7 +22,7 @@ pub(super) struct EngineSupply<'a> {
     pub(super) goal: &'a EnginePlan,
     /// Tokens that the last answer has left.
     pub(super) kept: Tokens,
-    /// Tokens in the KV cache, whether or not anybody asks.
+    /// Tokens in the KV cache, whether or not a request runs.
     pub(super) held: Tokens,
     /// Tokens that the running answer may lose.
     pub(super) droppable: Tokens,
@@ -33,7 +33,7 @@ pub(super) struct EngineSupply<'a> {
 }
 
 impl EngineSupply<'_> {
-    /// What it can give. What makes tokens slower or less precise is left out until it is `serious`.
+    /// All that it can give. Parts that make tokens slower or less precise are left out until it is `serious`.
     pub(super) fn candidates(&self, serious: bool) -> Vec<Candidate> {
         let Self {
             shape, limits, goal, ..
@@ -207,7 +207,7 @@ fn oldest_kv_candidate(
         let left = Tokens::new(limits.kv_used.get().saturating_sub(tokens(blocks)));
         worth
             .context_us(limits.kv_used, left, limits.kv_used)
-            .saturating_mul(LOST_FOR_GOOD)
+            .saturating_mul(LOST_FOR_EVER)
     };
     let before: u64 = others
         .iter()
@@ -312,7 +312,7 @@ const CONVERT_NS_PER_MIB: u64 = 700_000;
 /// Dropping KV copies at most as much of it as is given back. Our choice of 5 GB/s: what is copied to is in memory, and memory
 /// is read at 32 to 36 GB/s by two threads (docs/performance.md).
 const COPY_NS_PER_MIB: u64 = 200_000;
-/// How much dearer a token is that is lost for good than one that can be read again. Our choice.
-const LOST_FOR_GOOD: u64 = 4;
-/// What asking several costs at most, so that it does not outweigh the order.
+/// How much dearer a token is that is lost than one that can be read again. Our choice.
+const LOST_FOR_EVER: u64 = 4;
+/// The greatest cost of asking several, so that it does not outweigh the order.
 const BEHIND_OTHERS_US: u64 = 1000;

@@ -43,7 +43,7 @@ pub enum Event {
         used: Option<Bytes>,
         taken_at: Timestamp,
     },
-    /// Somebody asks for a lease.
+    /// A client asks for a lease.
     LeaseRequested { ticket: Ticket, request: LeaseRequest },
     /// The caller does not wait any more.
     LeaseRequestCancelled { ticket: Ticket },
@@ -83,7 +83,7 @@ pub enum Event {
     HolderLost {
         lease: LeaseId,
         /// The process that ended. Only the end of the one that is measured says that its memory is back; a journal of
-        /// before this was told has none.
+        /// an older version has none.
         #[serde(default)]
         pid: Option<u32>,
     },
@@ -106,14 +106,14 @@ pub enum Event {
         untouched_given: Bytes,
         took: Duration,
     },
-    /// The engine could not carry out a plan. What it did until then stays done: nobody knows what of it is in force beside
-    /// what was before.
+    /// The engine could not carry out a plan. What it did until then stays done: it is unknown what of it is in force
+    /// beside what was before.
     EngineApplyFailed { revision: u64, reason: String },
     /// The engine is gone, its memory with it.
     EngineFailed {
         reason: String,
         /// What reads keep that hang, where the disk does not answer. The model's header is read again when they have
-        /// returned, and comes as [`Self::EngineInspected`]; nothing is loaded before. A journal of before this was told
+        /// returned, and comes as [`Self::EngineInspected`]; nothing is loaded before. A journal of an older version
         /// has none.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         left: Option<Bytes>,
@@ -158,14 +158,14 @@ pub enum Event {
     PeakMeasured { worker: String, peak: Bytes },
     /// A worker took up or put down a piece of work.
     WorkerActivity { worker: String, requests: u32 },
-    /// Somebody has a request for a worker that does not take it now.
+    /// A client has a request for a worker that does not take it now.
     WorkerWanted {
         worker: String,
         /// Whose request it is, where clients have keys. A journal of before has none.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         client: Option<String>,
     },
-    /// Somebody wants a worker in another variant (ASR from grammar to open vocabulary).
+    /// A client wants a worker in another variant (ASR from grammar to open vocabulary).
     WorkerResizeRequested {
         ticket: Ticket,
         worker: String,
@@ -188,7 +188,8 @@ pub enum Event {
     },
     /// A client's request needs, or would like, more KV capacity than is in force.
     ///
-    /// What it needs comes from layers where nothing may grow: the dwell, the back-off and what an operator shed all stay.
+    /// Capacity that is needed comes from layers where nothing may grow: dwell, back-off and an operator's shed all
+    /// stay.
     CapacityWanted {
         /// Tokens without which the request cannot be served; zero if there are enough for it.
         needed: Tokens,
@@ -210,7 +211,7 @@ pub enum Event {
         worker: String,
         command: WorkerCommand,
     },
-    /// What the run before this one held, less what is gone with its holder.
+    /// The leases of the run before this one, without those of holders that are gone.
     ///
     /// The first event of a run, or none: later it would meet leases of this run.
     Recovered {
@@ -234,7 +235,7 @@ pub enum Event {
         /// Keys of the file that have changed.
         changes: ChangedKeys,
     },
-    /// The time told by `next_deadline` has come.
+    /// The time of `next_deadline` has come.
     DeadlineReached,
 }
 
@@ -247,7 +248,7 @@ pub struct ChangedKeys {
     pub restart: Vec<String>,
 }
 
-/// What an operator can do to a worker.
+/// An operator's command to a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum WorkerCommand {
@@ -255,7 +256,7 @@ pub enum WorkerCommand {
     Recycle,
     /// Start it.
     Start,
-    /// Stop it until told otherwise.
+    /// Stop it until an operator starts it.
     Stop,
 }
 
@@ -265,13 +266,13 @@ pub enum WorkerCommand {
 pub enum Answer {
     /// Granted, renewed or resized: the lease as it is now.
     Lease { lease: LeaseView },
-    /// What a `validate_only` request would get.
+    /// The grant that a `validate_only` request would get.
     WouldGrant {
         bytes: Bytes,
         /// What would be asked back from others first.
         after_shedding: Bytes,
     },
-    /// What came of an operator's shed.
+    /// The outcome of an operator's shed.
     Shed(ShedOutcome),
     /// Done. `message` is its name in a journal of an older version, which has it in words.
     Done {
@@ -286,7 +287,7 @@ pub enum Answer {
     },
 }
 
-/// What came of an operator's shed.
+/// The outcome of an operator's shed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShedOutcome {
     pub asked: Bytes,
@@ -310,13 +311,13 @@ pub enum ShedLimit {
     NotConfirmed,
 }
 
-/// What was done for a caller.
+/// The action for a caller that is done.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Done {
-    /// What was decided says it.
+    /// As the decision says.
     Decided(Decision),
-    /// What operators asked of a worker.
+    /// An operator's command to a worker.
     Worker {
         worker: String,
         done: WorkerDone,
@@ -365,7 +366,7 @@ pub enum Done {
     Text(String),
 }
 
-/// What was done with a worker.
+/// The outcome of a command to a worker.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum WorkerDone {

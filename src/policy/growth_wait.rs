@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::pressure_level::PressureLevel;
 use crate::units::Bytes;
 
-/// What growth waits for, with its figures.
+/// The cause for which growth waits, with its figures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "wait")]
 pub enum GrowthWait {

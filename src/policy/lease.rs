@@ -8,6 +8,7 @@
 //!                      │  release, expire, holder lost                       │
 //!                      └──────────────────────────────────────────► gone ◄───┘
 //! ```
+#![expect(missing_docs, reason = "fields are named by what they hold")]
 
 use std::{fmt, time::Duration};
 
@@ -19,13 +20,13 @@ use crate::units::{Bytes, Timestamp};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Class {
-    /// Somebody is speaking or listening: ASR, TTS.
+    /// Speech as it is spoken or heard: ASR, TTS.
     AudioRealtime,
-    /// Somebody waits for an answer.
+    /// A user waits for an answer.
     Interactive,
     /// The LLM: gives way by becoming slower.
     LlmElastic,
-    /// Nobody waits.
+    /// No user waits.
     Batch,
 }
 
@@ -75,7 +76,6 @@ pub struct LeaseId(pub u64);
 /// A lease as events and operators name it: `asr#7`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeaseName {
-    /// Its number.
     pub id: LeaseId,
     /// The tenant that holds or held it.
     pub tenant: String,
@@ -95,9 +95,8 @@ pub struct Ticket(pub u64);
 /// Who sent a request, by the credentials of its socket.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Peer {
-    /// User id.
     pub uid: u32,
-    /// Process id, where the socket tells.
+    /// Process id, where the socket shows it.
     pub pid: Option<u32>,
     /// Whether the peer may act on leases of others.
     pub operator: bool,
@@ -112,7 +111,6 @@ pub struct LeaseRequest {
     pub request_id: String,
     /// Who is asking.
     pub peer: Peer,
-    /// Urgency.
     pub class: Class,
     /// The least that is of use.
     pub min: Bytes,
@@ -154,40 +152,32 @@ pub struct Target {
 /// A lease as others see it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeaseView {
-    /// Its number.
     pub id: LeaseId,
-    /// Name of the holder.
     pub tenant: String,
     /// As whom its process is measured: the name, unless another process has that name too.
     #[serde(default)]
     pub holder: String,
     /// Who stands behind it.
     pub kind: LeaseKind,
-    /// Urgency.
     pub class: Class,
     /// Where it is in its life.
     pub state: LeaseState,
     /// Rises with every grant; an answer or renewal that carries an older one is refused.
     pub generation: u64,
-    /// On the book.
     pub held: Bytes,
     /// The least that is of use to the holder.
     pub min: Bytes,
     /// The most that is of use to the holder.
     pub max: Bytes,
-    /// Measured, if it has been measured.
     pub used: Option<Bytes>,
-    /// When `used` was measured.
     pub used_at: Option<Timestamp>,
     /// What it has been asked to come down to.
     pub target: Option<Target>,
-    /// When it was granted.
     pub granted_at: Timestamp,
     /// When it ends unless renewed; `None` for leases that we hold ourselves.
     pub expires_at: Option<Timestamp>,
-    /// User id of the owner.
     pub owner_uid: u32,
-    /// Process of the owner, where its socket told; it is measured by it.
+    /// Process of the owner, where its socket shows it; it is measured by it.
     pub owner_pid: Option<u32>,
 }
 

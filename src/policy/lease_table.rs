@@ -39,8 +39,6 @@ use super::{
 use crate::units::{Bytes, Timestamp};
 
 mod phase;
-#[cfg(test)]
-mod tests;
 
 /// All leases, and the holders that still use memory after the end of theirs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -70,7 +68,7 @@ struct ResidualUse {
     unreadable_since: Option<Timestamp>,
 }
 
-/// What follows from a change of the table, in order.
+/// The consequences of a change of the table, in order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Effect {
     /// Is done or recorded.
@@ -81,11 +79,11 @@ pub(super) enum Effect {
     Moved,
     /// A holder has come down; by a shed, unless it wished so itself.
     Reclaimed { freed: Bytes, by_shed: bool },
-    /// What waits for the lease is denied.
+    /// Requests that wait for the lease are denied.
     Deny { lease: LeaseId, denial: Denial },
 }
 
-/// What a change of the table is made with.
+/// The context of a change of the table.
 pub(super) struct Turn<'a> {
     pub(super) now: Timestamp,
     pub(super) ledger: &'a mut Ledger,
@@ -228,9 +226,9 @@ impl LeaseTable {
     /// As whom the process behind a request is measured: by the name that it asks by first, as long as no other process
     /// has that.
     ///
-    /// What one process uses, and gives back, must not count for another that has taken the same name, by chance or not.
-    /// Nor may it count twice where one process asks by several names: it is one holder by all of its names, since all of
-    /// its memory is in each measurement of it.
+    /// The use of one process, and its release, must not count for another that has taken the same name, by chance or
+    /// not. Nor may it count twice where one process asks by several names: it is one holder by all of its names, since
+    /// all of its memory is in each measurement of it.
     pub(super) fn holder_for(&self, request: &LeaseRequest) -> String {
         let (tenant, peer) = (&request.tenant, &request.peer);
         // The kernel gives a process id to one process at a time, whatever user it acts as.
@@ -342,7 +340,7 @@ impl LeaseTable {
         }
     }
 
-    /// What the holder wants from now on.
+    /// Sets the bounds that the holder wants from now on.
     pub(super) fn set_bounds(&mut self, id: LeaseId, min: Bytes, max: Bytes) {
         if let Some(lease) = self.leases.get_mut(&id) {
             (lease.min, lease.max) = (min, max);
@@ -377,7 +375,7 @@ impl LeaseTable {
             lease.phase = Phase::Revoking(Revocation {
                 target: Target { nonce, bytes, deadline },
                 asked_at: turn.now,
-                used_before: turn.ledger.measurement(&lease.holder).map(|measured| measured.used),
+                used_before: turn.ledger.used_by(&lease.holder),
                 answered: None,
                 answered_at: (voluntary || lease.kind == LeaseKind::Worker).then_some(turn.now),
                 applied_at: None,
@@ -562,7 +560,7 @@ impl LeaseTable {
         if generation != lease.generation {
             return Ok(false);
         }
-        // What it used before it heard says nothing.
+        // Its use before the acknowledgement shows nothing.
         (*since, *deadline, *next_poll, *open) =
             (now, now + self.shed.verify_timeout, now + self.shed.verify_poll, None);
         self.changes += 1;
@@ -854,10 +852,7 @@ impl LeaseTable {
     fn give_up_on(&mut self, id: LeaseId, turn: &mut Turn<'_>) {
         let Some(lease) = self.leases.get(&id) else { return };
         let holder = &lease.holder;
-        let known = turn
-            .ledger
-            .measurement(holder)
-            .map_or(Bytes::ZERO, |measured| measured.used);
+        let known = turn.ledger.used_by(holder).unwrap_or_default();
         let presumed = turn.ledger.held_by_tenant(holder).max(known);
         turn.ledger.measure(holder, presumed, turn.now);
         let (name, view) = (self.name_of(id), self.view(id, turn.ledger));
@@ -917,10 +912,7 @@ impl LeaseTable {
     /// Names a holder that uses more than it holds, once each time that it begins to.
     pub(super) fn watch_bounds(&mut self, holder: &str, turn: &mut Turn<'_>) {
         let held = turn.ledger.held_by_tenant(holder);
-        let used = turn
-            .ledger
-            .measurement(holder)
-            .map_or(Bytes::ZERO, |measured| measured.used);
+        let used = turn.ledger.used_by(holder).unwrap_or_default();
         let slack = held.per_mille(SLACK_PER_MILLE).max(SLACK);
         if held == Bytes::ZERO || used <= held.saturating_add(slack) {
             self.beyond.remove(holder);

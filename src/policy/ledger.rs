@@ -37,7 +37,7 @@ pub struct Ledger {
     entries: BTreeMap<LeaseId, Entry>,
     measured: BTreeMap<String, Measurement>,
     scope: Option<ScopeUse>,
-    /// The two last estimates of what nobody on the book uses.
+    /// The two last estimates of use by processes that are not on the book.
     outside: [Option<Bytes>; 2],
     /// How often what is held has changed.
     changes: u64,
@@ -173,7 +173,7 @@ impl Ledger {
         self.estimate_outside();
     }
 
-    /// What a holder without a lease used, and nobody has measured to be back, is an unmanaged process's from now on.
+    /// Use of a holder without a lease that was not measured to be back is an unmanaged process's from now on.
     ///
     /// The last sample shows it. So that estimate counts alone: the one before it was made while the memory was a
     /// holder's, and by the lower of both it would be free until the next sample.
@@ -212,13 +212,13 @@ impl Ledger {
         self.entries.values().map(|entry| entry.held).sum()
     }
 
-    /// What one lease holds; zero if it is not on the book.
+    /// Bytes that one lease holds; zero if it is not on the book.
     #[must_use]
     pub fn held_by(&self, id: LeaseId) -> Bytes {
         self.entries.get(&id).map_or(Bytes::ZERO, |entry| entry.held)
     }
 
-    /// What all leases of one holder hold.
+    /// Bytes that all leases of one holder hold.
     #[must_use]
     pub fn held_by_tenant(&self, tenant: &str) -> Bytes {
         self.entries
@@ -234,20 +234,26 @@ impl Ledger {
         self.measured.get(tenant).copied()
     }
 
+    /// The last measured use of a holder.
+    #[must_use]
+    pub fn used_by(&self, tenant: &str) -> Option<Bytes> {
+        self.measured.get(tenant).map(|measured| measured.used)
+    }
+
     /// When the scope was last read.
     #[must_use]
     pub fn scope_at(&self) -> Option<Timestamp> {
         self.scope.map(|scope| scope.at)
     }
 
-    /// What nobody on the book uses, as far as it exceeds the reserve.
+    /// Use by processes that are not on the book, as far as it exceeds the reserve.
     #[must_use]
     pub fn unmanaged(&self) -> Bytes {
         self.outside()
             .map_or(Bytes::ZERO, |outside| outside.saturating_sub(self.reserve))
     }
 
-    /// The part of the reserve that nobody uses yet: it is there to be used, but not by us.
+    /// The unused part of the reserve: it is there to be used, but not by us.
     ///
     /// By the last estimate alone: one that was made while a new lease was not used yet is too low by as much, and the
     /// lease would count twice with the first sample that shows it.
@@ -288,7 +294,7 @@ impl Ledger {
             .saturating_sub(self.unaccounted())
     }
 
-    /// What all holders were measured to use; those that were not measured are not in it.
+    /// The measured use of all holders; those that were not measured are not in it.
     #[must_use]
     pub fn measured_use(&self) -> Bytes {
         self.measured
@@ -297,7 +303,7 @@ impl Ledger {
             .fold(Bytes::ZERO, Bytes::saturating_add)
     }
 
-    /// What the holders use, by measurement where there is one and by the book where there is none.
+    /// The use of all holders, by measurement where there is one and by the book where there is none.
     #[must_use]
     pub fn used_by_holders(&self) -> Bytes {
         let unmeasured = self
@@ -377,7 +383,7 @@ impl Ledger {
         self.outside[1] = Some(scope.used.saturating_sub(known));
     }
 
-    /// What a holder's share of a sample taken at `at` is taken to be.
+    /// The presumed share of a holder in a sample taken at `at`.
     fn attributed(&self, tenant: &str, entries: &[&Entry], at: Timestamp) -> Bytes {
         let measured = self.measured.get(tenant);
         let used = measured.map_or(Bytes::ZERO, |measured| measured.used);

@@ -253,7 +253,7 @@ pub struct EngineParams {
     #[serde(default)]
     pub kv_type: KvType,
     /// The smallest type to which KV is converted when memory is short; `kv_type` where it never is. Default `f16`, so
-    /// that nothing is converted unless somebody says so.
+    /// that nothing is converted unless the configuration says so.
     #[serde(default)]
     pub kv_type_least: KvType,
     /// Tokens of one prefill chunk.
@@ -305,7 +305,8 @@ pub struct WorkerParams {
     pub peak: Bytes,
     /// Sizes it can be run in; the first is the one it starts with. Empty for a worker of one size.
     pub variants: Vec<VariantParams>,
-    /// What it comes down to when it is told that memory is short; `None` when it cannot be told, or keeps what it has.
+    /// What it comes down to when it is notified that memory is short; `None` when it cannot be notified, or keeps what
+    /// it has.
     #[serde(default)]
     pub shrinks_to: Option<Bytes>,
     /// When and how it is started.

@@ -1,14 +1,14 @@
 //! Highest measured use of each holder.
 //!
-//! What a file says a worker needs is a guess; what it used is not. A peak that is higher than what was known takes its
-//! place at once. A lower one has to be seen in several lives, and then counts for a quarter each time, since a peak
-//! that did not happen today may happen tomorrow.
+//! The need of a worker by its file is a guess; its measured use is not. A peak that is higher than the known one takes
+//! its place at once. A lower one has to be seen in several lives, and then counts for a quarter each time, since a
+//! peak that did not happen today may happen tomorrow.
 
 use serde::{Deserialize, Serialize};
 
 use crate::units::Bytes;
 
-/// What one holder was seen to use at most, in one variant.
+/// The highest measured use of one holder, in one variant.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LearnedPeak {
@@ -36,7 +36,7 @@ impl Peaks {
         self.0.iter()
     }
 
-    /// What was learned of a holder.
+    /// The learned peak of a holder.
     #[must_use]
     pub fn of(&self, holder: &str, variant: Option<&str>) -> Option<&LearnedPeak> {
         let place = self.place(holder, variant).ok()?;
@@ -87,7 +87,8 @@ impl Peaks {
         }
     }
 
-    /// What has to be free before a holder is started that is set to need `configured` at most, and `steady` at rest.
+    /// Memory that has to be free before a holder is started that needs `configured` at most and `steady` at rest by
+    /// its file.
     #[must_use]
     pub fn expected(&self, holder: &str, variant: Option<&str>, configured: Bytes, steady: Bytes) -> Bytes {
         let Some(peak) = self.of(holder, variant) else {
@@ -96,7 +97,7 @@ impl Peaks {
         let with_margin = peak.bytes.saturating_add(peak.bytes.per_mille(MARGIN_PER_MILLE));
         if peak.bytes > configured {
             with_margin
-        } else if peak.lives >= LIVES_TOLD {
+        } else if peak.lives >= LIVES_LEAST {
             with_margin.max(steady).min(configured)
         } else {
             configured
@@ -141,8 +142,8 @@ impl FromIterator<LearnedPeak> for Peaks {
 /// A start needs 1.1 times the learned peak: what a supervisor of such a board asks for.
 const MARGIN_PER_MILLE: u32 = 100;
 /// Fewer lives say nothing about what does not happen. Our choice.
-const LIVES_TOLD: u32 = 3;
-/// What is within 2 % or 1 MiB is the same peak: whole pages and shared libraries.
+const LIVES_LEAST: u32 = 3;
+/// A difference within 2 % or 1 MiB is the same peak: whole pages and shared libraries.
 const WORTH_PER_MILLE: u32 = 20;
 const WORTH: Bytes = Bytes::from_mib(1);
 /// Workers, their variants and models of one supervisor; far more than 64 workers with their variants.

@@ -130,8 +130,8 @@ pub struct Sample {
 }
 
 impl Sample {
-    /// What the machine can still give without reclaiming from anybody, page cache apart: `MemAvailable − CmaFree`, and
-    /// the nvmap pool where it can be read.
+    /// What the machine can still give without reclaiming from a process, page cache apart: `MemAvailable − CmaFree`,
+    /// and the nvmap pool where it can be read.
     #[must_use]
     pub fn available(&self) -> Bytes {
         self.mem_available
@@ -333,7 +333,7 @@ impl Pressure {
     /// When nothing will be left at the rate of the last seconds; `None` if headroom does not shrink, or for hours.
     #[must_use]
     pub fn exhausted_in(&self) -> Option<Duration> {
-        self.reached_in(Bytes::ZERO).filter(|left| *left < EXHAUSTION_TOLD)
+        self.reached_in(Bytes::ZERO).filter(|left| *left < EXHAUSTION_AHEAD)
     }
 
     /// Whether a shed still waits whether the shortage passes by itself.
@@ -426,16 +426,16 @@ impl Pressure {
             0
         };
         let full = grown(last.sample.psi_full_total_us, sample.psi_full_total_us);
-        let everybody_stalled = full * 1000 / micros >= PSI_FULL_PER_MILLE && micros >= PSI_LEAST_US;
+        let all_stalled = full * 1000 / micros >= PSI_FULL_PER_MILLE && micros >= PSI_LEAST_US;
         // The kernel counts for the whole machine. What stalls others says nothing of a session while the machine has plenty.
         let plenty = Bytes::new(sample.mem_total.get() / SESSION_PLENTY);
         if sample.scope_used.is_some() && sample.available() >= plenty {
             return None;
         }
         let elevated = self.params.elevated_below;
-        if headroom < elevated && (self.stalls_in_a_row >= STALLS_IN_A_ROW || everybody_stalled) {
+        if headroom < elevated && (self.stalls_in_a_row >= STALLS_IN_A_ROW || all_stalled) {
             let watermark = elevated;
-            let reason = if everybody_stalled {
+            let reason = if all_stalled {
                 LevelReason::AllStalled {
                     headroom,
                     watermark,
@@ -650,12 +650,12 @@ const CALM_INTERVAL: Duration = Duration::from_millis(100);
 /// How many times faster than it was lately the headroom is expected to shrink. Our choice.
 const SLOPE_MARGIN: u64 = 8;
 /// What lies further ahead is no forecast.
-const EXHAUSTION_TOLD: Duration = Duration::from_secs(3600);
+const EXHAUSTION_AHEAD: Duration = Duration::from_secs(3600);
 /// lmkd takes some 70 ms of stall within 1 s for a sign of pressure.
 const PSI_SOME_PER_MILLE: u128 = 70;
 /// 5000 pages/s (20 MB/s) of the page cache read again: the working set does not fit.
 const REFAULTS_PER_S: u128 = 5000;
-/// After this many missed samples nobody knows whether the headroom stayed above the watermark.
+/// After this many missed samples it is unknown whether the headroom stayed above the watermark.
 const SAMPLES_MISSED_MAX: u32 = 4;
 
 #[cfg(test)]

@@ -5,7 +5,7 @@
 //! more still waits, since one of them may end; but no holder is kept small for it, it does not block the queue, and it is
 //! explained with what it needs, what it could have, and what to change.
 //!
-//! What the supervisor wants itself has no deadline. So nothing is kept free for it either while tenants keep, and
+//! The supervisor's own wants have no deadline. So nothing is kept free for it either while tenants keep, and
 //! unmanaged processes use, so much that it cannot have it: they may end in a minute or never, and until then the engine
 //! makes use of it. When they have, it takes its turn ([`admission`](crate::policy::admission)).
 
@@ -24,9 +24,9 @@ use super::{
 use crate::units::Bytes;
 
 impl State {
-    /// What may be booked for a class now: what is free, minus what is kept for those who come back.
+    /// Bytes that may be booked for a class now: free, minus those kept for holders that come back.
     ///
-    /// The engine's floor is kept against everybody, since nobody could take it from a running engine either. The space
+    /// The engine's floor is kept against every class, since it cannot be taken from a running engine either. The space
     /// of a worker is kept against less urgent ones, and against tenants that are as urgent.
     pub(super) fn available(&self, class: Class, for_tenant: bool) -> Bytes {
         let kept = self
@@ -88,13 +88,13 @@ impl State {
         self.engine.shape()?.plan(most, &self.engine.limits()?).err()
     }
 
-    /// What a want needs at least, beyond what it holds.
+    /// The least need of a want, beyond what it holds.
     pub(super) fn needed_by(&self, want: &Want) -> Bytes {
         let held = self.ledger.held_by(want.lease);
         self.asked_by(want).saturating_sub(held)
     }
 
-    /// What a want asks for at least.
+    /// The least that a want asks for.
     pub(super) fn asked_by(&self, want: &Want) -> Bytes {
         match &want.kind {
             WantKind::Lease(request) => request.min,
@@ -145,8 +145,8 @@ impl State {
         self.worker_peak(name, None) > self.reach(name, worker.params.class, whose)
     }
 
-    /// Whether anybody waits for whom something is kept free.
-    pub(super) fn somebody_waits(&self) -> bool {
+    /// Whether a request waits for which something is kept free.
+    pub(super) fn a_request_waits(&self) -> bool {
         let kept_for = |want: &Want| match want.deadline {
             Some(_) => Whose::Ours,
             None => Whose::All,
@@ -194,7 +194,7 @@ impl State {
             .chain(others.into_iter().flatten())
     }
 
-    /// What a worker waits for, if it does.
+    /// The memory that a worker waits for, if it does.
     pub(super) fn worker_wait(&self, worker: &Worker) -> Option<WorkerWait> {
         if !worker.was_shed() && !worker.is_waiting() {
             return None;
@@ -210,7 +210,7 @@ impl State {
         })
     }
 
-    pub(super) fn nobody_waits_before(&self, class: Class) -> bool {
+    pub(super) fn none_waits_before(&self, class: Class) -> bool {
         !self.queue.before(class).any(|want| self.holds_back(want))
     }
 

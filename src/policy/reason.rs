@@ -1,6 +1,7 @@
 //! Reasons with their figures: why memory is reclaimed, a plan or a level changes, a worker stops, a holder is spared.
 //!
-//! A reason is a value; `journal/render` makes its sentence. `Text` is what a journal of an older version has in its place.
+//! A reason is a value; `journal/render` makes its sentence. `Text` is what a journal of an older version has in its
+//! place.
 #![expect(missing_docs, reason = "fields are named by what they hold")]
 
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! What is reclaimed for a request, for an operator and under pressure, and from whom.
+//! Reclaim for a request, for an operator and under pressure: how much, and from which holders.
 //!
 //! The cheapest set that suffices is computed over all [`candidates`](super::candidates); the decision lists those that
 //! were chosen and those that were not. Under pressure the next round waits for the settle time and for a sample that is
@@ -14,7 +14,7 @@ use super::{
 };
 use crate::units::{Bytes, Timestamp};
 
-/// What is asked back from whom.
+/// The holders that are asked, and for how much.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Reclaim {
     pub(super) purpose: Purpose,
@@ -23,12 +23,12 @@ pub(super) struct Reclaim {
     pub(super) chosen: Vec<Chosen>,
 }
 
-/// What is done under pressure.
+/// The action under pressure.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Relief {
     /// Headroom is above the Elevated watermark.
     NotNeeded,
-    /// What was asked for before is on its way, or no newer sample shows what it brought.
+    /// An earlier request is under way, or no newer sample shows its effect.
     Waits,
     /// This is asked back.
     Reclaim { urgency: Urgency, reclaim: Box<Reclaim> },
@@ -36,7 +36,7 @@ pub(super) enum Relief {
     NothingLeft { urgency: Urgency },
 }
 
-/// What gives `missing` bytes back for a request of `class`; nothing, if not all of it can be had.
+/// The holders that give `missing` bytes back for a request of `class`; none, if they cannot give all of it.
 pub(super) fn for_request(state: &State, class: Class, missing: Bytes, reason: ReclaimReason) -> Option<Reclaim> {
     let purpose = Purpose::Request(class);
     enough(state, &state.candidates(purpose), missing, purpose, reason)
@@ -48,13 +48,13 @@ pub(super) fn from_engine(state: &State, missing: Bytes, reason: ReclaimReason) 
     enough(state, &state.engine_candidates(purpose), missing, purpose, reason)
 }
 
-/// What the engine gives for an operator who asks for `bytes`: as much of that as it has.
+/// The share of the engine for an operator who asks for `bytes`: as much of that as it has.
 pub(super) fn for_operator(state: &State, bytes: Bytes, reason: ReclaimReason) -> Option<Reclaim> {
     let purpose = Purpose::Request(Class::AudioRealtime);
     weigh(state, &state.engine_candidates(purpose), bytes, purpose, reason)
 }
 
-/// What is shed while the headroom is below the upper watermark; `relieved_at` is when something was shed last.
+/// The shed while the headroom is below the upper watermark; `relieved_at` is when something was shed last.
 pub(super) fn under_pressure(state: &State, relieved_at: Option<Timestamp>) -> Relief {
     let level = state.pressure.level();
     let (Some(headroom), Some(sampled_at)) = (state.pressure.headroom(), state.pressure.sampled_at()) else {
@@ -69,7 +69,7 @@ pub(super) fn under_pressure(state: &State, relieved_at: Option<Timestamp>) -> R
     if state.pressure.in_grace(state.now) || settling || sampled_at <= state.changed_at {
         return Relief::Waits;
     }
-    // What is lost before the next step may follow is part of this one: steps of one size never catch up with a neighbour
+    // The loss until the next step may follow is part of this one: steps of one size never catch up with a neighbour
     // that takes as much in each settle time.
     let wanted = elevated
         .saturating_add(shed.minimum_reclaim)

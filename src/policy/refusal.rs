@@ -76,7 +76,7 @@ pub enum Refusal {
     /// The supervisor takes nothing new.
     #[error("cannot {act}: the supervisor is draining")]
     Draining { act: String, retry_after: Duration },
-    /// Whoever would do it is being started: the model is loading, the worker restarting.
+    /// Engine or worker are being started: the model is loading, the worker restarting.
     #[error("cannot {act} yet: {who} is {state}")]
     Starting {
         act: String,
@@ -130,7 +130,7 @@ pub enum Refusal {
         /// What is missing: `speech recogniser`.
         what: String,
     },
-    /// An operator has stopped whoever would do it, and only an operator starts it again.
+    /// An operator has stopped the worker, and only an operator starts it again.
     #[error("cannot {act}: an operator has stopped worker `{worker}`")]
     Stopped { act: String, worker: String },
     /// No such lease, or it has ended; an expired lease does not come back.
@@ -171,7 +171,7 @@ impl Refusal {
         }
     }
 
-    /// What the caller or the operator can do about it; `None` where the message says it.
+    /// The remedy of the caller or the operator; `None` where the message says it.
     #[must_use]
     pub const fn hint(&self) -> Option<&'static str> {
         Some(match self {
@@ -197,7 +197,7 @@ impl Refusal {
     }
 }
 
-/// Told to callers when the decision came without a time of its own.
+/// For decisions that come without a time of their own.
 ///
 /// Our choice: longer than a shed (the target is 300 ms), shorter than the 2 s after which LiveKit retries anyway.
 pub const RETRY_AFTER_DEFAULT: Duration = Duration::from_millis(500);

@@ -2,6 +2,7 @@
 //!
 //! Nothing here decides. The arbiter that runs in the daemon receives the events that a machine would send if every
 //! holder used what it was granted and every action succeeded at once, so that a prediction is what will be decided.
+#![expect(missing_docs, reason = "fields are named by what they hold")]
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -21,18 +22,15 @@ use super::{
 };
 use crate::units::{Bytes, Timestamp};
 
-/// What happens to a stack on a machine of this size.
+/// The course of a stack on a machine of this size.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rehearsal {
     /// The holders in the order in which they were started.
     pub starts: Vec<Start>,
-    /// The most that was held at once.
     pub peak: Bytes,
-    /// What is held when everything has started.
     pub held: Bytes,
     /// What is left of the budget then.
     pub headroom: Bytes,
-    /// The level then.
     pub level: PressureLevel,
     /// The plan of the engine then; `None` when it was not loaded.
     pub plan: Option<EnginePlan>,
@@ -45,7 +43,6 @@ pub struct Rehearsal {
 /// The start of one holder.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Start {
-    /// Its name.
     pub holder: String,
     /// What all holders together hold from then on.
     pub held: Bytes,
@@ -68,7 +65,6 @@ pub struct Reclaimed {
     /// From whom and how.
     #[serde(flatten)]
     pub source: Source,
-    /// How much.
     pub bytes: Bytes,
 }
 
@@ -344,42 +340,26 @@ const FIRST_PID: u32 = 1000;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{
-        policy::{
-            kv_type::KvType,
-            params::{EngineParams, Scope, StartParams, WorkerParams},
-            residency::{KvShape, LayerKind, LayerShape},
-        },
-        units::Tokens,
+    use crate::policy::{
+        kv_type::KvType,
+        params::{EngineParams, Scope, StartParams, WorkerParams},
+        residency::{KvShape, sample_shape},
     };
 
     /// 24 layers of 80 MiB and 32 KiB of KV for each token: 1920 MiB of layers, 128 MiB of KV at 4096 tokens.
     fn shape() -> ModelShape {
+        let shape = sample_shape(24, Bytes::from_mib(80));
         ModelShape {
-            name: "m".to_owned(),
-            architecture: "qwen3".to_owned(),
-            layers: vec![
-                LayerShape {
-                    kind: LayerKind::Attention,
-                    part: 0,
-                    resident_bytes: Bytes::from_mib(80),
-                };
-                24
-            ],
             fixed_bytes: Bytes::from_mib(50),
-            state_bytes: Bytes::ZERO,
             kv: KvShape {
-                attention_layers: 8,
                 kv_heads: 4,
                 head_dim: 256,
-                element_bytes: 2,
-                granule: Bytes::ZERO,
-                block_tokens: Tokens::new(64),
+                ..shape.kv
             },
-            context_max: Tokens::new(8192),
             workspace_fixed_bytes: Bytes::from_mib(10),
             workspace_bytes_per_token: Bytes::from_kib(64),
             ring_bytes: Bytes::from_mib(48),
+            ..shape
         }
     }
 

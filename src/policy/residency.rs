@@ -9,4 +9,6 @@ mod path;
 mod plans;
 mod shape;
 
+#[cfg(test)]
+pub(crate) use self::shape::sample_shape;
 pub use self::shape::{EnginePlan, FloorError, KvShape, LayerKind, LayerShape, ModelShape, PlanLimits};

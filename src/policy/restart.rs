@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::params::RestartParams;
 use crate::units::Timestamp;
 
-/// What follows a failure.
+/// The consequence of a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// Start again then.

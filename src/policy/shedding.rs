@@ -1,10 +1,11 @@
 //! Choice of the cheapest set of candidates that is enough.
 //!
 //! Each candidate says how many bytes it can give and in which steps, how long that takes, and what it costs the user,
-//! now and until it is undone, in microseconds of somebody's waiting, weighed by class. Among all sets of steps that give
+//! now and until it is undone, in microseconds of waiting, weighed by class. Among all sets of steps that give
 //! enough, the one with the least cost is taken; of equal ones the one that asks fewer holders, and then the one that
 //! takes fewer bytes. The search is exact: a partial set is only dropped when another one costs no more and gives no
 //! less. Costs are added in 128 bits, so that no byte passes through a float.
+#![expect(missing_docs, reason = "fields are named by what they hold")]
 
 use std::{cmp::Ordering, time::Duration};
 
@@ -23,7 +24,7 @@ use crate::units::{Bytes, Tokens};
 pub enum Source {
     /// KV blocks of the engine that no sequence uses.
     UnusedKv,
-    /// KV blocks that keep what the last answer has left, while nobody asks: the prefix of the next prompt.
+    /// KV blocks that keep what the last answer has left, while no request runs: the prefix of the next prompt.
     PrefixKv,
     /// The oldest KV blocks of the running answer, whose request allows that they are dropped; what was said in them is
     /// lost to it.
@@ -36,29 +37,14 @@ pub enum Source {
     /// Workspace of the engine that larger prefill chunks need, while parts are streamed.
     PrefillChunk,
     /// A tenant that holds more than its least.
-    Tenant {
-        /// Its lease.
-        lease: LeaseId,
-        /// Its name.
-        tenant: String,
-    },
+    Tenant { lease: LeaseId, tenant: String },
     /// An idle worker that can do with a smaller variant.
-    WorkerVariant {
-        /// Its name.
-        worker: String,
-        /// The smaller variant.
-        variant: String,
-    },
+    WorkerVariant { worker: String, variant: String },
     /// A worker, by stopping it.
-    WorkerStop {
-        /// Its name.
-        worker: String,
-    },
-    /// A worker that comes down when it is told that memory is short.
-    WorkerTold {
-        /// Its name.
-        worker: String,
-    },
+    WorkerStop { worker: String },
+    /// A worker that comes down when it is notified that memory is short.
+    #[serde(alias = "worker_told")]
+    WorkerNotified { worker: String },
 }
 
 impl Source {
@@ -91,7 +77,6 @@ pub struct Cost {
 pub struct Step {
     /// Blocks or layers; 1 for what cannot be counted.
     pub units: u32,
-    /// Bytes.
     pub bytes: Bytes,
     /// What the user waits for this step and all before it, now and for undoing it, µs.
     pub cost_us: u64,
@@ -100,11 +85,8 @@ pub struct Step {
 /// One way to get memory back.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Candidate {
-    /// Who and how.
     pub source: Source,
-    /// The holder's class.
     pub class: Class,
-    /// What it costs to give everything.
     pub cost: Cost,
     /// What it can give, the least first; each step holds those before it, so neither bytes nor costs fall.
     pub steps: Vec<Step>,
@@ -205,7 +187,7 @@ impl Candidate {
         cost.saturating_mul(other_bytes).cmp(&other_cost.saturating_mul(bytes))
     }
 
-    /// The weighed cost of a step. Asking anybody costs something.
+    /// The weighed cost of a step. Asking a holder costs something.
     fn score(&self, step: &Step) -> u128 {
         (u128::from(step.cost_us) + ASKING_US) * u128::from(self.weight())
     }
@@ -214,11 +196,9 @@ impl Candidate {
 /// Something chosen, and how much of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Chosen {
-    /// Who and how.
     pub source: Source,
     /// Blocks or layers, where it is counted.
     pub units: u32,
-    /// How much.
     pub bytes: Bytes,
 }
 
@@ -312,9 +292,7 @@ pub fn reclaimable(candidates: &[Candidate]) -> Bytes {
 /// What was weighed before something was asked back: who was asked, and who was not.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Weighing {
-    /// For what.
     pub reason: ReclaimReason,
-    /// What has to come back.
     pub need: Bytes,
     /// What all candidates could give.
     pub reclaimable: Bytes,
@@ -332,11 +310,9 @@ pub struct Weighed {
     /// Who and how.
     #[serde(flatten)]
     pub source: Source,
-    /// The holder's class.
     pub class: Class,
     /// The most that it can give.
     pub bytes: Bytes,
-    /// What it costs to give that.
     pub cost: Cost,
     /// By how much its cost counts.
     pub weight: u64,
@@ -351,9 +327,7 @@ pub struct Weighed {
 pub struct Spared {
     /// Its name: `llm#1`.
     pub holder: String,
-    /// What it holds.
     pub held: Bytes,
-    /// Why it was not asked.
     pub why: SpareReason,
 }
 
@@ -514,7 +488,7 @@ pub(super) fn micros(duration: Duration) -> u64 {
 
 /// Shed first, kill last: a process that is stopped loses more than the time to start it.
 const STOP_WEIGHT: u64 = 64;
-/// What asking anybody costs, so that fewer are asked where nothing else tells them apart: one round through the loop.
+/// The cost of asking a holder, so that fewer are asked where nothing else differs: one round through the loop.
 const ASKING_US: u128 = 100;
 /// Steps of a candidate that is given in many units. What a step gives too much is spared afterwards.
 const STEPS_MAX: u32 = 16;

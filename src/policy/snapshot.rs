@@ -1,4 +1,5 @@
 //! State of the arbiter as operators, metrics and tests see it.
+#![expect(missing_docs, reason = "fields are named by what they hold")]
 
 use std::time::Duration;
 
@@ -33,11 +34,8 @@ pub enum EngineState {
 /// The engine as others see it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EngineView {
-    /// Its state.
     pub state: EngineState,
-    /// Its model.
     pub shape: Option<ModelShape>,
-    /// What is in force.
     pub in_force: Option<EnginePlan>,
     /// What it has been asked for, if that is not in force yet.
     pub asked: Option<EnginePlan>,
@@ -46,7 +44,6 @@ pub struct EngineView {
     /// What its growth waits for; `None` while it has its full plan, or changes.
     #[serde(default)]
     pub waits: Option<GrowthWait>,
-    /// Why it failed.
     pub failure: Option<String>,
     /// Tokens of an answer per second under the plan in force, in thousandths, as reckoned from what was measured when
     /// it was loaded.
@@ -56,7 +53,7 @@ pub struct EngineView {
     pub kv: KvView,
 }
 
-/// What is in the KV cache, as far as the engine has told.
+/// Contents of the KV cache, as the engine last reported them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KvView {
     /// Tokens of the running answer and its prompt.
@@ -117,17 +114,12 @@ impl Rest {
 /// A worker as others see it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerView {
-    /// Its name.
     pub name: String,
-    /// Its state.
     pub state: WorkerState,
-    /// Its process.
     pub pid: Option<u32>,
-    /// The variant in force.
     pub variant: Option<String>,
     /// Starts so far, the first one included.
     pub starts: u32,
-    /// Unexpected exits.
     pub failures: u32,
     /// The last exit, in words.
     pub last_exit: Option<String>,
@@ -147,14 +139,13 @@ pub struct WorkerView {
     pub waits: Option<WorkerWait>,
 }
 
-/// What a worker waits for that is not started for want of memory.
+/// The memory for which a worker waits to be started.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerWait {
     /// What has to be free for its start.
     pub needs: Bytes,
     /// What it is set to need; `needs` is more where more was seen.
     pub configured: Bytes,
-    /// What is free for it now.
     pub free: Bytes,
     /// The most that it can ever have, while those stay that keep what they have.
     pub most: Bytes,
@@ -189,9 +180,7 @@ impl WorkerWait {
 /// The whole state.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Snapshot {
-    /// When it was taken.
     pub at: Timestamp,
-    /// Memory that may be handed out.
     pub budget: Bytes,
     /// Sum of all leases, those in transition with the larger of old and new.
     pub held: Bytes,
@@ -209,9 +198,8 @@ pub struct Snapshot {
     /// The part of `held` that holders have been asked to give back and that is not measured back yet.
     pub coming_back: Bytes,
     /// What can still be used before the budget is used up, by the last sample; `None` before the first. The part of the
-    /// reserve that nobody uses does not count.
+    /// reserve that is not used does not count.
     pub headroom: Option<Bytes>,
-    /// The level.
     pub level: PressureLevel,
     /// Headroom below which the level is Elevated.
     pub elevated_below: Bytes,
@@ -227,21 +215,16 @@ pub struct Snapshot {
     pub exhausted_in: Option<Duration>,
     /// How long the last sample is trusted.
     pub sample_interval: Duration,
-    /// The last sample.
     pub sample: Option<Sample>,
     /// All leases; those that have ended, as [`LeaseState::Gone`](super::lease::LeaseState::Gone) with nothing held, while
     /// their holders are measured to use memory; and requests that wait.
     pub leases: Vec<LeaseView>,
-    /// Requests that wait.
     pub waiting: u32,
-    /// The engine.
     pub engine: EngineView,
-    /// The workers.
     pub workers: Vec<WorkerView>,
     /// What was learned of holders' peaks.
     #[serde(default)]
     pub peaks: Peaks,
-    /// Whether nothing new is admitted.
     pub draining: bool,
     /// Sheds carried out so far, and bytes verified back by them.
     pub sheds: u64,

@@ -44,12 +44,12 @@ impl Timing {
     #[must_use]
     pub fn token_ns(&self) -> Option<u64> {
         let tokens = self.answer_tokens.get();
-        (tokens >= TOKENS_TOLD).then(|| self.answer_us.saturating_mul(1000) / u64::from(tokens))
+        (tokens >= TOKENS_LEAST).then(|| self.answer_us.saturating_mul(1000) / u64::from(tokens))
     }
 }
 
 impl Speed {
-    /// What was measured in the field, until the engine has measured its own.
+    /// Figures of the field, until the engine has measured its own.
     pub const FIELD: Self = Self {
         decode_ns_per_mib: DECODE_NS_PER_MIB,
         prefill_ns_per_mib: PREFILL_NS_PER_MIB,
@@ -62,7 +62,7 @@ impl Speed {
     pub fn learn(self, timing: &Timing, weights: Bytes, streamed: Bytes) -> Self {
         let mut learned = self;
         let each = |us: u64, tokens: Tokens, mib: u64| {
-            (tokens.get() >= TOKENS_TOLD && mib > 0).then(|| us.saturating_mul(1000) / u64::from(tokens.get()) / mib)
+            (tokens.get() >= TOKENS_LEAST && mib > 0).then(|| us.saturating_mul(1000) / u64::from(tokens.get()) / mib)
         };
         let (weights, streamed) = (weights.whole_mib(), streamed.whole_mib());
         // A prompt is read in chunks, each of which reads the streamed layers once: what is left is computing.
@@ -73,7 +73,7 @@ impl Speed {
             if let Some(decode) = each(timing.answer_us, timing.answer_tokens, weights) {
                 learned.decode_ns_per_mib = blend(self.decode_ns_per_mib, decode);
             }
-        } else if timing.answer_tokens.get() >= TOKENS_TOLD {
+        } else if timing.answer_tokens.get() >= TOKENS_LEAST {
             let token_ns = timing.answer_us.saturating_mul(1000) / u64::from(timing.answer_tokens.get());
             let computing = self.decode_ns_per_mib.saturating_mul(weights);
             // A token that takes no longer than computing says only that reading is not slower.
@@ -112,7 +112,7 @@ impl Speed {
     }
 }
 
-/// What context and speed are worth to each other, in parts of 1024.
+/// The worth of context and speed to each other, in parts of 1024.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Weights {
     /// For context.
@@ -123,7 +123,7 @@ pub struct Weights {
 
 impl ResidencyMode {
     /// The same costs, weighed otherwise: `balanced` takes them as they are, the others count one of them for little.
-    /// What is preferred does not become dearer by it, so that no worker is stopped for it.
+    /// The preferred one does not become dearer by it, so that no worker is stopped for it.
     #[must_use]
     pub const fn weights(self) -> Weights {
         let (context, speed) = match self {
@@ -135,7 +135,7 @@ impl ResidencyMode {
     }
 }
 
-/// What the plans of one model cost, under one mode.
+/// Cost of the plans of one model, under one mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Worth {
     speed: Speed,
@@ -179,7 +179,7 @@ impl Worth {
             / IN_FULL
     }
 
-    /// What the prompts take that are read until a shed is likely undone, in chunks of `chunk` while `streamed` is
+    /// Time of the prompts that are read until a shed is likely undone, in chunks of `chunk` while `streamed` is
     /// streamed, µs: each chunk takes the longer of computing its tokens and of reading what is streamed once.
     #[must_use]
     pub fn prompts_us(&self, streamed: Bytes, chunk: Tokens) -> u64 {
@@ -206,8 +206,8 @@ impl Worth {
     /// The cost of a capacity of `from` falling to `to` while the sequence has `kept` tokens, µs: what has to be read
     /// again, as likely as it is to be needed.
     ///
-    /// What the sequence has is needed for certain. Of what lies beyond, less is needed the further it is: from nearly
-    /// certain down to one time in eight for the last token of what is wanted.
+    /// The tokens of the sequence are needed for certain. Of those beyond, fewer are needed the further it is: from
+    /// nearly certain down to one time in eight for the last token of what is wanted.
     #[must_use]
     pub fn context_us(&self, from: Tokens, to: Tokens, kept: Tokens) -> u64 {
         let token_ns = u128::from(self.speed.prefill_token_ns(self.weights));
@@ -280,18 +280,18 @@ const PREFILL_NS_PER_MIB: u64 = 590;
 const READ_NS_PER_MIB: u64 = 488_000;
 /// An answer of two spoken sentences, which is what a shed slows before it is likely undone.
 const TOKENS_SLOWED: u64 = 48;
-/// Tokens of prompts that are read until a shed is likely undone, beside that answer. Our choice: what an assistant is told
-/// of itself and its tools, and a question.
+/// Tokens of prompts that are read until a shed is likely undone, beside that answer. Our choice: the instructions of
+/// an assistant of itself and its tools, and a question.
 const PROMPT_SLOWED: u64 = 1024;
 /// Prompts take hardly longer if it is less than one part of this many. Our choice.
 const HARDLY: u64 = 16;
 /// Shorter answers are mostly their beginning.
-const TOKENS_TOLD: u32 = 8;
+const TOKENS_LEAST: u32 = 8;
 /// The first token of a context is always needed, the last of what is wanted one time in eight: our choice.
 const NEEDED_MOST: u64 = 1000;
 const NEEDED_LEAST: u64 = 125;
-/// What a mode does not prefer counts for one part of this many. Our choice: it outweighs what models differ in (1 to
-/// 50 ms for a MiB of context, 24 ms for a MiB of layers).
+/// The side that a mode does not prefer counts for one part of this many. Our choice: it outweighs what models differ
+/// in (1 to 50 ms for a MiB of context, 24 ms for a MiB of layers).
 const IN_FULL: u64 = 1024;
 
 #[cfg(test)]

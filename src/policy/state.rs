@@ -1,4 +1,4 @@
-//! What decisions are computed from, as one read-only value.
+//! State that decisions are computed from, as one read-only value.
 //!
 //! The arbiter owns it and applies what follows from a decision. [`reach`](super::reach), [`candidates`](super::candidates),
 //! [`stop_or_shed`](super::stop_or_shed) and [`reclaim`](super::reclaim) are functions of it that change nothing.
@@ -33,7 +33,7 @@ pub(super) struct State {
     pub(super) queue: Admission,
     pub(super) engine: EngineControl,
     pub(super) workers: WorkerControl,
-    /// What was learned of holders, in earlier runs and in this one.
+    /// Learned peaks of holders, from earlier runs and this one.
     #[serde(default)]
     pub(super) peaks: Peaks,
     pub(super) draining: bool,
@@ -114,12 +114,16 @@ impl State {
         }
     }
 
+    pub(super) fn engine_held(&self) -> Bytes {
+        self.engine.lease.map_or(Bytes::ZERO, |id| self.ledger.held_by(id))
+    }
+
     pub(super) fn worker_held(&self, name: &str) -> Bytes {
         let lease = self.workers.get(name).and_then(Worker::lease);
         lease.map_or(Bytes::ZERO, |id| self.ledger.held_by(id))
     }
 
-    /// What has to be free for a worker to get into a variant: what it is set to need, or what it was seen to need.
+    /// Memory that has to be free for a worker to get into a variant: as configured, or as learned.
     pub(super) fn worker_peak(&self, name: &str, variant: Option<&str>) -> Bytes {
         let Some(worker) = self.workers.get(name) else {
             return Bytes::ZERO;
@@ -128,7 +132,7 @@ impl State {
         let known = variants.iter().find(|known| Some(known.name.as_str()) == variant);
         let variant = known.or_else(|| variants.first()).map(|known| known.name.as_str());
         let (configured, steady) = (worker.params.peak_of(variant), worker.params.steady_of(variant));
-        // What was seen beyond the budget was seen without it: nobody waits for what can never be.
+        // Use beyond the budget was seen without it: no worker waits for more than can ever be had.
         let expected = self.peaks.expected(name, variant, configured, steady);
         expected.min(self.ledger.budget().max(configured))
     }
@@ -156,7 +160,7 @@ impl State {
                     },
                     _,
                 ) => {
-                    // What its holder may take until its term is over is not waited for before that.
+                    // The bytes that its holder may take until its term is over are not waited for before that.
                     let (settle, over) = (
                         self.params.shed.settle,
                         unacknowledged.map_or(*since, |open| open.until),
@@ -181,17 +185,14 @@ impl State {
 
     /// Bytes that holders have been asked for and have not given back, by what they use.
     ///
-    /// At Critical nobody but the engine is waited for any longer than the settle time.
+    /// At Critical only the engine is waited for any longer than the settle time.
     pub(super) fn physically_coming_back(&self, level: PressureLevel) -> Bytes {
         let patient = level < PressureLevel::Critical;
         let settle = self.params.shed.settle;
         let mut sum = Bytes::ZERO;
         for (id, lease) in self.leases.iter() {
             let held = self.ledger.held_by(id);
-            let used = self
-                .ledger
-                .measurement(&lease.holder)
-                .map_or(held, |measured| measured.used);
+            let used = self.ledger.used_by(&lease.holder).unwrap_or(held);
             let stays = match (&lease.phase, lease.kind) {
                 (Phase::Revoking(revocation), _)
                     if !revocation.voluntary && (patient || self.now < revocation.asked_at + settle) =>
@@ -212,7 +213,7 @@ impl State {
         sum
     }
 
-    /// What is booked for a worker that now asks for itself.
+    /// The booking for a worker that now asks for itself.
     pub(super) fn reserved_until_asked(&self, want: &Want) -> Option<(LeaseId, Bytes)> {
         let worker = self
             .workers
@@ -229,7 +230,7 @@ impl State {
     }
 
     /// Whether it is known what those use that were taken over, and a later sample shows what is left beside them: while
-    /// nobody watched they may have grown into any space.
+    /// they were not measured they may have grown into any space.
     pub(super) fn taken_over_are_measured(&self) -> bool {
         self.workers.values().all(|worker| {
             worker.run().and_then(|run| run.taken_over_at).is_none_or(|at| {
@@ -247,7 +248,7 @@ impl State {
         self.params.shed.deadlines.of(class).max(NOTIFIED_DEADLINE_MIN)
     }
 
-    /// What a worker that has come down after a notification lacks to its steady size.
+    /// The bytes that a worker which has come down after a notification lacks to its steady size.
     pub(super) fn notified_lacks(&self, worker: &Worker) -> Option<Bytes> {
         let id = worker.lease().filter(|_| worker.params.shrinks_to.is_some())?;
         let granted = matches!(self.leases.get(id)?.phase, Phase::Granted);

@@ -26,7 +26,7 @@ use crate::units::Bytes;
 pub(super) enum Purpose {
     /// For a request of this class: only less urgent holders give, and what counts is what the book gets.
     Request(Class),
-    /// For the machine: everybody gives, and what counts is what is really in use.
+    /// For the machine: every holder gives, and what counts is what is really in use.
     Pressure(Urgency),
 }
 
@@ -75,7 +75,7 @@ pub(super) fn why_kept(state: &State, worker: &Worker, purpose: Purpose) -> Opti
     }
 }
 
-/// What a worker that is not kept can give: by a notification where it reacts to one, by a smaller variant while it is
+/// The share of a worker that is not kept: by a notification where it reacts to one, by a smaller variant while it is
 /// idle, and else by being stopped, one worker at a time.
 pub(super) fn offer(state: &State, worker: &Worker, purpose: Purpose) -> Option<Candidate> {
     if let Some(notified) = notification(state, worker, purpose) {
@@ -110,7 +110,7 @@ pub(super) fn offer(state: &State, worker: &Worker, purpose: Purpose) -> Option<
     Some(Candidate::whole(Source::WorkerStop { worker: name }, class, held, cost))
 }
 
-/// What a worker gives back when it is notified: of what it uses under pressure, of what it holds for a request.
+/// The share of a worker that is notified: of its use under pressure, of its lease for a request.
 fn notification(state: &State, worker: &Worker, purpose: Purpose) -> Option<Candidate> {
     let (least, id) = (worker.params.shrinks_to?, worker.lease()?);
     let (name, class) = (&worker.params.name, worker.params.class);
@@ -131,16 +131,16 @@ fn notification(state: &State, worker: &Worker, purpose: Purpose) -> Option<Cand
     let bytes = has.saturating_sub(least);
     let cost = Cost {
         free_us: micros(state.notified_deadline(class)),
-        // What it can spare is of some use to it: less than what a smaller variant would cost.
+        // The memory that it can spare is of some use to it: less than a smaller variant would cost.
         now_us: micros(worker.params.start.reload) / 4,
         undo_us: state.engine.speed().reading_us(bytes),
         ..Cost::default()
     };
-    let source = Source::WorkerTold { worker: name.clone() };
+    let source = Source::WorkerNotified { worker: name.clone() };
     (bytes > Bytes::ZERO).then(|| Candidate::whole(source, class, bytes, cost))
 }
 
-/// What stopping a worker costs its user.
+/// The cost of stopping a worker to its user.
 fn stop_cost(worker: &Worker, idle: Duration) -> Cost {
     let start = &worker.params.start;
     Cost {
@@ -251,23 +251,5 @@ mod tests {
         assert_eq!(kept(&critical, last), None);
         critical.workers.get_mut("tts").unwrap().params.pinned = true;
         assert_eq!(kept(&critical, last), Some(SpareReason::Pinned));
-    }
-
-    #[test]
-    fn a_stop_is_chosen_for_what_is_missing_now_only() {
-        let stop = Source::WorkerStop {
-            worker: "tts".to_owned(),
-        };
-        let state = state(Bytes::ZERO);
-        let cost = stop_cost(state.workers.get("tts").unwrap(), Duration::from_secs(600));
-        let all = [
-            Candidate::even(Source::UnusedKv, Class::LlmElastic, mib(1), 30, Cost::default()),
-            Candidate::whole(stop, Class::AudioRealtime, mib(100), cost),
-        ];
-        for (owed, left) in [(0, 1), (30, 1), (31, 2)] {
-            let mut candidates = all.to_vec();
-            stops_for_what_is_owed(&mut candidates, mib(owed));
-            assert_eq!(candidates.len(), left, "{owed} MiB");
-        }
     }
 }

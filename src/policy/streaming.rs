@@ -11,16 +11,16 @@ use serde::{Deserialize, Serialize};
 use super::residency::ModelShape;
 use crate::units::Bytes;
 
-/// What the engine measured of itself and the disk, in ns for each MiB.
+/// Measured times of the engine and the disk, in ns for each MiB.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Calibration {
     /// To compute one token of an answer, for each MiB of layers and head.
     pub compute_ns_per_mib: u64,
-    /// To read weights while nobody computes.
+    /// To read weights while no kernel computes.
     pub read_ns_per_mib: u64,
     /// To read them while kernels compute.
     pub read_busy_ns_per_mib: u64,
-    /// What computing loses by each MiB that is read meanwhile: the readers need a processor too.
+    /// Loss of computing by each MiB that is read meanwhile: the readers need a processor too.
     pub slowed_ns_per_mib: u64,
     /// To compute one token of a prompt, for each MiB of layers and head; zero where that was not measured.
     #[serde(default)]
@@ -72,8 +72,8 @@ impl Calibration {
             time_of(streamed.get(), self.read_ns_per_mib),
         );
         // One answer in a bad moment does not turn everything over.
-        let told = token_ns.clamp(foretold / LEARNED_MOST, foretold.saturating_mul(LEARNED_MOST));
-        let newer = |ns: u64| (ns.saturating_mul(3) + scaled(ns, told, foretold)) / 4;
+        let measured = token_ns.clamp(foretold / LEARNED_MOST, foretold.saturating_mul(LEARNED_MOST));
+        let newer = |ns: u64| (ns.saturating_mul(3) + scaled(ns, measured, foretold)) / 4;
         if reading > computing {
             self.with_reading(newer(self.read_ns_per_mib).max(1))
         } else {
@@ -81,7 +81,7 @@ impl Calibration {
         }
     }
 
-    /// The same engine, on a machine whose disk now takes `read_ns_per_mib` while nobody computes.
+    /// The same engine, on a machine whose disk now takes `read_ns_per_mib` while no kernel computes.
     #[must_use]
     pub fn with_reading(self, read_ns_per_mib: u64) -> Self {
         let busy = scaled(self.read_busy_ns_per_mib, read_ns_per_mib, self.read_ns_per_mib);
@@ -92,7 +92,7 @@ impl Calibration {
         }
     }
 
-    /// The same engine, on a machine whose processors now take `compute_ns_per_mib` while nobody reads.
+    /// The same engine, on a machine whose processors now take `compute_ns_per_mib` while nothing is read.
     #[must_use]
     pub const fn with_computing(self, compute_ns_per_mib: u64) -> Self {
         Self {
@@ -162,38 +162,13 @@ const TOKENS: u32 = 3;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{
-        policy::residency::{KvShape, LayerKind, LayerShape},
-        units::Tokens,
-    };
+    use crate::policy::residency::sample_shape;
 
     /// 40 parts of 10 MiB, 10 ms of computing, 100 ms of reading.
     fn shape(ring: u64) -> ModelShape {
         ModelShape {
-            name: "m".to_owned(),
-            architecture: "qwen3".to_owned(),
-            layers: vec![
-                LayerShape {
-                    kind: LayerKind::Attention,
-                    part: 0,
-                    resident_bytes: Bytes::from_mib(10),
-                };
-                40
-            ],
-            fixed_bytes: Bytes::ZERO,
-            state_bytes: Bytes::ZERO,
-            kv: KvShape {
-                attention_layers: 1,
-                kv_heads: 1,
-                head_dim: 64,
-                element_bytes: 2,
-                granule: Bytes::ZERO,
-                block_tokens: Tokens::new(64),
-            },
-            context_max: Tokens::new(4096),
-            workspace_fixed_bytes: Bytes::ZERO,
-            workspace_bytes_per_token: Bytes::ZERO,
             ring_bytes: Bytes::from_mib(ring),
+            ..sample_shape(40, Bytes::from_mib(10))
         }
     }
 

@@ -1,13 +1,13 @@
 //! Evaluation of answers to targets: applied, deferred, stale, conflict, refused.
 //!
-//! A target is told apart from those before it by its nonce, which rises, and by its bytes. An answer counts for the
+//! A target is distinguished from those before it by its nonce, which rises, and by its bytes. An answer counts for the
 //! newest target only, and once: said again it gives the same verdict and changes nothing, and what has been applied
 //! stays applied, for the measurement has the last word. After kvcached's revisions of a memory limit.
 
 use super::lease::{Target, TargetAnswer};
 use crate::units::Bytes;
 
-/// What is made of an answer.
+/// The verdict on an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Verdict {
     /// The holder says that the bytes are back.
@@ -33,7 +33,7 @@ pub struct Receipt {
     pub pass_on: Option<TargetAnswer>,
 }
 
-/// The newest target that a holder has been told, and what it has answered to it.
+/// The newest target that a holder was sent, and what it has answered to it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Told {
     newest: Option<Target>,

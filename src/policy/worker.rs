@@ -44,7 +44,7 @@ pub(super) struct Worker {
     pub(super) last_death: Option<DeathSummary>,
 }
 
-/// Where a worker is in its life.
+/// A worker's place in its life.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum Phase {
     /// Does not run; for rest, or because its turn has not come.
@@ -91,7 +91,7 @@ enum Stage {
     },
 }
 
-/// What is known of a worker that answers.
+/// State of a worker that answers.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Ready {
     at: Timestamp,
@@ -153,7 +153,7 @@ pub(super) enum StopCause {
     NotReady,
 }
 
-/// What an operator's command leads to.
+/// The consequence of an operator's command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Commanded {
     Start,
@@ -174,7 +174,7 @@ pub(super) struct Ended {
     pub(super) next: AfterExit,
 }
 
-/// What follows the end of a process.
+/// The consequence of the end of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum AfterExit {
     /// It stays down.
@@ -190,7 +190,7 @@ pub(super) enum AfterExit {
     Failed(Failure),
 }
 
-/// What follows a failure.
+/// The consequence of a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Failure {
     RetriesAt(Timestamp),
@@ -200,7 +200,7 @@ pub(super) enum Failure {
     NeedsOperator,
 }
 
-/// What time has brought to a worker.
+/// A deadline of a worker that has come.
 #[derive(Debug)]
 pub(super) enum Due {
     Retry,
@@ -212,7 +212,7 @@ pub(super) enum Due {
     NotSmaller,
 }
 
-/// What a worker that is ready does by itself.
+/// A step that a ready worker takes by itself.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum RestStep {
     Stop(StopCause),
@@ -226,7 +226,7 @@ pub(super) enum RestStep {
     },
 }
 
-/// What becomes of what a worker has come to use beyond its bounds.
+/// The fate of a worker's use beyond its bounds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Growth {
     /// It came back by itself, or the worker goes on with it: it is a need.
@@ -235,7 +235,7 @@ pub(super) enum Growth {
     Open,
 }
 
-/// What a worker's high water teaches.
+/// The lesson of a worker's high water.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Lesson {
     /// It has used so much.
@@ -406,7 +406,7 @@ impl Worker {
         matches!(self.phase, Phase::Stopped(None | Some(Rest::Idle | Rest::Shed))) && !self.awaits_its_turn()
     }
 
-    /// What the worker will hold when what is under way is over.
+    /// The worker's size after the present change.
     pub(super) fn stays(&self, held: Bytes) -> Bytes {
         let Some(run) = self.run() else { return held };
         match (&run.stage, &run.resizing) {
@@ -417,7 +417,7 @@ impl Worker {
         }
     }
 
-    /// What a start of it needs beyond what it holds, of its `peak`; nothing unless it is to be started without waiting in
+    /// The need of its start beyond what it holds, of its `peak`; nothing unless it is to be started without waiting in
     /// the queue.
     pub(super) fn returns_for(&self, peak: Bytes, held: Bytes) -> Option<Bytes> {
         if !self.wanted {
@@ -483,7 +483,7 @@ impl Worker {
             }),
             before_shed: booked.variant_before_shed.clone(),
             peak: RunPeak {
-                // Of which of its sizes its high water is, nobody knows.
+                // It is unknown of which of its sizes its high water is.
                 next_is_of_others: self.params.variants.len() > 1,
                 ..RunPeak::default()
             },
@@ -492,7 +492,7 @@ impl Worker {
         }));
     }
 
-    /// What was wanted of it in an earlier run, whether or not it is still alive.
+    /// Takes its wanted state from an earlier run, whether or not it is still alive.
     pub(super) fn restore(&mut self, booked: &BookedWorker, now: Timestamp) {
         self.wanted = booked.wanted;
         self.history = booked.history.clone();
@@ -507,7 +507,7 @@ impl Worker {
         self.phase = Phase::Stopped(rest);
     }
 
-    /// What the next run has to know of it; `held` is what is on the book for it.
+    /// Its part of the book for the next run; `held` is what is on the book for it.
     pub(super) fn booked(&self, held: Bytes) -> BookedWorker {
         let run = self.run().map(|run| BookedRun {
             lease: Some((run.lease, held)),
@@ -792,7 +792,7 @@ impl Worker {
         own.into_iter().flatten().min()
     }
 
-    /// What a worker that is ready does by itself, by the time and its work.
+    /// The step that a ready worker takes by itself, by the time and its work.
     pub(super) fn take_rest(&mut self, may_rest: bool, now: Timestamp) -> Option<RestStep> {
         let (smallest, requests) = (self.smallest().map(str::to_owned), self.requests);
         let (shrinks_at, sleeps_at) = (self.shrinks_at(), self.sleeps_at());
@@ -901,13 +901,13 @@ impl Worker {
         Some(above)
     }
 
-    /// What became of its last growth beyond its bounds.
+    /// The fate of its last growth beyond its bounds.
     fn growth(&self, settle: Duration, now: Timestamp) -> Growth {
         let Some(ready) = self.run().and_then(Run::ready) else {
             return Growth::Stays;
         };
         match ready.over_since {
-            // What it has used at most it has given back by itself.
+            // It has given its highest use back by itself.
             None => Growth::Stays,
             Some(since) if ready.winding.is_some() || self.may_be_recycled(ready.at, now) || now < since + settle => {
                 Growth::Open
@@ -923,7 +923,7 @@ impl Worker {
         }
         let may_have_outgrown = self.may_have_outgrown(peak);
         let Some(run) = self.run_mut().filter(|run| run.resizing.is_none()) else {
-            // Between two sizes nobody knows of which one it is the peak.
+            // Between two sizes it is unknown of which one it is the peak.
             return false;
         };
         run.peak.seen = run.peak.seen.max(Some(peak));
@@ -934,14 +934,14 @@ impl Worker {
         run.peak.of_others < Some(peak) && !may_have_outgrown
     }
 
-    /// What its high water teaches when it has come up and is measured at rest, at `measured_at`: what a start takes; and
-    /// what it has come to use since, unless it is to end for that.
+    /// The lesson of its high water when it has come up and is measured at rest, at `measured_at`: the need of a start;
+    /// and what it has come to use since, unless it is to end for that.
     pub(super) fn lesson(&mut self, measured_at: Timestamp, settle: Duration, now: Timestamp) -> Option<Lesson> {
         let growth = self.growth(settle, now);
         let run = self
             .run()
             .filter(|run| run.ready().is_some() && measured_at >= run.since)?;
-        // Without the kernel's memory of it nobody knows what happened between two measurements.
+        // Without the kernel's high water it is unknown what happened between two measurements.
         let peak = run.peak.seen?;
         if self.may_have_outgrown(peak) {
             let is_its_own = run.peak.of_others < Some(peak);
@@ -954,7 +954,7 @@ impl Worker {
     }
 
     /// Whether a peak may be one that it has grown to beyond its bounds since it was started, which says nothing of what
-    /// a start takes: of a process that was taken over, nobody knows when it was.
+    /// a start takes: of a process that was taken over, it is unknown when it was.
     fn may_have_outgrown(&self, peak: Bytes) -> bool {
         let since_its_start = self
             .run()
@@ -1089,19 +1089,6 @@ mod tests {
     }
 
     #[test]
-    fn a_death_that_another_start_would_repeat_ends_the_restarts_until_an_operator_starts_it() {
-        let mut worker = ready();
-        worker.died(DeathSummary {
-            class: crate::policy::death::DeathClass::MissingLibrary,
-            needs_operator: true,
-            remedy: None,
-        });
-        assert_eq!(exit(&mut worker), AfterExit::Failed(Failure::NeedsOperator));
-        assert_eq!(worker.state(), WorkerState::Degraded);
-        assert_eq!(worker.command(WorkerCommand::Start, at(6000)), Commanded::Start);
-    }
-
-    #[test]
     fn an_operators_last_word_counts_while_a_worker_stops() {
         let mut worker = ready();
         assert_eq!(
@@ -1111,40 +1098,6 @@ mod tests {
         worker.stop(StopCause::Operator, at(200));
         assert_eq!(worker.command(WorkerCommand::Start, at(300)), Commanded::Nothing);
         assert_eq!(exit(&mut worker), AfterExit::Restarts);
-    }
-
-    #[test]
-    fn an_idle_worker_becomes_small_and_then_sleeps_and_work_keeps_it() {
-        let mut worker = ready();
-        assert_eq!(worker.next_deadline(true, at(200)), Some(at(1100)));
-        assert_eq!(worker.take_rest(true, at(1099)), None);
-        let idle = Duration::from_secs(1);
-        let variant = "small".to_owned();
-        assert_eq!(
-            worker.take_rest(true, at(1100)),
-            Some(RestStep::Shrink {
-                variant: variant.clone(),
-                idle
-            })
-        );
-        let resizing = Resizing {
-            variant,
-            tickets: Vec::new(),
-            asked_at: at(1100),
-            to_shed: false,
-        };
-        assert!(worker.change(resizing) && worker.changed("small", false, idle, at(1200)).is_some());
-        assert_eq!(worker.take_rest(true, at(2100)), None);
-        assert!(worker.is_winding_down());
-        worker.works(1, at(2110));
-        assert_eq!(worker.take_rest(true, at(2110)), None);
-        assert!(!worker.is_winding_down(), "a request came in time");
-        let before_rest = Some("open".to_owned());
-        assert_eq!(worker.take_rest(true, at(2110)), Some(RestStep::Work { before_rest }));
-        worker.works(0, at(3000));
-        worker.take_rest(true, at(5000));
-        assert_eq!(worker.take_rest(true, at(5049)), None, "a request may be on its way");
-        assert_eq!(worker.take_rest(true, at(5050)), Some(RestStep::Stop(StopCause::Idle)));
     }
 
     #[test]
@@ -1171,33 +1124,5 @@ mod tests {
         worker.stop(StopCause::NotReady, at(60_200));
         assert!(matches!(worker.take_due(at(63_200)), Some(Due::NotStopped)));
         assert!(worker.take_due(at(63_200)).is_none());
-    }
-
-    #[test]
-    fn a_worker_that_outgrows_its_bounds_right_after_a_start_is_recycled_later_each_time() {
-        let settle = Duration::from_millis(250);
-        let (more, bound) = (Bytes::from_mib(151), Bytes::from_mib(150));
-        let mut worker = ready();
-        assert_eq!(
-            worker.outgrows(more, settle, at(1000)),
-            None,
-            "it may come back by itself"
-        );
-        assert_eq!(worker.outgrows(more, settle, at(1250)), Some(bound));
-        assert_eq!(
-            worker.returns_for(Bytes::from_mib(120), Bytes::from_mib(100)),
-            Some(Bytes::from_mib(20))
-        );
-        worker.stop(StopCause::Recycle, at(1300));
-        assert_eq!(exit(&mut worker), AfterExit::Restarts);
-        worker.start(LeaseId(2), at(5000));
-        worker.answered(8, at(5100));
-        worker.outgrows(more, settle, at(5200));
-        assert_eq!(worker.outgrows(more, settle, at(64_000)), None);
-        assert_eq!(
-            worker.outgrows(more, settle, at(125_100)),
-            Some(bound),
-            "after 2 times 60 s"
-        );
     }
 }

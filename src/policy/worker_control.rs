@@ -46,7 +46,7 @@ impl WorkerControl {
         self.values().any(Worker::is_stopping)
     }
 
-    /// Who is to be started next. At the start of the supervisor the engine comes first, since it has the largest
+    /// The worker to be started next. At the start of the supervisor the engine comes first, since it has the largest
     /// allocations, but for workers that are to come before it; then the workers, one after the other, each when the one
     /// before answers or has had its time, and when all are up that it comes after.
     pub(super) fn next_to_start(&self, engine_is_up: bool, now: Timestamp) -> Option<&str> {

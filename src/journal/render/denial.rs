@@ -228,6 +228,10 @@ impl Denial {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::policy::{
+        lease::{Class, LeaseId, LeaseName},
+        reason::{Share, SpareReason},
+    };
 
     #[test]
     fn a_denial_for_lack_of_memory_says_how_to_get_it() {
@@ -254,5 +258,50 @@ mod tests {
         ] {
             assert_eq!(denial(free, reclaimable).hint().as_deref(), Some(words));
         }
+    }
+
+    #[test]
+    fn a_denial_names_the_holders_of_what_is_missing() {
+        let share = |id, held, spared| Share {
+            holder: LeaseName {
+                id: LeaseId(id),
+                tenant: "a".to_owned(),
+            },
+            held: Bytes::from_gib(held),
+            gives: Bytes::from_gib(1),
+            spared,
+        };
+        let class = Class::Interactive;
+        let denial = |shares, unaccounted| Denial::InsufficientMemory {
+            tenant: "b".to_owned(),
+            asked: Bytes::from_gib(6),
+            free: Bytes::from_gib(2),
+            reclaimable: Bytes::ZERO,
+            budget: Bytes::from_gib(8),
+            holders: Holders::Shares {
+                class,
+                shares,
+                unaccounted,
+            },
+        };
+        let words = "cannot grant 6 GiB to `b`: 2 GiB is free and 0 B can be reclaimed, of a 8 GiB budget";
+        assert_eq!(denial(Vec::new(), Bytes::ZERO).to_string(), words);
+        let shares = vec![share(1, 6, Some(SpareReason::AsUrgent(class))), share(2, 3, None)];
+        assert_eq!(
+            denial(shares, Bytes::from_mib(5)).to_string(),
+            format!(
+                "{words} (a#1 holds 6 GiB, none of it for interactive: interactive is as urgent; a#2 holds 3 GiB and can give \
+                 1 GiB; 5 MiB is unaccounted and held by no tenant)"
+            )
+        );
+        let ended = NotHolder::Ended {
+            uid: 1000,
+            held: Bytes::from_mib(300),
+            left: std::time::Duration::from_millis(7675),
+        };
+        assert_eq!(
+            ended.to_string(),
+            "it has ended and belongs to uid 1000; its 300 MiB are kept for 7.7 s more unless its holder acknowledges the end"
+        );
     }
 }

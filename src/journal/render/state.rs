@@ -138,7 +138,7 @@ impl Display for Source {
             Self::Tenant { lease, tenant } => write!(f, "{tenant}#{}", lease.0),
             Self::WorkerVariant { worker, variant } => write!(f, "worker `{worker}` as `{variant}`"),
             Self::WorkerStop { worker } => write!(f, "stopping worker `{worker}`"),
-            Self::WorkerTold { worker } => write!(f, "notifying worker `{worker}`"),
+            Self::WorkerNotified { worker } => write!(f, "notifying worker `{worker}`"),
         }
     }
 }

@@ -21,7 +21,7 @@ use crate::{
     units::{Bytes, Tokens},
 };
 
-/// What the engine was chosen to give up.
+/// The share that the engine was chosen to give up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Given {
     /// KV blocks.
@@ -38,7 +38,7 @@ pub(super) struct Given {
     pub(super) smaller_chunk: bool,
 }
 
-/// What the engine says of a plan that it carried out.
+/// The engine's report of a plan that it carried out.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Applied {
     pub(super) freed: Bytes,
@@ -71,7 +71,7 @@ impl Arbiter {
             token: shape.kv.bytes_per_token(limits.kv_type),
             full: shape.plan_bytes(&shape.full_plan(&limits)),
         });
-        // What reads of an earlier load have kept is back.
+        // Memory that reads of an earlier load have kept is back.
         self.state.ledger.forget(ENGINE_TENANT);
         if let Some(at) = self.state.engine.inspected(shape, self.state.now) {
             let wait = at.saturating_since(self.state.now);
@@ -90,7 +90,7 @@ impl Arbiter {
         } else if self.state.engine.lease.is_some() {
             Done::Loaded
         } else {
-            // What failed before an operator looked at it does not count any more.
+            // Failures before the operator's command do not count any more.
             self.state.engine.read_again();
             self.out.push(Action::InspectModel);
             Done::Inspecting
@@ -237,7 +237,7 @@ impl Arbiter {
         if pending.kind == PlanKind::Shed {
             self.state.engine.blocked.shed = Some(self.later(settle));
         }
-        // What was in force is asked for before anything grows; where that is what failed, after a longer time.
+        // The plan in force is asked for before anything grows; after a longer time, if that one failed.
         let confirms = self.state.engine.plans.in_force.as_ref() == Some(&pending.plan);
         let confirm_at = Deadline::after(self.state.now, if confirms { settle.max(dwell) } else { settle });
         let grows_at = match pending.kind {
@@ -245,7 +245,7 @@ impl Arbiter {
             PlanKind::Shed | PlanKind::Load => confirm_at.at(),
         };
         self.state.engine.blocked.growth = self.state.engine.blocked.growth.max(Some(grows_at));
-        // What was done of it is on the book until the engine says what is in force.
+        // Its finished part is on the book until the engine reports which plan is in force.
         self.state.engine.plans.failed(revision, pending.plan, confirm_at);
         self.settle_engine();
         self.answer_operators(revision, Err(reason));

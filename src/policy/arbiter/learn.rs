@@ -89,11 +89,7 @@ impl Arbiter {
 
     /// The engine's plans are exact; what it uses is learned for its model, to be seen.
     pub(super) fn learn_from_engine(&mut self) {
-        let used = self
-            .state
-            .ledger
-            .measurement(ENGINE_TENANT)
-            .map(|measured| measured.used);
+        let used = self.state.ledger.used_by(ENGINE_TENANT);
         let model = self.state.engine.shape().map(|shape| shape.name.clone());
         if let (Some(used), Some(model)) = (used, model)
             && self.state.peaks.seen(ENGINE_TENANT, Some(&model), used)
@@ -113,6 +109,6 @@ impl Arbiter {
     }
 }
 
-/// What a kill at the limit of a group raises the peak by. Our choice: more than the margin of a learned peak (10 %), and
-/// four kills in a row double it.
+/// The raise of the peak by a kill at the limit of a group. Our choice: more than the margin of a learned peak (10 %),
+/// and four kills in a row double it.
 const OOM_RAISE_PER_MILLE: u32 = 200;

@@ -7,23 +7,18 @@
 //!     what follows: start what is wanted ─► serve the queue ─► shed under pressure ─► grow back
 //! ```
 //!
-//! What follows is decided from the state alone, each time from the start, so that a lost answer or a crossed message
-//! leaves no intention behind. The machines are modules of [`policy`](crate::policy) and do not use the arbiter:
-//! `lease_table`, `admission`, `pressure`, `dwell`, `engine_control`, `worker_control`. What can be had is computed by
-//! functions of the `state` that change nothing: `reach`, `candidates`, `stop_or_shed`, `reclaim`, `growth`. The files here,
-//! from the top, each calling only those below: `route` events; `readings`, `request`, `operate`, `engine`, `worker` and
-//! `restore` one kind of event each; `view` the snapshot and the invariants; `regrow` and `engine_load`; `serve` the
-//! queue; `reclaim`; `worker_orders` and `engine/orders`; `leases`; `core`.
+//! The consequences are decided from the state alone, each time from the start, so that a lost answer or a crossed
+//! message leaves no intention behind. The machines are modules of [`policy`](crate::policy) and do not use the
+//! arbiter: `lease_table`, `admission`, `pressure`, `dwell`, `engine_control`, `worker_control`. What can be had is
+//! computed by functions of the `state` that change nothing: `reach`, `candidates`, `stop_or_shed`, `reclaim`,
+//! `growth`. The files here, from the top, each calling only those below: `route` events, readings and deadlines;
+//! `request`, `engine`, `worker` and `restore` one kind of event each; `view` the snapshot and the invariants;
+//! `regrow`; `serve` the queue; `reclaim`; `worker_orders` and `engine/orders`; `learn`; `core`.
 
 mod checkpoint;
 mod core;
 mod engine;
-mod engine_load;
 mod learn;
-mod leases;
-mod notified;
-mod operate;
-mod readings;
 mod reclaim;
 mod regrow;
 mod request;

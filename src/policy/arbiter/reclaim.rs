@@ -1,6 +1,6 @@
 //! Effects of reclaim: a set of shrinking holders is asked at once, processes that must be stopped one at a time.
 //!
-//! What is asked back from whom is decided in [`crate::policy::reclaim`].
+//! The choice of holders is made in [`crate::policy::reclaim`].
 
 use super::{core::Arbiter, engine::Given, worker_orders::Less};
 use crate::{
@@ -92,14 +92,14 @@ impl Arbiter {
                         (Purpose::Pressure(_), Some(lease)) => self
                             .state
                             .ledger
-                            .measurement(&lease.holder)
-                            .map_or(held, |measured| measured.used.min(held)),
+                            .used_by(&lease.holder)
+                            .map_or(held, |used| used.min(held)),
                         _ => held,
                     };
                     self.set_target(id, from.saturating_sub(bytes), reason.clone());
                     asked = true;
                 }
-                Source::WorkerTold { worker } => asked |= self.ask_for_less(&worker, Less::Notification, &reason),
+                Source::WorkerNotified { worker } => asked |= self.ask_for_less(&worker, Less::Notification, &reason),
                 Source::WorkerVariant { worker, variant } => {
                     asked |= self.ask_for_less(&worker, Less::Variant(variant), &reason);
                 }

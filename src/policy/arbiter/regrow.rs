@@ -1,44 +1,31 @@
-//! What grows back: the reverse of shedding, by the same costs.
+//! Load of the engine, and what grows back: the reverse of shedding, by the same costs.
 //!
-//! Of everything that was given up and would fit, that comes back first whose loss costs most for each byte, weighed as
-//! a shed weighs it. Nothing grows before the [dwell](crate::policy::dwell) after the last shed is over, while a request waits that could be served, beyond what the budget and
-//! the last sample leave, or into the space of a stopped worker that is to come back. The engine's own step is a pure
-//! function in [`growth`](crate::policy::growth).
-
-use std::cmp::Reverse;
+//! The engine is loaded as soon as its floor fits beside what workers come back to, and before those that come after
+//! it. Of everything that was given up and would fit, that comes back first whose loss costs most for each byte,
+//! weighed as a shed weighs it. Nothing grows before the [dwell](crate::policy::dwell) after the last shed is over,
+//! while a request waits that could be served, beyond what the budget and the last sample leave, or into the space of a
+//! stopped worker that is to come back. The steps are pure functions: of the engine in
+//! [`growth`](crate::policy::growth), of workers in [`candidates`](crate::policy::candidates).
 
 use super::core::Arbiter;
 use crate::{
     policy::{
-        decision::GrowthDecision,
+        decision::{EngineDecision, GrowthDecision},
         denial::Denial,
-        engine_control::PlanKind,
+        engine_control::{PlanKind, bytes_in},
         event::Done,
         growth::{EngineGrowth, EngineStep, GrowthRoom, StepKind},
         growth_wait::GrowthWait,
-        lease::{Class, Ticket},
+        lease::{Class, LeaseKind, Ticket},
+        lease_table::Lease,
+        params::ENGINE_TENANT,
         pressure::PressureLevel,
-        reason::PlanReason,
+        reason::{PlanReason, PlanSize, ReclaimReason},
         residency::EnginePlan,
-        shedding::{Candidate, Cost, Source, micros},
-        worker::Worker,
+        shedding::{Candidate, Source},
     },
     units::{Bytes, Tokens},
 };
-
-/// Something that could come back.
-struct Growth {
-    /// What it takes, and what being without it costs.
-    gain: Candidate,
-    step: Regrowth,
-}
-
-enum Regrowth {
-    Worker { name: String },
-    Variant { name: String, variant: String },
-    Notified { name: String },
-    Engine(EngineStep),
-}
 
 impl Arbiter {
     /// Grows back what was shed, one step at a time.
@@ -114,11 +101,12 @@ impl Arbiter {
         })
     }
 
-    /// What the engine's growth waits for; `None` while it has its full plan, or changes.
+    /// The cause for which the engine's growth waits; `None` while it has its full plan, or changes.
     pub(super) fn engine_waits(&self) -> Option<GrowthWait> {
-        let changes = !self.state.engine.plans.pending.is_empty();
-        let is_full = self.state.engine.full_plan().as_ref() == self.state.engine.goal();
-        if !self.state.engine.is_ready() || changes || is_full {
+        let state = &self.state;
+        let changes = !state.engine.plans.pending.is_empty();
+        let is_full = state.engine.full_plan().as_ref() == state.engine.goal();
+        if !state.engine.is_ready() || changes || is_full {
             return None;
         }
         if let Some(wait) = self.growth_waits() {
@@ -132,17 +120,18 @@ impl Arbiter {
         growth.step().err()
     }
 
-    /// What all growth waits for.
+    /// The cause for which all growth waits.
     fn growth_waits(&self) -> Option<GrowthWait> {
-        let level = self.state.pressure.level();
-        if self.state.draining {
+        let state = &self.state;
+        let level = state.pressure.level();
+        if state.draining {
             Some(GrowthWait::Draining)
         } else if level != PressureLevel::Normal {
             Some(GrowthWait::Pressure { level })
-        } else if let Some(left) = self.state.dwell.left(self.state.now) {
+        } else if let Some(left) = state.dwell.left(state.now) {
             Some(GrowthWait::Dwell { left })
-        } else if self.state.somebody_waits() {
-            let waiting = self.state.queue.len();
+        } else if state.a_request_waits() {
+            let waiting = state.queue.len();
             Some(GrowthWait::Requests { waiting })
         } else if self.room().is_none() {
             Some(GrowthWait::Sample)
@@ -157,23 +146,16 @@ impl Arbiter {
             return Err(wait);
         }
         let room = self.room().ok_or(GrowthWait::Sample)?;
-        let by_headroom = room.by_headroom();
-        let mut steps = self.worker_returns(by_headroom);
-        steps.extend(self.variant_returns(by_headroom));
-        steps.extend(self.notified_returns(by_headroom));
         let engine = self.engine_view(room).and_then(|growth| growth.step());
-        let nothing = engine.as_ref().err().copied();
-        steps.extend(engine.ok().flatten().map(|step| Growth {
-            gain: step.gain.clone(),
-            step: Regrowth::Engine(step),
-        }));
+        let waits = engine.as_ref().err().copied();
+        let step = engine.ok().flatten();
+        let mut gains = self.state.worker_returns(room.by_headroom());
+        gains.extend(step.as_ref().map(|step| step.gain.clone()));
         // The reverse of shedding: what would be given up last comes back first.
-        let dearest = steps
-            .into_iter()
-            .max_by(|one, other| one.gain.by_cost_of_a_byte(&other.gain));
-        match (dearest, nothing) {
-            (Some(growth), _) => {
-                let grown = self.carry_out_growth(growth.step);
+        let dearest = gains.into_iter().max_by(Candidate::by_cost_of_a_byte);
+        match (dearest, waits) {
+            (Some(gain), _) => {
+                let grown = self.carry_out_growth(gain.source, step);
                 if grown.is_ok() {
                     self.state.dwell.grown(self.state.now);
                 }
@@ -184,36 +166,37 @@ impl Arbiter {
         }
     }
 
-    fn carry_out_growth(&mut self, step: Regrowth) -> Result<Done, GrowthWait> {
-        match step {
-            Regrowth::Worker { name } => {
-                self.want_worker(&name);
+    fn carry_out_growth(&mut self, source: Source, step: Option<EngineStep>) -> Result<Done, GrowthWait> {
+        match (source, step) {
+            (Source::WorkerStop { worker }, _) => {
+                self.want_worker(&worker);
                 self.serve_queue();
-                Ok(Done::WorkerReturns { worker: name })
+                Ok(Done::WorkerReturns { worker })
             }
-            Regrowth::Variant { name, variant } => {
-                self.queue_variant(&name, variant.clone());
+            (Source::WorkerVariant { worker, variant }, _) => {
+                self.queue_variant(&worker, variant.clone());
                 self.serve_queue();
-                Ok(Done::VariantReturns { worker: name, variant })
+                Ok(Done::VariantReturns { worker, variant })
             }
-            Regrowth::Notified { name } => self.restore_notified(&name),
-            Regrowth::Engine(step) => {
+            (Source::WorkerNotified { worker }, _) => self.restore_notified(&worker),
+            (_, Some(step)) => {
                 let reason = self.reason_of(&step);
                 self.grow_engine(step.plan, step.bytes, reason)
             }
+            (_, None) => Err(GrowthWait::NotLoaded),
         }
     }
 
     fn reason_of(&self, step: &EngineStep) -> PlanReason {
-        let goal = self.state.engine.goal().unwrap_or(&step.plan);
+        let state = &self.state;
+        let goal = state.engine.goal().unwrap_or(&step.plan);
         let change = self.change_to(goal, &step.plan);
         match step.kind {
             StepKind::FullForNothing => PlanReason::FullForNothing { now: change.from },
             StepKind::Chunk => PlanReason::Chunk {
                 tokens: step.plan.prefill_chunk,
                 before: goal.prefill_chunk,
-                streamed: self
-                    .state
+                streamed: state
                     .engine
                     .shape()
                     .map_or(Bytes::ZERO, |shape| shape.bytes_without(&goal.resident)),
@@ -221,7 +204,7 @@ impl Arbiter {
             },
             StepKind::Regrowth => PlanReason::Regrowth {
                 gains: step.gain.bytes(),
-                free: self.state.ledger.free(),
+                free: state.ledger.free(),
                 above: self.room().unwrap_or_default().by_headroom(),
                 change,
             },
@@ -230,11 +213,7 @@ impl Arbiter {
 
     /// Books a plan that takes more, and asks for it.
     fn grow_engine(&mut self, plan: EnginePlan, bytes: Bytes, reason: PlanReason) -> Result<Done, GrowthWait> {
-        let held = self
-            .state
-            .engine
-            .lease
-            .map_or(Bytes::ZERO, |id| self.state.ledger.held_by(id));
+        let held = self.state.engine_held();
         let booked = self
             .state
             .engine
@@ -255,131 +234,46 @@ impl Arbiter {
 
     /// Whether so much more may be had at once: by the book, by the last sample, and with no request to come first.
     pub(super) fn has_room_to_grow(&self, more: Bytes) -> bool {
-        self.state.pressure.level() == PressureLevel::Normal
-            && self.state.queue.is_empty()
-            && self.state.engine.plans.pending.is_empty()
+        let state = &self.state;
+        state.pressure.level() == PressureLevel::Normal
+            && state.queue.is_empty()
+            && state.engine.plans.pending.is_empty()
             && more <= self.room().unwrap_or_default().bytes()
     }
 
-    /// What growth may use, if the last sample is newer than the last change.
+    /// Memory that growth may use, if the last sample is newer than the last change.
     fn room(&self) -> Option<GrowthRoom> {
-        let sampled_at = self.state.pressure.sampled_at()?;
+        let state = &self.state;
+        let sampled_at = state.pressure.sampled_at()?;
         let room = GrowthRoom {
-            free: self.state.ledger.free(),
-            headroom: self.state.pressure.headroom()?,
-            elevated: self.state.params.pressure.elevated_below,
-            hysteresis: self.state.params.pressure.hysteresis,
-            reserved: self.state.returning_or_waiting_workers(),
+            free: state.ledger.free(),
+            headroom: state.pressure.headroom()?,
+            elevated: state.params.pressure.elevated_below,
+            hysteresis: state.params.pressure.hysteresis,
+            reserved: state.returning_or_waiting_workers(),
         };
-        let fresh = self.state.now.saturating_since(sampled_at) <= self.state.params.pressure.sample_age_max;
-        (fresh && sampled_at > self.state.changed_at).then_some(room)
+        let fresh = state.now.saturating_since(sampled_at) <= state.params.pressure.sample_age_max;
+        (fresh && sampled_at > state.changed_at).then_some(room)
     }
 
-    /// Workers that were stopped to make room and fit again, with what it costs to be without them.
-    fn worker_returns(&self, room: Bytes) -> Vec<Growth> {
-        let stopped = self.state.workers.values();
-        let stopped = stopped.filter(|worker| worker.was_shed());
-        // Of two that are worth the same for their size, the more urgent one, and then the one that is started first.
-        let mut stopped: Vec<_> = stopped.collect();
-        stopped.sort_by_key(|worker| Reverse((worker.params.class, worker.params.start.start_order)));
-        let fits = |peak: Bytes| peak <= room.min(self.state.ledger.free());
-        stopped
-            .into_iter()
-            .map(|worker| (worker, self.state.worker_peak(&worker.params.name, None)))
-            .filter(|(_, peak)| fits(*peak))
-            .map(|(worker, peak)| {
-                let worker = &worker.params;
-                let name = worker.name.clone();
-                let source = Source::WorkerStop { worker: name.clone() };
-                let cost = Cost {
-                    undo_us: micros(worker.start.reload),
-                    ..Cost::default()
-                };
-                Growth {
-                    gain: Candidate::whole(source, worker.class, peak, cost),
-                    step: Regrowth::Worker { name },
-                }
-            })
-            .collect()
-    }
-
-    fn variant_returns(&self, room: Bytes) -> Vec<Growth> {
-        let returns = |worker: &Worker| {
-            let variant = worker.run()?.before_shed.clone()?;
-            if !worker.is_settled() {
-                return None;
-            }
-            let (name, class) = (worker.params.name.clone(), worker.params.class);
-            let more = self
-                .state
-                .worker_peak(&name, Some(&variant))
-                .saturating_sub(self.state.worker_held(&name));
-            let reload = micros(worker.params.start.reload);
-            let cost = Cost {
-                now_us: reload / 2,
-                undo_us: reload,
-                ..Cost::default()
-            };
-            let source = Source::WorkerVariant {
-                worker: name.clone(),
-                variant: variant.clone(),
-            };
-            (more <= self.room_beside(class, room)).then(|| Growth {
-                gain: Candidate::whole(source, class, more, cost),
-                step: Regrowth::Variant { name, variant },
-            })
-        };
-        self.state.workers.values().filter_map(returns).collect()
-    }
-
-    fn notified_returns(&self, room: Bytes) -> Vec<Growth> {
-        let returns = |worker: &Worker| {
-            let class = worker.params.class;
-            let more = self.state.notified_lacks(worker)?;
-            let cost = Cost {
-                now_us: micros(worker.params.start.reload) / 4,
-                undo_us: self.state.engine.speed().reading_us(more),
-                ..Cost::default()
-            };
-            let name = worker.params.name.clone();
-            let source = Source::WorkerTold { worker: name.clone() };
-            (more <= self.room_beside(class, room)).then(|| Growth {
-                gain: Candidate::whole(source, class, more, cost),
-                step: Regrowth::Notified { name },
-            })
-        };
-        self.state.workers.values().filter_map(returns).collect()
-    }
-
-    /// What is left of the room for a running worker when those have theirs that come back and are as urgent.
-    fn room_beside(&self, class: Class, room: Bytes) -> Bytes {
-        let kept = self
-            .state
-            .returning_workers()
-            .into_iter()
-            .filter(|(returning, _)| *returning <= class)
-            .map(|(_, bytes)| bytes)
-            .fold(Bytes::ZERO, Bytes::saturating_add);
-        room.saturating_sub(kept).min(self.state.available(class, true))
-    }
-
-    /// What the engine's growth is decided by, or why nothing of it can grow now.
+    /// The inputs of the engine's growth, or why nothing of it can grow now.
     fn engine_view(&self, room: GrowthRoom) -> Result<EngineGrowth<'_>, GrowthWait> {
-        let full = self.state.engine.full_plan();
+        let state = &self.state;
+        let full = state.engine.full_plan();
         let (Some(id), Some(shape), Some(limits), Some(goal), Some(full)) = (
-            self.state.engine.lease,
-            self.state.engine.shape(),
-            self.state.engine.limits(),
-            self.state.engine.goal(),
+            state.engine.lease,
+            state.engine.shape(),
+            state.engine.limits(),
+            state.engine.goal(),
             full,
         ) else {
             return Err(GrowthWait::NotLoaded);
         };
-        if !self.state.engine.plans.pending.is_empty() {
+        if !state.engine.plans.pending.is_empty() {
             return Err(GrowthWait::Changing);
         }
-        if let Some(until) = self.state.engine.blocked.growth.filter(|until| self.state.now < *until) {
-            let left = until.saturating_since(self.state.now);
+        if let Some(until) = state.engine.blocked.growth.filter(|until| state.now < *until) {
+            let left = until.saturating_since(state.now);
             return Err(GrowthWait::Settling { left });
         }
         Ok(EngineGrowth {
@@ -387,11 +281,88 @@ impl Arbiter {
             goal,
             full,
             limits,
-            idle: self.state.engine.is_idle(),
-            kept: self.state.engine.kv_kept(),
-            held: self.state.ledger.held_by(id),
-            kv_step_min: self.state.params.shed.minimum_reclaim,
+            idle: state.engine.is_idle(),
+            kept: state.engine.kv_kept(),
+            held: state.ledger.held_by(id),
+            kv_step_min: state.params.shed.minimum_reclaim,
             room,
         })
     }
 }
+
+impl Arbiter {
+    pub(super) fn load_engine_if_it_fits(&mut self) {
+        let waiting = self.state.engine.waits_to_load(self.state.now);
+        if !(self.state.draining || self.state.workers.first_are_up(self.state.now))
+            || !self.state.taken_over_are_measured()
+        {
+            return;
+        }
+        // Unknown is not plenty: without a sample it is not known what there is.
+        let (true, false, Some(headroom)) = (waiting, self.state.draining, self.state.pressure.headroom()) else {
+            return;
+        };
+        let (Some(shape), Some(limits)) = (self.state.engine.shape(), self.state.engine.limits()) else {
+            return;
+        };
+        let kept = self.state.returning_or_waiting_workers();
+        let on_the_book = self.state.ledger.free().saturating_sub(kept);
+        let elevated = self.state.params.pressure.elevated_below;
+        // As much as growth leaves, so that what is loaded can grow back after a shed.
+        let measured = headroom.saturating_sub(elevated.saturating_add(self.state.params.pressure.hysteresis));
+        match shape.plan(on_the_book.min(measured), &limits) {
+            Ok(plan) => self.load_engine(plan, kept),
+            Err(error) => {
+                let (floor, free) = (error.floor, self.state.ledger.free());
+                if floor <= measured && floor > on_the_book && !self.state.a_request_waits() {
+                    let missing = floor.saturating_sub(on_the_book);
+                    let reason = ReclaimReason::EngineFloor { missing, floor, free };
+                    self.reclaim_for(Class::LlmElastic, missing, reason);
+                }
+                let figures = [error.floor, error.available, free, kept, headroom];
+                let watermark = elevated;
+                let decision = EngineDecision::WaitsForMemory {
+                    error,
+                    free,
+                    kept,
+                    headroom,
+                    watermark,
+                };
+                self.decide_once(WAITS, &figures, decision);
+            }
+        }
+    }
+
+    fn load_engine(&mut self, plan: EnginePlan, kept: Bytes) {
+        let shape = self.state.engine.shape();
+        let bytes = bytes_in(shape, &plan);
+        let full = self
+            .state
+            .engine
+            .full_plan()
+            .map_or(bytes, |full| bytes_in(shape, &full));
+        let size = PlanSize::of(shape, &plan);
+        let (least, generation) = (
+            self.state.engine.floor_bytes().unwrap_or(bytes),
+            self.state.leases.next_generation(),
+        );
+        let kind = (LeaseKind::Engine, Class::LlmElastic);
+        let lease = Lease::of_ours(ENGINE_TENANT, kind, generation, (least, full), self.state.now);
+        let id = self.state.leases.next_id();
+        if !self.grant(id, bytes, lease) {
+            return;
+        }
+        self.state.engine.load(id, self.state.now);
+        self.said.remove(WAITS);
+        self.decide(EngineDecision::Loading {
+            plan: size,
+            full,
+            free: self.state.ledger.free(),
+            kept,
+        });
+        self.ask_engine(plan, PlanKind::Load, None);
+    }
+}
+
+/// Subject of what is decided once.
+const WAITS: &str = "the engine waits";

@@ -1,17 +1,22 @@
-//! What tenants ask: a lease, its renewal, another size, its end.
+//! Requests of tenants (a lease, its renewal, another size, its end), and of operators to the engine.
 
 use std::time::Duration;
 
-use super::{core::Arbiter, leases::above_target};
+use super::core::{Arbiter, above_target};
 use crate::{
     policy::{
         admission::{Want, WantKind},
         decision::{AdmissionDecision, Decision, LeaseDecision, LeaseEnd},
         denial::{Denial, NotHolder, Problem, Quota},
-        event::{Action, Answer, Done},
-        lease::{LeaseId, LeaseKind, LeaseRequest, Peer, Ticket},
+        engine_control::{PlanKind, WaitingConversion, WaitingShed, bytes_in},
+        event::{Action, Answer, ChangedKeys, Done},
+        kv_type::KvType,
+        lease::{Class, LeaseId, LeaseKind, LeaseRequest, Peer, Ticket},
         lease_table::{OF_PROCESS, OF_USER, Phase},
-        params::ENGINE_TENANT,
+        params::{ENGINE_TENANT, Params},
+        reason::{PlanReason, ReclaimReason},
+        reclaim,
+        residency::EnginePlan,
     },
     units::Bytes,
 };
@@ -158,7 +163,7 @@ impl Arbiter {
             {
                 self.state.leases.end_revocation(id, &mut self.state.ledger);
             }
-            if self.state.nobody_waits_before(class) {
+            if self.state.none_waits_before(class) {
                 let more = max.saturating_sub(held).min(self.state.available(class, true));
                 self.grow_lease(id, held.saturating_add(more));
             }
@@ -167,7 +172,8 @@ impl Arbiter {
     }
 
     fn check_request(&self, request: &LeaseRequest) -> Result<(), Denial> {
-        let (tenant, limits) = (&request.tenant, &self.state.params.lease);
+        let state = &self.state;
+        let (tenant, limits) = (&request.tenant, &state.params.lease);
         for (field, text) in [("tenant", tenant), ("request_id", &request.request_id)] {
             let (bytes, limit) = (text.len(), limits.text_max);
             if Bytes::of_len(bytes).get() > u64::from(limit) {
@@ -180,8 +186,7 @@ impl Arbiter {
                 ));
             }
         }
-        let ours =
-            tenant == ENGINE_TENANT || (self.state.workers.contains(tenant) && !self.state.asks_for_itself(tenant));
+        let ours = tenant == ENGINE_TENANT || (state.workers.contains(tenant) && !state.asks_for_itself(tenant));
         let problem = if tenant.is_empty() || tenant.chars().any(char::is_control) {
             Some(Problem::Unprintable)
         } else if ours {
@@ -204,7 +209,7 @@ impl Arbiter {
         if request.wait > limit {
             return time("wait", request.wait, Problem::AboveLimit { limit });
         }
-        if self.state.draining {
+        if state.draining {
             return Err(Denial::Draining {
                 tenant: tenant.clone(),
                 asked: request.min,
@@ -231,20 +236,19 @@ impl Arbiter {
     }
 
     fn check_quota(&self, request: &LeaseRequest) -> Result<(), Denial> {
+        let state = &self.state;
         let uid = request.peer.uid;
-        let held = self
-            .state
+        let held = state
             .leases
             .values()
             .filter(|lease| lease.kind == LeaseKind::Tenant && lease.owner.0 == uid)
             .count();
-        let waiting = self
-            .state
+        let waiting = state
             .queue
             .values()
             .filter(|want| matches!(&want.kind, WantKind::Lease(other) if other.peer.uid == uid))
             .count();
-        let limit = u64::from(self.state.params.lease.leases_per_uid);
+        let limit = u64::from(state.params.lease.leases_per_uid);
         if Bytes::of_len(held + waiting).get() >= limit {
             return Err(Denial::QuotaExceeded {
                 tenant: request.tenant.clone(),
@@ -331,3 +335,104 @@ fn same_content(one: &LeaseRequest, other: &LeaseRequest) -> bool {
 
 /// Characters of a text that is too long which are shown in the denial.
 const SHOWN_MAX: usize = 32;
+
+impl Arbiter {
+    pub(super) fn take_operator_shed(&mut self, ticket: Ticket, bytes: Bytes) {
+        if bytes == Bytes::ZERO {
+            self.deny(ticket, Denial::invalid(ENGINE_TENANT, "bytes", &bytes, Problem::Zero));
+            return;
+        }
+        let before = self.state.engine_held();
+        let reclaim = reclaim::for_operator(&self.state, bytes, ReclaimReason::Operator { asked: bytes });
+        let promised = reclaim.is_some_and(|reclaim| self.carry_out(reclaim));
+        match self.state.engine.plans.pending.last_key_value() {
+            Some((revision, _)) if promised => {
+                let revision = *revision;
+                self.state.engine.waiting.sheds.push(WaitingShed {
+                    ticket,
+                    revision,
+                    asked: bytes,
+                    before,
+                });
+            }
+            _ => {
+                let denial = self.state.insufficient("operator", None, bytes, Class::AudioRealtime);
+                self.deny(ticket, denial);
+            }
+        }
+    }
+
+    /// From now on KV is kept as `kind` when memory is plentiful. What is there is converted: at once when it becomes
+    /// smaller, and as soon as there is room for it when it becomes larger.
+    pub(super) fn take_operator_kv_type(&mut self, ticket: Ticket, kind: KvType) {
+        let invalid = |problem| Denial::invalid(ENGINE_TENANT, "kv_type", &kind, problem);
+        if !self.state.engine.set_kv_type(kind) {
+            self.deny(ticket, invalid(Problem::NoEngine));
+            return;
+        }
+        let (floor, full) = (self.state.engine.floor_bytes(), self.state.engine.full_plan());
+        let full_bytes = full.as_ref().map(|full| bytes_in(self.state.engine.shape(), full));
+        if let Some((id, full_bytes)) = self.state.engine.lease.zip(full_bytes) {
+            self.state
+                .leases
+                .set_bounds(id, floor.unwrap_or(Bytes::ZERO), full_bytes);
+        }
+        let (Some(id), Some(shape), Some(goal)) = (
+            self.state.engine.lease,
+            self.state.engine.shape(),
+            self.state.engine.goal(),
+        ) else {
+            self.done(ticket, Done::KvWhenLoaded(kind));
+            return;
+        };
+        if goal.kv_type == kind {
+            self.done(ticket, Done::KvIs(kind));
+            return;
+        }
+        if !self.state.engine.can_shed(self.state.now) {
+            self.deny(ticket, invalid(Problem::EngineBusy));
+            return;
+        }
+        let plan = EnginePlan {
+            kv_type: kind,
+            ..goal.clone()
+        };
+        let (before, bytes) = (self.state.ledger.held_by(id), shape.plan_bytes(&plan));
+        let change = self.change_to(goal, &plan);
+        let smaller = kind < goal.kv_type;
+        let more = bytes.saturating_sub(before);
+        let no_room = !smaller && !self.has_room_to_grow(more);
+        if no_room || (!smaller && !self.grow_lease(id, bytes.max(before))) {
+            let more = no_room.then_some(more);
+            self.done(ticket, Done::KvWhenRoom { kv_type: kind, more });
+            return;
+        }
+        let kind_of_plan = if smaller { PlanKind::Shed } else { PlanKind::Regrow };
+        // A wished shed stays for the dwell, as any shed; a wished growth does not wait.
+        if smaller {
+            self.state.dwell.begin(self.state.now);
+        } else {
+            self.state.dwell.end();
+        }
+        self.ask_engine(plan, kind_of_plan, Some(PlanReason::KvType { change }));
+        if let Some((revision, _)) = self.state.engine.plans.pending.last_key_value() {
+            self.state.engine.waiting.conversions.push(WaitingConversion {
+                ticket,
+                revision: *revision,
+                kind,
+                before,
+            });
+        }
+    }
+
+    /// Goes on with other settings, or with none of them changed.
+    pub(super) fn take_reconfigured(&mut self, ticket: Ticket, params: Params, changes: ChangedKeys) {
+        match self.state.reconfigure(params) {
+            Ok(()) => self.done(ticket, Done::Reconfigured(changes)),
+            Err(fault) => {
+                let denial = Denial::invalid("operator", &fault.setting, &fault.value, Problem::Text(fault.problem));
+                self.deny(ticket, denial);
+            }
+        }
+    }
+}

@@ -9,7 +9,8 @@
 //!              gone ──► as at any start
 //! ```
 //!
-//! What is taken over counts at once, before anything else is admitted, so that nothing is promised twice.
+//! Leases and workers that are taken over count at once, before anything else is admitted, so that nothing is promised
+//! twice.
 
 use super::core::Arbiter;
 use crate::policy::{
@@ -22,21 +23,22 @@ use crate::policy::{
 };
 
 impl Arbiter {
-    /// What the next run has to know of this one.
+    /// The state that the next run has to know of this one.
     #[must_use]
     pub fn book(&self) -> Book {
+        let state = &self.state;
         let booked = |id: LeaseId, lease: &Lease| {
             Some(BookedLease {
                 id,
                 generation: lease.generation,
-                held: self.state.ledger.held_by(id),
+                held: state.ledger.held_by(id),
                 min: lease.min,
                 max: lease.max,
                 request: lease.request.clone()?,
             })
         };
         let (mut leases, mut ended) = (Vec::new(), Vec::new());
-        for (id, lease) in self.state.leases.iter() {
+        for (id, lease) in state.leases.iter() {
             match lease.phase {
                 Phase::Granted | Phase::Revoking(_) => leases.extend(booked(id, lease)),
                 Phase::Ending {
@@ -48,10 +50,10 @@ impl Arbiter {
                 } => {}
             }
         }
-        let workers = self.state.workers.values();
-        let workers = workers.map(|worker| worker.booked(self.state.worker_held(&worker.params.name)));
+        let workers = state.workers.values();
+        let workers = workers.map(|worker| worker.booked(state.worker_held(&worker.params.name)));
         Book {
-            last: self.state.leases.last_numbers(),
+            last: state.leases.last_numbers(),
             leases,
             ended,
             workers: workers.collect(),
@@ -125,7 +127,7 @@ impl Arbiter {
                 worker.params.peak_of(run.variant.as_deref()),
             )
         });
-        // What does not fit is not promised: it shows as unaccounted, and the worker has to go.
+        // Bytes that do not fit are not promised: it shows as unaccounted, and the worker has to go.
         let fits = held.min(self.state.ledger.free());
         if !self.book_worker(name, id, fits) {
             return;

@@ -1,4 +1,4 @@
-//! Route of events to the machines, and what follows after each.
+//! Route of events to the machines, readings and deadlines, and what follows after each.
 
 use std::mem;
 
@@ -8,10 +8,11 @@ use crate::{
         decision::{AdmissionDecision, MemoryDecision},
         engine_control::KvUse,
         event::{Action, Event},
-        params::Scope,
+        lease_table::LeaseTable,
+        params::{ENGINE_TENANT, Scope},
         pressure::Sample,
     },
-    units::{Timestamp, Tokens},
+    units::{Bytes, Timestamp, Tokens},
 };
 
 impl Arbiter {
@@ -197,7 +198,7 @@ impl Arbiter {
             });
             return;
         }
-        // What the engine has leased and not touched looks available, and may be touched with the next token.
+        // Memory that the engine has leased and not touched looks available, and may be touched with the next token.
         let untouched = self.state.engine.kv.untouched;
         let machine = sample.available().saturating_sub(untouched);
         let scope_used = match self.state.params.budget.scope {
@@ -261,5 +262,48 @@ impl Arbiter {
         if mem::take(&mut self.state.draining) {
             self.decide(AdmissionDecision::DrainEnded);
         }
+    }
+}
+
+impl Arbiter {
+    pub(super) fn take_measurement(&mut self, tenant: &str, used: Option<Bytes>, taken_at: Timestamp) {
+        let taken_at = taken_at.min(self.state.now);
+        match used {
+            Some(used) if self.state.leases.is_known(tenant) => self.state.ledger.measure(tenant, used, taken_at),
+            Some(_) => return,
+            None => {}
+        }
+        // One that was overtaken by a newer one says how it was, and not how it is.
+        let newest = self.state.ledger.measurement(tenant).map(|measured| measured.at);
+        if used.is_some() && newest.is_some_and(|at| taken_at < at) {
+            return;
+        }
+        if tenant == ENGINE_TENANT {
+            self.learn_from_engine();
+            self.settle_engine();
+        } else if self.state.workers.contains(tenant) {
+            if !self.settle_notified(tenant, used, taken_at) {
+                self.settle_worker(tenant);
+            }
+            // One that asks for itself has its lease as any tenant.
+            self.with_leases(|leases, turn| leases.settle(tenant, used, taken_at, turn));
+            self.learn_from_life(tenant);
+        } else {
+            self.with_leases(|leases, turn| leases.settle(tenant, used, taken_at, turn));
+        }
+        self.with_leases(|leases, turn| {
+            leases.tend_residual(tenant, used, taken_at, turn);
+            leases.watch_bounds(tenant, turn);
+        });
+    }
+
+    pub(super) fn serve_lease_deadlines(&mut self) {
+        self.with_leases(LeaseTable::expire);
+        for id in self.state.leases.overdue(self.state.now) {
+            if let Some(revocation) = self.with_leases(|leases, turn| leases.escalate(id, turn)) {
+                self.end_notification(id, &revocation);
+            }
+        }
+        self.with_leases(LeaseTable::poll);
     }
 }

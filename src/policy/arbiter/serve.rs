@@ -19,7 +19,7 @@ use crate::{
     units::Bytes,
 };
 
-/// What came of looking at a want.
+/// The outcome of an attempt to serve a want.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Service {
     Served,
@@ -30,7 +30,7 @@ impl Arbiter {
     /// Serves at once, or queues for as long as `wait` allows.
     pub(super) fn ask_or_queue(&mut self, want: Want, wait: Duration) {
         let full = self.state.queue.full_for(&want);
-        let overtakes = self.state.nobody_waits_before(want.class);
+        let overtakes = self.state.none_waits_before(want.class);
         let tenant = want.tenant.clone();
         let place = self.state.queue.insert(want);
         if overtakes && self.serve(place) == Service::Served {
@@ -123,13 +123,11 @@ impl Arbiter {
     }
 
     fn why_not(&self, want: &Want) -> Denial {
-        let asked = self.state.asked_by(want);
-        self.state
+        let state = &self.state;
+        let asked = state.asked_by(want);
+        state
             .admission_denial(&want.tenant, want.class, asked)
-            .unwrap_or_else(|| {
-                self.state
-                    .insufficient(&want.tenant, Some(want.lease), asked, want.class)
-            })
+            .unwrap_or_else(|| state.insufficient(&want.tenant, Some(want.lease), asked, want.class))
     }
 
     fn serve(&mut self, place: Place) -> Service {

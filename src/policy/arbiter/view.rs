@@ -17,13 +17,14 @@ impl Arbiter {
     /// When [`DeadlineReached`](crate::policy::event::Event::DeadlineReached) is due, if ever; later than the last event.
     #[must_use]
     pub fn next_deadline(&self) -> Option<Timestamp> {
+        let state = &self.state;
         [
-            self.state.leases.next_deadline(),
-            self.state.queue.next_deadline(self.state.now),
-            self.state.engine.next_deadline(self.state.now),
+            state.leases.next_deadline(),
+            state.queue.next_deadline(state.now),
+            state.engine.next_deadline(state.now),
             self.next_worker_deadline(),
-            self.state.dwell.ends(self.state.now),
-            self.state.pressure.grace_ends().filter(|end| *end > self.state.now),
+            state.dwell.ends(state.now),
+            state.pressure.grace_ends().filter(|end| *end > state.now),
         ]
         .into_iter()
         .flatten()
@@ -39,58 +40,52 @@ impl Arbiter {
     /// The state as operators, metrics and tests see it.
     #[must_use]
     pub fn snapshot(&self) -> Snapshot {
-        let mut leases: Vec<LeaseView> = self.state.leases.ids().filter_map(|id| self.lease_view(*id)).collect();
-        leases.extend(self.state.leases.residual_views(&self.state.ledger));
-        leases.extend(self.state.queue.values().filter_map(waiting_view));
+        let state = &self.state;
+        let mut leases: Vec<LeaseView> = state.leases.ids().filter_map(|id| self.lease_view(*id)).collect();
+        leases.extend(state.leases.residual_views(&state.ledger));
+        leases.extend(state.queue.values().filter_map(waiting_view));
         Snapshot {
-            at: self.state.now,
-            budget: self.state.ledger.budget(),
-            held: self.state.ledger.held(),
-            used: self
-                .state
-                .ledger
-                .measured_use()
-                .saturating_sub(self.state.engine.kv.untouched),
-            unaccounted: self.state.ledger.unaccounted(),
-            free: self.state.ledger.free(),
-            unmanaged: self.state.ledger.unmanaged(),
-            returning: self
-                .state
+            at: state.now,
+            budget: state.ledger.budget(),
+            held: state.ledger.held(),
+            used: state.ledger.measured_use().saturating_sub(state.engine.kv.untouched),
+            unaccounted: state.ledger.unaccounted(),
+            free: state.ledger.free(),
+            unmanaged: state.ledger.unmanaged(),
+            returning: state
                 .engine
                 .returning()
                 .unwrap_or(Bytes::ZERO)
-                .saturating_add(self.state.returning_or_waiting_workers()),
-            coming_back: self.state.coming_back(),
-            headroom: self.state.pressure.headroom(),
-            level: self.state.pressure.level(),
-            elevated_below: self.state.params.pressure.elevated_below,
-            critical_below: self.state.params.pressure.critical_below,
-            minimum_reclaim: self.state.params.shed.minimum_reclaim,
-            losing_per_s: self.state.pressure.losing_per_s(),
-            exhausted_in: self.state.pressure.exhausted_in(),
-            sample_interval: self.state.pressure.interval(),
+                .saturating_add(state.returning_or_waiting_workers()),
+            coming_back: state.coming_back(),
+            headroom: state.pressure.headroom(),
+            level: state.pressure.level(),
+            elevated_below: state.params.pressure.elevated_below,
+            critical_below: state.params.pressure.critical_below,
+            minimum_reclaim: state.params.shed.minimum_reclaim,
+            losing_per_s: state.pressure.losing_per_s(),
+            exhausted_in: state.pressure.exhausted_in(),
+            sample_interval: state.pressure.interval(),
             sample: self.sample.clone(),
             leases,
-            waiting: self.state.queue.len(),
+            waiting: state.queue.len(),
             engine: EngineView {
-                state: self.state.engine.state(),
-                shape: self.state.engine.shape().cloned(),
-                in_force: self.state.engine.plans.in_force.clone(),
-                asked: self
-                    .state
+                state: state.engine.state(),
+                shape: state.engine.shape().cloned(),
+                in_force: state.engine.plans.in_force.clone(),
+                asked: state
                     .engine
                     .plans
                     .pending
                     .last_key_value()
                     .map(|(_, pending)| pending.plan.clone()),
-                full: self.state.engine.full_plan(),
+                full: state.engine.full_plan(),
                 waits: self.engine_waits(),
-                failure: self.state.engine.failure.clone(),
-                milli_tokens_per_s: self.state.engine.milli_tokens_per_s(),
-                kv: self.state.engine.kv_view(),
+                failure: state.engine.failure.clone(),
+                milli_tokens_per_s: state.engine.milli_tokens_per_s(),
+                kv: state.engine.kv_view(),
             },
-            workers: self
-                .state
+            workers: state
                 .workers
                 .values()
                 .map(|worker| WorkerView {
@@ -105,11 +100,11 @@ impl Arbiter {
                     retry_at: worker.retry_at(),
                     rest: worker.rest(),
                     winding_up: worker.is_winding_down(),
-                    waits: self.state.worker_wait(worker),
+                    waits: state.worker_wait(worker),
                 })
                 .collect(),
-            peaks: self.state.peaks.clone(),
-            draining: self.state.draining,
+            peaks: state.peaks.clone(),
+            draining: state.draining,
             sheds: self.stats.sheds,
             shed_bytes: self.stats.shed_bytes,
             regrown_bytes: self.stats.regrown_bytes,
@@ -123,21 +118,22 @@ impl Arbiter {
     /// If it is not so.
     #[expect(clippy::panic, reason = "a broken book is worth a restart")]
     pub(super) fn assert_lasts(&self, id: LeaseId) {
-        let past = |lease: &&Lease| lease.expires_at.is_some_and(|at| at <= self.state.now);
-        if self.state.leases.get(id).is_some_and(|lease| past(&lease)) {
+        let state = &self.state;
+        let past = |lease: &&Lease| lease.expires_at.is_some_and(|at| at <= state.now);
+        if state.leases.get(id).is_some_and(|lease| past(&lease)) {
             panic!(
                 "the book is broken at {}: lease {} is past its time",
-                self.state.now,
-                self.state.leases.name_of(id)
+                state.now,
+                state.leases.name_of(id)
             );
         }
     }
 
     /// Asserts that the state makes sense; ends every call but renewals, in release builds too.
     ///
-    /// What is held never exceeds the budget; every lease on the book has its entry and the reverse; a lease that gives
-    /// memory back has a deadline ahead; the engine is never asked below its floor, and its lease covers every plan
-    /// that it may be at; no deadline that is due has been left unserved.
+    /// The sum of leases never exceeds the budget; every lease on the book has its entry and the reverse; a lease that
+    /// gives memory back has a deadline ahead; the engine is never asked below its floor, and its lease covers every
+    /// plan that it may be at; no deadline that is due has been left unserved.
     ///
     /// # Panics
     /// If one of these is not so. A broken book is worth a restart: going on would over-commit memory that others use.
@@ -149,17 +145,18 @@ impl Arbiter {
     }
 
     pub(super) fn broken_invariant(&self) -> Option<String> {
-        if !self.state.ledger.is_conserved() {
+        let state = &self.state;
+        if !state.ledger.is_conserved() {
             return Some(format!(
                 "{} is held of a {} budget",
-                self.state.ledger.held(),
-                self.state.ledger.budget()
+                state.ledger.held(),
+                state.ledger.budget()
             ));
         }
-        if let Some(id) = self.state.ledger.differs_from(self.state.leases.ids()) {
+        if let Some(id) = state.ledger.differs_from(state.leases.ids()) {
             return Some(format!("lease {} is on one book only", id.0));
         }
-        if let Some(name) = self.state.leases.past_its_time(self.state.now) {
+        if let Some(name) = state.leases.past_its_time(state.now) {
             return Some(format!("lease {name} is past its time"));
         }
         self.broken_engine()
@@ -168,10 +165,11 @@ impl Arbiter {
     }
 
     fn broken_engine(&self) -> Option<String> {
-        let held = self.state.engine.lease.map(|id| self.state.ledger.held_by(id));
-        let limits = self.state.engine.limits()?;
-        let shape = self.state.engine.shape()?;
-        for (revision, pending) in &self.state.engine.plans.pending {
+        let state = &self.state;
+        let held = state.engine.lease.map(|id| state.ledger.held_by(id));
+        let limits = state.engine.limits()?;
+        let shape = state.engine.shape()?;
+        for (revision, pending) in &state.engine.plans.pending {
             let floor = limits.kv_floor.min(shape.context_max);
             let least = shape.parts_of(limits.resident_min).min(shape.layers.len());
             if pending.plan.kv_capacity < floor || pending.plan.resident.len() < least {
@@ -181,19 +179,15 @@ impl Arbiter {
                 return Some(format!("plan {revision} is not covered by the engine's lease"));
             }
         }
-        let lost = self.state.engine.is_ready() && held.is_none();
+        let lost = state.engine.is_ready() && held.is_none();
         lost.then(|| "the engine runs without a lease".to_owned())
     }
 
     fn broken_worker(&self) -> Option<String> {
         self.state.workers.values().find_map(|worker| {
-            let id = worker.lease()?;
-            let (name, state) = (&worker.params.name, worker.state());
-            self.state
-                .leases
-                .get(id)
-                .is_none()
-                .then(|| format!("worker `{name}` is {state:?} and not booked"))
+            let (id, name, state) = (worker.lease()?, &worker.params.name, worker.state());
+            let booked = self.state.leases.get(id).is_some();
+            (!booked).then(|| format!("worker `{name}` is {state:?} and not booked"))
         })
     }
 

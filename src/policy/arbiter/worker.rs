@@ -1,9 +1,9 @@
 //! Events of workers: ready, gone, changed, measured, due.
 //!
-//! What each worker is at is in [`worker_control`](crate::policy::worker_control). A worker's lease is ours: the peak is
-//! booked before it is started, and comes down to the steady size when the worker is measured there. A larger variant is
-//! booked before the worker is asked; a smaller one is credited when it is measured. What a worker is asked for is in
-//! `worker_orders`.
+//! The state of each worker is in [`worker_control`](crate::policy::worker_control). A worker's lease is ours: the peak
+//! is booked before it is started, and comes down to the steady size when the worker is measured there. A larger
+//! variant is booked before the worker is asked; a smaller one is credited when it is measured. What a worker is asked
+//! for is in `worker_orders`.
 
 use std::time::Duration;
 
@@ -338,7 +338,7 @@ impl Arbiter {
                     self.stop_worker(&name, StopCause::NotReady, reason);
                 }
                 Due::NotSmaller => {
-                    let used = self.state.ledger.measurement(&name).map(|measured| measured.used);
+                    let used = self.state.ledger.used_by(&name);
                     let held = self.state.worker_held(&name);
                     if self.state.workers.get(&name).is_some_and(|worker| worker.requests == 0) {
                         self.stop_worker(&name, StopCause::Shed, StopReason::NotSmaller { used, held });
@@ -385,9 +385,10 @@ impl Arbiter {
     }
 
     pub(super) fn next_worker_deadline(&self) -> Option<Timestamp> {
-        let may_rest = |id| !self.state.draining && !self.state.queue.waits_for(id);
-        let workers = self.state.workers.next_deadline(may_rest, self.state.now);
-        [workers, self.state.engine.holds_workers_until(self.state.now)]
+        let state = &self.state;
+        let may_rest = |id| !state.draining && !state.queue.waits_for(id);
+        let workers = state.workers.next_deadline(may_rest, state.now);
+        [workers, state.engine.holds_workers_until(state.now)]
             .into_iter()
             .flatten()
             .min()

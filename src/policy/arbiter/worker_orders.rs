@@ -2,20 +2,26 @@
 //!
 //! There is one way to ask a worker for less, [`ask_for_less`](Arbiter::ask_for_less), and one to stop it,
 //! [`stop_worker`](Arbiter::stop_worker).
+//!
+//! Such a worker learns one thing only, that memory is short, and what it comes down to is known from its settings. So
+//! it is asked as a tenant is, by a target with a deadline, and credited as a tenant is, when it is measured; but it
+//! cannot answer, so that what is measured after its notification counts at once. One that does not come down is named,
+//! never notified again, and stopped unless it is at work.
 
 use super::core::Arbiter;
 use crate::{
     policy::{
         admission::WantKind,
-        decision::{ChangeCause, WorkerDecision},
+        decision::{ChangeCause, Decision, WorkerDecision},
         denial::{Denial, Problem},
-        event::Action,
+        event::{Action, Done},
+        growth_wait::GrowthWait,
         lease::{Class, LeaseId, LeaseKind, Ticket},
-        lease_table::Lease,
-        reason::{ReclaimReason, StopReason},
+        lease_table::{Lease, Phase, Revocation},
+        reason::{IgnoredPressure, ReclaimReason, StopReason},
         worker::{Resizing, StopCause, Worker},
     },
-    units::Bytes,
+    units::{Bytes, Timestamp},
 };
 
 /// How a worker is asked for less.
@@ -50,7 +56,8 @@ impl Arbiter {
         }
     }
 
-    /// Starts a worker that has just ended in order to be started again, before its memory is granted to another holder.
+    /// Starts a worker that has just ended in order to be started again, before its memory is granted to another
+    /// holder.
     pub(super) fn start_again_at_once(&mut self, name: &str) {
         if self.state.draining || self.state.worker_peak(name, None) > self.state.ledger.free() {
             self.want_worker(name);
@@ -222,4 +229,79 @@ impl Arbiter {
 /// Subject of what is decided once for each start that is out of reach.
 pub(super) fn out_of_reach(name: &str) -> String {
     format!("worker `{name}` is out of reach")
+}
+
+impl Arbiter {
+    /// Credits a worker that was notified if the measurement shows it. Returns whether it has been notified and not
+    /// come down.
+    pub(super) fn settle_notified(&mut self, name: &str, used: Option<Bytes>, taken_at: Timestamp) -> bool {
+        let Some(id) = self.state.workers.get(name).and_then(Worker::lease) else {
+            return false;
+        };
+        if !matches!(
+            self.state.leases.get(id).map(|lease| &lease.phase),
+            Some(Phase::Revoking(_))
+        ) {
+            return false;
+        }
+        if let Some(revocation) = self.with_leases(|leases, turn| leases.verify(id, used, taken_at, turn)) {
+            self.end_notification(id, &revocation);
+        }
+        true
+    }
+
+    /// The deadline has passed, and the worker has not come down.
+    pub(super) fn end_notification(&mut self, id: LeaseId, revocation: &Revocation) {
+        let Some(lease) = self.state.leases.get(id) else { return };
+        let name = lease.tenant.clone();
+        let used = revocation.evidence.used();
+        let late = self.state.now.saturating_since(revocation.target.deadline);
+        let Some(worker) = self.state.workers.get_mut(&name) else {
+            return;
+        };
+        if !worker.ignored_pressure() {
+            return;
+        }
+        let at_work = worker.requests > 0;
+        let ignored = IgnoredPressure {
+            pid: worker.run().and_then(|run| run.pid).unwrap_or_default(),
+            used,
+            target: revocation.target.bytes,
+            late,
+            worker: name,
+        };
+        if at_work {
+            self.decide(WorkerDecision::IgnoresPressure(ignored));
+        } else {
+            let name = ignored.worker.clone();
+            self.stop_worker(&name, StopCause::Shed, StopReason::IgnoredPressure(ignored));
+        }
+    }
+
+    /// Books a worker's steady size again. It is not notified of that: it takes the memory when it needs it.
+    pub(super) fn restore_notified(&mut self, name: &str) -> Result<Done, GrowthWait> {
+        let Some((id, steady)) = self
+            .state
+            .workers
+            .get(name)
+            .and_then(|worker| Some((worker.lease()?, worker.steady())))
+        else {
+            return Err(GrowthWait::Changing);
+        };
+        let now = self.state.now;
+        match self.state.ledger.raise(id, steady, now) {
+            Ok(()) => {
+                self.state.changed_at = now;
+                let worker = name.to_owned();
+                let decision = Decision::from(WorkerDecision::Restored { worker, steady });
+                self.decide(decision.clone());
+                Ok(Done::Decided(decision))
+            }
+            Err(_) => Err(GrowthWait::Budget {
+                needs: steady,
+                free: self.state.ledger.free(),
+                reserved: Bytes::ZERO,
+            }),
+        }
+    }
 }

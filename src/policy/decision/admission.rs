@@ -14,7 +14,7 @@ use crate::{
     units::Bytes,
 };
 
-/// What was decided about requests.
+/// A decision about requests.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AdmissionDecision {

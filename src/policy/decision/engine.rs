@@ -10,7 +10,7 @@ use crate::{
     units::Bytes,
 };
 
-/// What was decided about the engine.
+/// A decision about the engine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EngineDecision {
@@ -97,7 +97,7 @@ pub enum StrayPlan {
     Failed { reason: String },
 }
 
-/// What a plan that is in force has brought; `freed` is what the kernel shows to be back.
+/// The effect of a plan that is in force; `freed` as the kernel shows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PlanOutcome {

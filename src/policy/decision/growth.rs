@@ -10,11 +10,11 @@ use crate::{
     units::{Bytes, Tokens},
 };
 
-/// What was decided about shortage and growth.
+/// A decision about shortage and growth.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum GrowthDecision {
-    /// What had grown back was shed again soon, so that the dwell is longer from now on.
+    /// Memory that had grown back was shed again soon, so that the dwell is longer from now on.
     BackedOff {
         /// How long it had stayed.
         stayed: Duration,

@@ -41,7 +41,7 @@ pub enum NotReduced {
     Unmeasurable { claim: Claim },
 }
 
-/// What a holder claims about a target that it has not been seen to reach.
+/// The claim of a holder about a target that it has not been seen to reach.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Claim {
@@ -53,7 +53,7 @@ pub enum Claim {
     Resized,
 }
 
-/// What was decided about a lease.
+/// A decision about a lease.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LeaseDecision {
@@ -135,7 +135,7 @@ pub enum LeaseDecision {
         by: Option<u32>,
         held: Bytes,
     },
-    /// What is left of the run before.
+    /// Leases and workers of the run before are taken over.
     TakenOver {
         leases: usize,
         workers: usize,

@@ -37,7 +37,7 @@ pub enum StrayReport {
     Changed { variant: String },
 }
 
-/// What was decided about a worker.
+/// A decision about a worker.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum WorkerDecision {

@@ -25,7 +25,7 @@ pub(in crate::policy) struct Lease {
     pub(in crate::policy) max: Bytes,
     pub(in crate::policy) granted_at: Timestamp,
     pub(in crate::policy) expires_at: Option<Timestamp>,
-    /// User and process that it belongs to; nobody's but ours where there is no request.
+    /// User and process that it belongs to; ours where there is no request.
     pub(in crate::policy) owner: (u32, Option<u32>),
     /// The request of a tenant.
     pub(in crate::policy) request: Option<LeaseRequest>,
@@ -62,23 +62,18 @@ impl Lease {
         request: LeaseRequest,
         holder: String,
         generation: u64,
-        (min, max): (Bytes, Bytes),
+        bounds: (Bytes, Bytes),
         term: Duration,
         now: Timestamp,
     ) -> Self {
+        let kind = (LeaseKind::Tenant, request.class);
+        let lease = Self::of_ours(&request.tenant, kind, generation, bounds, now);
         Self {
-            tenant: request.tenant.clone(),
             holder,
-            kind: LeaseKind::Tenant,
-            class: request.class,
-            generation,
-            min,
-            max,
-            granted_at: now,
             expires_at: Some(now + term),
             owner: (request.peer.uid, request.peer.pid),
             request: Some(request),
-            phase: Phase::Granted,
+            ..lease
         }
     }
 

@@ -203,7 +203,7 @@ fn a_counter_that_goes_back_says_nothing() {
 }
 
 #[test]
-fn the_slope_tells_when_nothing_will_be_left() {
+fn the_slope_foretells_when_nothing_will_be_left() {
     let mut pressure = Pressure::new(params());
     for step in 0u64..=20 {
         observe(&mut pressure, step * 200, 900 - step * 20);

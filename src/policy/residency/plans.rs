@@ -66,7 +66,7 @@ impl ModelShape {
         path.plan_at(cheapest.unwrap_or(0))
     }
 
-    /// What the engine holds when memory is plentiful.
+    /// The plan when memory is plentiful.
     #[must_use]
     pub fn full_plan(&self, limits: &PlanLimits) -> EnginePlan {
         let path = Path::new(self, limits);
@@ -87,7 +87,7 @@ impl ModelShape {
         };
         let last = path.blocks_max.max(first);
         let all = path.give_up.len().max(has_layers);
-        // What so many layers take, with the ring; only KV blocks come on top.
+        // Bytes of so many layers, with the ring; only KV blocks come on top.
         let chain = || path.give_up.iter().rev().copied();
         let with = |layers: usize| chain().take(layers).chain(from.resident.iter().copied());
         let mut resident: BTreeSet<u32> = with(has_layers).collect();
@@ -235,7 +235,7 @@ impl ModelShape {
         path.blocks_of(from.kv_capacity).saturating_sub(path.blocks_min)
     }
 
-    /// What the layers give that `from` can do without, added up, in the order in which they are given. The staging ring
+    /// Bytes of the layers that `from` can do without, added up, in the order in which they are given. The staging ring
     /// that the first one makes necessary is taken off.
     #[must_use]
     pub fn layers_give(&self, from: &EnginePlan, limits: &PlanLimits) -> Vec<Bytes> {
@@ -263,36 +263,33 @@ pub(super) mod tests {
     use super::{super::path::evenly_spread, *};
     use crate::policy::{
         params::EngineParams,
-        residency::{KvShape, LayerKind, LayerShape},
+        residency::{KvShape, LayerKind, LayerShape, sample_shape},
         speed::Speed,
     };
 
     pub(in crate::policy::residency) fn shape(layers: &[u64], ring: u64, block_tokens: u32) -> ModelShape {
+        let sample = sample_shape(0, Bytes::ZERO);
+        let layer = |bytes: &u64| LayerShape {
+            kind: LayerKind::Attention,
+            part: 0,
+            resident_bytes: Bytes::new(*bytes),
+        };
         ModelShape {
-            name: "tiny".to_owned(),
-            architecture: "qwen35".to_owned(),
-            layers: layers
-                .iter()
-                .map(|bytes| LayerShape {
-                    kind: LayerKind::Attention,
-                    part: 0,
-                    resident_bytes: Bytes::new(*bytes),
-                })
-                .collect(),
+            layers: layers.iter().map(layer).collect(),
             fixed_bytes: Bytes::new(5000),
             state_bytes: Bytes::new(100),
             kv: KvShape {
                 attention_layers: 2,
                 kv_heads: 1,
                 head_dim: 4,
-                element_bytes: 2,
-                granule: Bytes::ZERO,
                 block_tokens: Tokens::new(block_tokens),
+                ..sample.kv
             },
             context_max: Tokens::new(4096),
             workspace_fixed_bytes: Bytes::new(10),
             workspace_bytes_per_token: Bytes::new(3),
             ring_bytes: Bytes::new(ring),
+            ..sample
         }
     }
 
@@ -382,7 +379,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_floor_that_does_not_fit_is_told_with_its_arithmetic() {
+    fn a_floor_that_does_not_fit_is_an_error_with_its_arithmetic() {
         let error = shape(&[1000; 4], 100, 64)
             .plan(Bytes::new(6000), &limits(ResidencyMode::Balanced))
             .unwrap_err();

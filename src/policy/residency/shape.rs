@@ -13,7 +13,7 @@ use crate::{
     units::{Bytes, Layers, Tokens},
 };
 
-/// What kind of mixer a layer has.
+/// The mixer of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LayerKind {
@@ -25,7 +25,8 @@ pub enum LayerKind {
     Recurrent,
 }
 
-/// What can be resident or streamed by itself: a layer, a group of tensors of a large layer, or a tile of the output head.
+/// A part that can be resident or streamed by itself: a layer, a group of tensors of a large layer, or a tile of the
+/// output head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayerShape {
     /// Attention, recurrent, or the head.
@@ -37,7 +38,7 @@ pub struct LayerShape {
     pub resident_bytes: Bytes,
 }
 
-/// What one token of context occupies in the KV cache.
+/// Bytes that one token of context occupies in the KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KvShape {
     /// Layers that attend; recurrent layers keep a fixed state instead.
@@ -323,5 +324,34 @@ impl ModelShape {
     pub fn chunk_bytes(&self, smaller: Tokens, larger: Tokens) -> Bytes {
         let more = larger.get().saturating_sub(smaller.get());
         self.workspace_bytes_per_token.saturating_mul(u64::from(more))
+    }
+}
+
+/// A model with equal attention layers, 8 KiB of KV for each token and nothing else; tests change what they are about.
+#[cfg(test)]
+pub(crate) fn sample_shape(layers: usize, layer_bytes: Bytes) -> ModelShape {
+    let layer = LayerShape {
+        kind: LayerKind::Attention,
+        part: 0,
+        resident_bytes: layer_bytes,
+    };
+    ModelShape {
+        name: "tiny".to_owned(),
+        architecture: "qwen35".to_owned(),
+        layers: vec![layer; layers],
+        fixed_bytes: Bytes::ZERO,
+        state_bytes: Bytes::ZERO,
+        kv: KvShape {
+            attention_layers: 8,
+            kv_heads: 2,
+            head_dim: 128,
+            element_bytes: 2,
+            granule: Bytes::ZERO,
+            block_tokens: Tokens::new(64),
+        },
+        context_max: Tokens::new(8192),
+        workspace_fixed_bytes: Bytes::ZERO,
+        workspace_bytes_per_token: Bytes::ZERO,
+        ring_bytes: Bytes::ZERO,
     }
 }

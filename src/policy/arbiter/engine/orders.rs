@@ -56,11 +56,7 @@ impl Arbiter {
             prefill_chunk: least_chunk,
             ..shape.shrunk(goal, u32::MAX, usize::MAX, kind, &limits)
         };
-        let held = self
-            .state
-            .engine
-            .lease
-            .map_or(Bytes::ZERO, |id| self.state.ledger.held_by(id));
+        let held = self.state.engine_held();
         let gives = |plan: &EnginePlan| goal_bytes.saturating_sub(shape.plan_bytes(plan));
         // The engine keeps the KV capacity that its sequence has come to need by then. The first layer that is streamed
         // needs a ring; if it is larger than the layer, the two together would not be covered by what is held. And a chunk
@@ -158,11 +154,7 @@ impl Arbiter {
             return;
         }
         let held = self.state.ledger.held_by(id);
-        let used = self
-            .state
-            .ledger
-            .measurement(ENGINE_TENANT)
-            .map_or(held, |measured| measured.used);
+        let used = self.state.ledger.used_by(ENGINE_TENANT).unwrap_or(held);
         self.state
             .ledger
             .lower(id, self.state.engine.needs().max(used.min(held)));
@@ -184,11 +176,7 @@ impl Arbiter {
 
     /// Tells operators what became of what they asked for.
     pub(in crate::policy::arbiter) fn answer_operators(&mut self, revision: u64, outcome: Result<&Applied, &str>) {
-        let held = self
-            .state
-            .engine
-            .lease
-            .map_or(Bytes::ZERO, |id| self.state.ledger.held_by(id));
+        let held = self.state.engine_held();
         let (due, waiting): (Vec<_>, Vec<_>) = std::mem::take(&mut self.state.engine.waiting.conversions)
             .into_iter()
             .partition(|conversion| conversion.revision <= revision);

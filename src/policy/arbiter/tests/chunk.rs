@@ -3,20 +3,14 @@
 use super::*;
 use crate::policy::{
     decision::{EngineDecision, PlanOutcome},
+    engine_control::KvUse,
     streaming::Calibration,
 };
 
 /// 40 layers of 20 MiB, 100 KiB of workspace for each token of a chunk.
 fn large() -> ModelShape {
     ModelShape {
-        layers: vec![
-            LayerShape {
-                kind: LayerKind::Attention,
-                part: 0,
-                resident_bytes: mib(20),
-            };
-            40
-        ],
+        layers: sample_shape(40, mib(20)).layers,
         workspace_bytes_per_token: Bytes::from_kib(100),
         ..shape()
     }
@@ -31,17 +25,6 @@ fn measured(prefill_ns_per_mib: u64) -> Event {
         slowed_ns_per_mib: 0,
         prefill_ns_per_mib,
     })
-}
-
-fn activity(requests: u32) -> Event {
-    Event::EngineActivity {
-        requests,
-        kv_used: 0,
-        kv_kept: 0,
-        kv_droppable: 0,
-        kv_dropped: 0,
-        untouched: Bytes::ZERO,
-    }
 }
 
 const ACCELERATOR: u64 = 590;
@@ -90,10 +73,10 @@ fn a_chunk_becomes_larger_once_it_was_measured_that_reading_takes_longer() {
 #[test]
 fn a_chunk_that_is_under_way_is_left_alone() {
     let (mut desk, _) = streaming();
-    desk.tell(activity(1));
+    desk.tell(activity(1, KvUse::default()));
     desk.tell(measured(ACCELERATOR));
     assert_eq!(desk.plan_asked(), None);
-    desk.tell(activity(0));
+    desk.tell(activity(0, KvUse::default()));
     let (_, plan) = desk.plan_asked().unwrap();
     assert_eq!(plan.prefill_chunk.get(), 512);
 }
@@ -106,11 +89,7 @@ fn a_larger_chunk_is_given_up_by_its_cost_down_to_the_floor() {
     let floor = desk.arbiter.floor_plan().unwrap();
     assert_eq!(floor.prefill_chunk.get(), 128);
     let floor_bytes = large().plan_bytes(&floor);
-    let ticket = desk.ticket();
-    desk.tell(Event::OperatorShed {
-        ticket,
-        bytes: with_chunk - floor_bytes,
-    });
+    desk.operator_shed(with_chunk - floor_bytes);
     let (revision, plan) = desk.plan_asked().unwrap();
     assert_eq!(plan, floor);
     desk.engine_applies_plan(revision, plan);
@@ -129,8 +108,7 @@ fn a_larger_chunk_is_given_up_by_its_cost_down_to_the_floor() {
 fn an_engine_in_its_full_plan_has_no_larger_chunk() {
     let mut params = with_engine(params());
     params.budget.total = mib(2000);
-    let mut desk = Desk::new(params);
-    desk.sample(0);
+    let mut desk = Desk::sampled(params);
     desk.request("camera", Class::AudioRealtime, 1500, 1500, 0);
     let camera = desk.granted();
     desk.tell(Event::EngineInspected { shape: large() });
@@ -141,16 +119,10 @@ fn an_engine_in_its_full_plan_has_no_larger_chunk() {
     // Less is streamed, and read in the time of some 170 tokens.
     assert_eq!(desk.plan_asked().unwrap().1.prefill_chunk.get(), 256);
     desk.engine_applies();
-    let ticket = desk.ticket();
-    desk.tell(Event::LeaseReleased {
-        ticket,
-        lease: camera.id,
-        generation: camera.generation,
-        peer: peer(1000),
-    });
+    desk.releases(&camera, peer(1000));
     desk.wait(10).measure("camera", 0);
     for busy in [true, false] {
-        desk.tell(activity(u32::from(busy)));
+        desk.tell(activity(u32::from(busy), KvUse::default()));
         for _ in 0..60 {
             let used = desk.held("llm").whole_mib();
             desk.wait(100).sample(used);
@@ -166,7 +138,7 @@ fn an_engine_in_its_full_plan_has_no_larger_chunk() {
     assert_eq!(desk.snapshot().engine.in_force, desk.snapshot().engine.full);
 }
 
-/// What an engine says that keeps the chunk under way.
+/// The report of an engine that keeps the chunk under way.
 fn keeps_chunk(desk: &mut Desk, chunk: Tokens) -> Bytes {
     let (revision, asked) = desk.plan_asked().unwrap();
     assert!(asked.prefill_chunk < chunk, "{asked:?}");
@@ -183,7 +155,7 @@ fn a_chunk_under_way_is_asked_for_once_and_layers_are_given_meanwhile() {
     desk.tell(measured(ACCELERATOR));
     desk.engine_applies();
     let larger = desk.snapshot().engine.in_force.unwrap();
-    desk.tell(activity(1));
+    desk.tell(activity(1, KvUse::default()));
     // Computing has become so slow that a larger chunk is worth nothing: it is given up first.
     desk.tell(measured(PROCESSOR));
     let held = desk.held("llm");
@@ -203,9 +175,9 @@ fn a_chunk_under_way_is_asked_for_once_and_layers_are_given_meanwhile() {
     for _ in 0..30 {
         let used = desk.held("llm").whole_mib();
         desk.wait(100).sample(used);
-        assert_eq!(desk.plan_asked(), None, "nobody needs anything");
+        assert_eq!(desk.plan_asked(), None, "nothing is needed");
     }
-    // The chunk ends, and what it gave up is told.
+    // The chunk ends, and what it gave up is decided.
     let smaller = EnginePlan {
         prefill_chunk: Tokens::new(128),
         ..layers
@@ -237,23 +209,21 @@ fn a_chunk_under_way_is_asked_for_again_after_a_while_or_when_the_answer_has_end
         let (mut desk, _) = streaming();
         desk.tell(measured(ACCELERATOR));
         desk.engine_applies();
-        desk.tell(activity(1));
+        desk.tell(activity(1, KvUse::default()));
         let chunk = desk.snapshot().engine.in_force.unwrap().prefill_chunk;
         let floor = desk.arbiter.floor_plan().unwrap();
         let all = desk.held("llm").saturating_sub(large().plan_bytes(&floor));
-        let ticket = desk.ticket();
-        desk.tell(Event::OperatorShed { ticket, bytes: all });
+        desk.operator_shed(all);
         keeps_chunk(&mut desk, chunk);
         assert_eq!(desk.plan_asked(), None);
         // Nothing else is left to give.
         let shed = |desk: &mut Desk| {
-            let ticket = desk.ticket();
-            desk.tell(Event::OperatorShed { ticket, bytes: all });
+            desk.operator_shed(all);
             desk.plan_asked().map(|(_, plan)| plan)
         };
         assert_eq!(shed(&mut desk), None);
         if finishes {
-            desk.tell(activity(0));
+            desk.tell(activity(0, KvUse::default()));
         } else {
             desk.pass(1000);
         }
@@ -267,7 +237,7 @@ fn layers_that_should_have_made_room_for_a_chunk_come_back_at_once_where_a_promp
     desk.tell(measured(ACCELERATOR));
     let (revision, plan) = desk.plan_asked().unwrap();
     assert!(plan.resident.len() < before.resident.len());
-    desk.tell(activity(1));
+    desk.tell(activity(1, KvUse::default()));
     let without = EnginePlan {
         prefill_chunk: before.prefill_chunk,
         ..plan

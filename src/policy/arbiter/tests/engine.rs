@@ -1,9 +1,9 @@
 use super::*;
 use crate::policy::{
     decision::{EngineDecision, GrowthDecision, NextLoad, PlanOutcome},
+    engine_control::KvUse,
     event::ShedLimit,
     growth_wait::GrowthWait,
-    kv_type::KvType,
     params::ResidencyMode,
     pressure::PressureLevel,
     reason::PlanReason,
@@ -92,14 +92,13 @@ fn growth_does_not_take_what_the_neighbour_uses() {
 #[test]
 fn a_capacity_in_use_is_kept_and_not_asked_back_at_once() {
     let mut desk = Desk::with_engine_ready(params());
-    desk.tell(Event::EngineActivity {
-        requests: 1,
-        kv_used: 3000,
-        kv_kept: 0,
-        kv_droppable: 0,
-        kv_dropped: 0,
-        untouched: Bytes::ZERO,
-    });
+    desk.tell(activity(
+        1,
+        KvUse {
+            used: Tokens::new(3000),
+            ..KvUse::default()
+        },
+    ));
     desk.samples(399);
     let (_, plan) = desk.plan_asked().unwrap();
     // 71 MiB are needed: 7 layers less the ring are 66, and 5 of the 8.5 MiB that the sequence does not use.
@@ -122,10 +121,7 @@ fn an_engine_that_does_not_answer_is_asked_again() {
 #[test]
 fn a_failed_engine_comes_back_after_its_backoff_and_its_floor_is_kept_for_it() {
     let mut desk = Desk::with_engine_ready(params());
-    desk.tell(Event::EngineFailed {
-        reason: "panic".to_owned(),
-        left: None,
-    });
+    desk.engine_fails(None);
     assert_eq!(
         (desk.held("llm"), desk.snapshot().engine.state),
         (Bytes::ZERO, EngineState::Failed)
@@ -142,16 +138,13 @@ fn what_reads_keep_of_an_engine_on_a_disk_that_hangs_is_on_the_book_until_it_ans
     let mut desk = Desk::with_engine_ready(params());
     let free = desk.snapshot().free;
     let held = desk.held("llm");
-    desk.tell(Event::EngineFailed {
-        reason: "the disk".to_owned(),
-        left: Some(mib(20)),
-    });
+    desk.engine_fails(Some(mib(20)));
     let snapshot = desk.snapshot();
     assert_eq!(
         (desk.held("llm"), snapshot.engine.state),
         (Bytes::ZERO, EngineState::Failed)
     );
-    assert_eq!(snapshot.free, free + held - mib(20), "nobody can have it");
+    assert_eq!(snapshot.free, free + held - mib(20), "it cannot be granted");
     let hangs = NextLoad::WaitsForDisk { left: mib(20) };
     assert!(decided!(desk, Engine(EngineDecision::Gone { next, .. }) if *next == hangs));
     // Loading it again at once would hang as well.
@@ -169,10 +162,7 @@ fn a_disk_that_hangs_with_each_load_is_asked_less_and_less_often() {
     let longest = params().engine.map_or(ms(30_000), |engine| engine.restart.backoff_max);
     let mut waits = Vec::new();
     for _ in 0..12 {
-        desk.tell(Event::EngineFailed {
-            reason: "the disk".to_owned(),
-            left: Some(mib(20)),
-        });
+        desk.engine_fails(Some(mib(20)));
         desk.pass(200);
         let answered = desk.now;
         desk.tell(Event::EngineInspected { shape: shape() });
@@ -191,7 +181,7 @@ fn a_disk_that_hangs_with_each_load_is_asked_less_and_less_often() {
 }
 
 #[test]
-fn a_model_that_cannot_fit_is_told_with_its_arithmetic_once() {
+fn a_model_that_cannot_fit_is_explained_once() {
     let mut params = params();
     params.budget.total = mib(90);
     params.pressure = crate::policy::params::PressureParams::scaled_to(mib(90));
@@ -236,8 +226,7 @@ fn a_model_whose_floor_exceeds_the_budget_is_refused_and_workers_are_served() {
     assert!(failure.contains("its floor is 512 MiB"), "{failure}");
     assert_eq!(desk.snapshot().returning, Bytes::ZERO, "nothing is kept for it");
     // A file that fits is loaded when an operator has it read again.
-    let ticket = desk.ticket();
-    desk.tell(Event::OperatorLoad { ticket });
+    desk.load();
     assert!(desk.actions.contains(&Action::InspectModel));
     desk.tell(Event::EngineInspected { shape: shape() });
     assert!(desk.plan_asked().is_some(), "{:#?}", desk.actions);
@@ -246,14 +235,12 @@ fn a_model_whose_floor_exceeds_the_budget_is_refused_and_workers_are_served() {
 #[test]
 fn an_operator_sheds_and_regrows() {
     let mut desk = Desk::with_engine_ready(params());
-    let ticket = desk.ticket();
-    desk.tell(Event::OperatorShed { ticket, bytes: mib(40) });
+    desk.operator_shed(mib(40));
     assert_eq!(desk.try_answer(), None);
     desk.engine_applies();
     assert!(matches!(desk.answer(), Answer::Shed(outcome) if outcome.asked == mib(40) && outcome.freed >= mib(40)));
     desk.wait(10).sample(90);
-    let ticket = desk.ticket();
-    desk.tell(Event::OperatorRegrow { ticket });
+    desk.regrow();
     assert!(matches!(desk.done(), Done::Grows(PlanReason::Regrowth { .. })));
     assert_eq!(desk.engine_applies(), mib(132));
 }
@@ -261,15 +248,10 @@ fn an_operator_sheds_and_regrows() {
 #[test]
 fn a_clients_wish_for_capacity_undoes_neither_a_shed_nor_the_dwell() {
     let mut desk = Desk::with_engine_ready(params());
-    let ticket = desk.ticket();
-    desk.tell(Event::OperatorShed { ticket, bytes: mib(40) });
+    desk.operator_shed(mib(40));
     desk.engine_applies();
     desk.wait(10).sample(90);
-    desk.wait(1000).tell(Event::CapacityWanted {
-        needed: Tokens::ZERO,
-        wanted: Tokens::new(4096),
-        client: None,
-    });
+    desk.wait(1000).wants_capacity(0, 4096);
     assert_eq!(desk.plan_asked(), None);
     assert!(
         matches!(
@@ -293,15 +275,7 @@ fn a_shed_that_freed_nothing_is_not_credited() {
     let mut desk = Desk::with_engine_ready(params());
     desk.samples(390);
     let (revision, plan) = desk.plan_asked().unwrap();
-    desk.tell(Event::EngineApplied {
-        revision,
-        in_force: plan,
-        freed: Bytes::ZERO,
-        used: mib(132),
-        untouched: Bytes::ZERO,
-        untouched_given: Bytes::ZERO,
-        took: ms(5),
-    });
+    desk.engine_applied(revision, plan, Bytes::ZERO, mib(132));
     assert_eq!(desk.held("llm"), mib(132));
     assert!(decided!(desk, Engine(EngineDecision::Short { .. })));
 }
@@ -320,10 +294,7 @@ fn a_plan_without_an_answer_stays_on_the_book_until_it_is_known_what_is_in_force
     desk.pass(2000);
     let (revision, _) = desk.plan_asked().unwrap();
     assert!(decided!(desk, Engine(EngineDecision::Unanswered { .. })));
-    desk.tell(Event::EngineApplyFailed {
-        revision,
-        reason: "no".to_owned(),
-    });
+    desk.engine_refuses(revision);
     assert_eq!(desk.held("llm"), mib(132), "the first growth may be in force");
     desk.pass(250);
     let (revision, plan) = desk.plan_asked().unwrap();
@@ -347,10 +318,7 @@ fn a_growth_that_failed_half_way_stays_on_the_book_until_the_engine_says_what_it
     assert!(asked > small);
     let sheds = |desk: &Desk| (desk.snapshot().sheds, desk.snapshot().shed_bytes);
     let before = sheds(&desk);
-    desk.tell(Event::EngineApplyFailed {
-        revision,
-        reason: "a layer could not be read".to_owned(),
-    });
+    desk.engine_refuses(revision);
     assert_eq!(desk.held("llm"), asked, "layers before it are in memory");
     desk.measure("llm", small.whole_mib());
     assert_eq!(desk.held("llm"), asked, "also where it was measured before they were");
@@ -358,10 +326,7 @@ fn a_growth_that_failed_half_way_stays_on_the_book_until_the_engine_says_what_it
     let (revision, plan) = desk.plan_asked().unwrap();
     assert_eq!(shape().plan_bytes(&plan), small);
     // Where that fails as well, it is asked for again, after a longer time.
-    desk.tell(Event::EngineApplyFailed {
-        revision,
-        reason: "no".to_owned(),
-    });
+    desk.engine_refuses(revision);
     desk.pass(250);
     assert_eq!((desk.plan_asked(), desk.held("llm")), (None, asked));
     let dwell = params().pressure.dwell.as_millis();
@@ -372,7 +337,7 @@ fn a_growth_that_failed_half_way_stays_on_the_book_until_the_engine_says_what_it
     assert_eq!(sheds(&desk), before, "nothing was given up");
 }
 
-/// Who was weighed by the last call, with what was taken.
+/// The candidates of the last call, with what was taken.
 fn weighed(desk: &Desk) -> Vec<(Source, Option<Bytes>)> {
     let weighing = desk.actions.iter().find_map(|action| match action {
         Action::Weighed { weighing } => Some(weighing.clone()),
@@ -383,18 +348,16 @@ fn weighed(desk: &Desk) -> Vec<(Source, Option<Bytes>)> {
 }
 
 #[test]
-fn the_order_is_computed_from_what_the_user_loses_and_told_with_the_losers() {
+fn the_order_is_computed_from_what_the_user_loses() {
     let mut desk = Desk::with_engine_ready(params());
-    desk.tell(Event::EngineActivity {
-        requests: 0,
-        kv_used: 0,
-        kv_kept: 1024,
-        kv_droppable: 0,
-        kv_dropped: 0,
-        untouched: Bytes::ZERO,
-    });
-    let ticket = desk.ticket();
-    desk.tell(Event::OperatorShed { ticket, bytes: mib(16) });
+    desk.tell(activity(
+        0,
+        KvUse {
+            kept: Tokens::new(1024),
+            ..KvUse::default()
+        },
+    ));
+    desk.operator_shed(mib(16));
     assert_eq!(
         weighed(&desk),
         [
@@ -409,23 +372,22 @@ fn the_order_is_computed_from_what_the_user_loses_and_told_with_the_losers() {
 
 #[test]
 fn the_oldest_of_a_running_answer_goes_last_and_only_where_its_request_allows_that() {
-    let running = |droppable, dropped| Event::EngineActivity {
-        requests: 1,
-        kv_used: 4000,
-        kv_kept: 0,
-        kv_droppable: droppable,
-        kv_dropped: dropped,
-        untouched: Bytes::ZERO,
+    let running = |droppable, dropped| {
+        activity(
+            1,
+            KvUse {
+                used: Tokens::new(4000),
+                droppable: Tokens::new(droppable),
+                dropped: Tokens::new(dropped),
+                ..KvUse::default()
+            },
+        )
     };
     let oldest = Source::OldestKv;
-    let shed = |desk: &mut Desk, bytes| {
-        let ticket = desk.ticket();
-        desk.tell(Event::OperatorShed { ticket, bytes });
-    };
-    // Nobody allows it: it is no candidate, and what is used stays.
+    // Not allowed, it is no candidate, and what is used stays.
     let mut desk = Desk::with_engine_ready(params());
     desk.tell(running(0, 0));
-    shed(&mut desk, mib(30));
+    desk.operator_shed(mib(30));
     assert!(weighed(&desk).iter().all(|(source, _)| *source != oldest));
     assert!(desk.plan_asked().unwrap().1.kv_capacity >= Tokens::new(4000));
     // Allowed, and in a mode that holds on to speed: layers are spared for it.
@@ -433,7 +395,7 @@ fn the_oldest_of_a_running_answer_goes_last_and_only_where_its_request_allows_th
     settings.engine.as_mut().unwrap().mode = ResidencyMode::MaxSpeed;
     let mut desk = Desk::with_engine_ready_in(settings);
     desk.tell(running(3072, 0));
-    shed(&mut desk, mib(20));
+    desk.operator_shed(mib(20));
     let balance = weighed(&desk);
     let given = |source: &Source| balance.iter().find(|(name, _)| name == source).unwrap().1;
     assert!(given(&oldest) > Some(mib(18)), "{balance:?}");
@@ -443,20 +405,20 @@ fn the_oldest_of_a_running_answer_goes_last_and_only_where_its_request_allows_th
         "{plan:?}"
     );
     desk.engine_applies_plan(revision, plan);
-    // What it has lost is told once.
+    // What it has lost is decided once.
     desk.tell(running(1900, 1152));
     assert!(decided!(desk, Engine(EngineDecision::ContextLost { tokens: 1152, .. })));
     desk.tell(running(1900, 1152));
     assert!(!decided!(desk, Engine(EngineDecision::ContextLost { .. })));
     // Whatever it was said to lose: what the engine keeps of it, it cannot, and is not asked for it again.
-    shed(&mut desk, mib(10));
+    desk.operator_shed(mib(10));
     let (revision, plan) = desk.plan_asked().unwrap();
     let kept = EnginePlan {
         kv_capacity: Tokens::new(plan.kv_capacity.get() + 128),
         ..plan
     };
     desk.engine_applies_plan(revision, kept.clone());
-    shed(&mut desk, mib(10));
+    desk.operator_shed(mib(10));
     assert!(weighed(&desk).iter().all(|(source, _)| *source != oldest));
     assert_eq!(desk.plan_asked().unwrap().1.kv_capacity, kept.kv_capacity);
     // In a mode that holds on to context, layers go first.
@@ -464,21 +426,20 @@ fn the_oldest_of_a_running_answer_goes_last_and_only_where_its_request_allows_th
     settings.engine.as_mut().unwrap().mode = ResidencyMode::MaxContext;
     let mut desk = Desk::with_engine_ready_in(settings);
     desk.tell(running(3072, 0));
-    shed(&mut desk, mib(30));
+    desk.operator_shed(mib(30));
     assert_eq!(desk.plan_asked().unwrap().1.kv_capacity, Tokens::new(4096));
 }
 
 #[test]
 fn kv_that_was_never_touched_counts_as_used() {
     let mut desk = Desk::with_engine_ready(params());
-    desk.tell(Event::EngineActivity {
-        requests: 0,
-        kv_used: 0,
-        kv_kept: 0,
-        kv_droppable: 0,
-        kv_dropped: 0,
-        untouched: mib(30),
-    });
+    desk.tell(activity(
+        0,
+        KvUse {
+            untouched: mib(30),
+            ..KvUse::default()
+        },
+    ));
     // 80 MiB seem to be left of 400, but the engine may touch 30 of them with the next token.
     desk.samples(320);
     assert_eq!(desk.snapshot().level, PressureLevel::Elevated);
@@ -526,11 +487,7 @@ fn kv_is_converted_only_where_that_is_allowed_and_by_its_cost() {
                 desk.tell(slow.clone());
             }
         }
-        let ticket = desk.ticket();
-        desk.tell(Event::OperatorShed {
-            ticket,
-            bytes: mib(need),
-        });
+        desk.operator_shed(mib(need));
         let (revision, plan) = desk.plan_asked().unwrap();
         let asked = (plan.resident.len(), plan.kv_capacity.get(), plan.kv_type);
         assert_eq!(asked, expected, "{least} {is_slow} {need}: {:?}", weighed(&desk));
@@ -548,13 +505,9 @@ fn kv_is_converted_only_where_that_is_allowed_and_by_its_cost() {
 }
 
 #[test]
-fn an_operator_has_kv_kept_in_another_type_and_is_told_what_came_of_it() {
+fn an_operator_has_kv_kept_in_another_type_and_is_answered_with_what_came_of_it() {
     let mut desk = Desk::with_engine_ready(params());
-    let ticket = desk.ticket();
-    desk.tell(Event::OperatorKvType {
-        ticket,
-        kv_type: KvType::Q8,
-    });
+    desk.keep_kv_as(KvType::Q8);
     let (revision, plan) = desk.plan_asked().unwrap();
     assert_eq!(
         (plan.resident.len(), plan.kv_capacity, plan.kv_type),
@@ -575,19 +528,11 @@ fn an_operator_has_kv_kept_in_another_type_and_is_told_what_came_of_it() {
         desk.wait(100).sample(117);
     }
     assert_eq!(desk.plan_asked(), None, "it stays so");
-    let ticket = desk.ticket();
-    desk.tell(Event::OperatorKvType {
-        ticket,
-        kv_type: KvType::Q8,
-    });
+    desk.keep_kv_as(KvType::Q8);
     assert_eq!(desk.done(), Done::KvIs(KvType::Q8));
     // Up again only where there is room: 52 + 8 MiB are to stay free.
     desk.wait(100).sample(330);
-    let ticket = desk.ticket();
-    desk.tell(Event::OperatorKvType {
-        ticket,
-        kv_type: KvType::F16,
-    });
+    desk.keep_kv_as(KvType::F16);
     let more = Some(mib(15));
     let kv_type = KvType::F16;
     assert_eq!(desk.done(), Done::KvWhenRoom { kv_type, more });
@@ -610,8 +555,7 @@ fn modes_weigh_the_same_costs_otherwise() {
         let mut params = with_engine(params());
         params.engine.as_mut().unwrap().mode = mode;
         let mut desk = Desk::with_engine_ready_in(params);
-        let ticket = desk.ticket();
-        desk.tell(Event::OperatorShed { ticket, bytes: mib(16) });
+        desk.operator_shed(mib(16));
         let (_, plan) = desk.plan_asked().unwrap();
         assert_eq!((plan.resident.len(), plan.kv_capacity.get()), expected, "{mode}");
     }
@@ -631,20 +575,14 @@ fn with_slow_prompts(params: Params) -> Desk {
     desk
 }
 
-fn untouched(bytes: Bytes) -> Event {
-    Event::EngineActivity {
-        requests: 0,
-        kv_used: 0,
-        kv_kept: 0,
-        kv_droppable: 0,
-        kv_dropped: 0,
-        untouched: bytes,
-    }
-}
-
-fn operator_shed(desk: &mut Desk, bytes: Bytes) {
-    let ticket = desk.ticket();
-    desk.tell(Event::OperatorShed { ticket, bytes });
+fn untouched(untouched: Bytes) -> Event {
+    activity(
+        0,
+        KvUse {
+            untouched,
+            ..KvUse::default()
+        },
+    )
 }
 
 #[test]
@@ -654,7 +592,7 @@ fn an_engine_grows_back_into_the_headroom_that_it_was_loaded_in() {
     settings.shed.minimum_reclaim = mib(100);
     let mut desk = Desk::with_engine_ready(settings);
     desk.samples(132 + 150);
-    operator_shed(&mut desk, mib(40));
+    desk.operator_shed(mib(40));
     let used = desk.engine_applies().whole_mib();
     for _ in 0..30 {
         desk.wait(100).sample(used + 150);
@@ -669,7 +607,7 @@ fn an_engine_grows_back_into_the_headroom_that_it_was_loaded_in() {
 #[test]
 fn two_steps_of_growth_never_rest_on_one_sample() {
     let mut desk = Desk::with_engine_ready(params());
-    operator_shed(&mut desk, mib(90));
+    desk.operator_shed(mib(90));
     let used = desk.engine_applies().whole_mib();
     desk.measure("llm", used);
     desk.pass(2500);
@@ -698,7 +636,7 @@ fn two_sheds_never_rest_on_one_sample() {
 #[test]
 fn layers_grow_back_before_capacity_that_no_token_has_touched() {
     let mut desk = with_slow_prompts(params());
-    operator_shed(&mut desk, mib(90));
+    desk.operator_shed(mib(90));
     let used = desk.engine_applies().whole_mib();
     let lost = desk.snapshot().engine.in_force.unwrap();
     assert!(
@@ -718,7 +656,7 @@ fn layers_grow_back_before_capacity_that_no_token_has_touched() {
 fn capacity_that_no_token_has_touched_is_shed_before_layers() {
     let mut desk = with_slow_prompts(params());
     desk.tell(untouched(mib(30)));
-    operator_shed(&mut desk, mib(16));
+    desk.operator_shed(mib(16));
     let (_, plan) = desk.plan_asked().unwrap();
     assert_eq!((plan.resident.len(), plan.kv_capacity), (8, Tokens::new(2048)));
 }
@@ -726,11 +664,10 @@ fn capacity_that_no_token_has_touched_is_shed_before_layers() {
 #[test]
 fn a_regrow_that_does_nothing_is_refused() {
     let mut desk = Desk::with_engine_ready(params());
-    operator_shed(&mut desk, mib(40));
+    desk.operator_shed(mib(40));
     desk.engine_applies();
     desk.samples(340);
-    let ticket = desk.ticket();
-    desk.tell(Event::OperatorRegrow { ticket });
+    desk.regrow();
     assert!(matches!(desk.answer(), Answer::Denied { .. }), "{:?}", desk.answer());
 }
 
@@ -792,21 +729,20 @@ fn growth_and_shedding_work_at_both_ends_of_every_accepted_range() {
         let dwell = params.pressure.dwell;
         let mut desk = Desk::with_engine_ready_in(params);
         desk.samples(132);
-        operator_shed(&mut desk, mib(40));
+        desk.operator_shed(mib(40));
         let (revision, plan) = desk.plan_asked().unwrap();
         desk.wait(1).engine_applies_plan(revision, plan);
         let used = desk.held("llm").whole_mib();
         desk.wait(10).sample(used);
         if desk.plan_asked().is_none() {
-            let ticket = desk.ticket();
-            desk.tell(Event::OperatorRegrow { ticket });
+            desk.regrow();
         }
         let (grown, _) = desk.plan_asked().unwrap();
         desk.engine_applies();
         assert!(grown > revision);
         desk.samples(390);
         desk.pass(2000);
-        operator_shed(&mut desk, mib(10));
+        desk.operator_shed(mib(10));
         if let Some((revision, _)) = desk.plan_asked() {
             let reason = "planted".to_owned();
             desk.tell(Event::EngineApplyFailed { revision, reason });
@@ -818,15 +754,11 @@ fn growth_and_shedding_work_at_both_ends_of_every_accepted_range() {
 #[test]
 fn a_request_that_needs_capacity_gets_it_from_layers_within_what_is_held() {
     let mut desk = Desk::with_engine_ready(params());
-    operator_shed(&mut desk, mib(70));
+    desk.operator_shed(mib(70));
     let held = desk.engine_applies();
     let before = desk.snapshot().engine.in_force.unwrap();
     assert!(before.kv_capacity < Tokens::new(2000), "{before:?}");
-    desk.tell(Event::CapacityWanted {
-        needed: Tokens::new(2000),
-        wanted: Tokens::new(4096),
-        client: None,
-    });
+    desk.wants_capacity(2000, 4096);
     let (revision, plan) = desk.plan_asked().unwrap();
     assert!(plan.kv_capacity >= Tokens::new(2000), "{plan:?}");
     assert!(plan.resident.len() < before.resident.len(), "{plan:?}");
@@ -837,7 +769,7 @@ fn a_request_that_needs_capacity_gets_it_from_layers_within_what_is_held() {
     desk.engine_applies_plan(revision, plan.clone());
     // Nothing uses the capacity until the request begins, and it stays for it.
     desk.tell(untouched(mib(16)));
-    operator_shed(&mut desk, mib(8));
+    desk.operator_shed(mib(8));
     let (_, less) = desk.plan_asked().unwrap();
     assert!(less.kv_capacity >= Tokens::new(2000), "{less:?}");
 }
@@ -847,14 +779,10 @@ fn a_request_for_capacity_that_no_plan_has_is_answered_with_what_is_missing() {
     let mut settings = with_engine(params());
     settings.engine.as_mut().unwrap().resident_min = 8;
     let mut desk = Desk::with_engine_ready_in(settings);
-    operator_shed(&mut desk, mib(25));
+    desk.operator_shed(mib(25));
     desk.engine_applies();
     desk.wait(10).sample(90);
-    desk.tell(Event::CapacityWanted {
-        needed: Tokens::new(4000),
-        wanted: Tokens::new(4000),
-        client: None,
-    });
+    desk.wants_capacity(4000, 4000);
     assert_eq!(desk.plan_asked(), None);
     assert!(matches!(
         desk.decisions().next(),
@@ -867,7 +795,7 @@ fn what_growth_waits_for_is_in_the_snapshot_with_its_figures() {
     let mut desk = Desk::with_engine_ready(params());
     desk.sample(132);
     assert_eq!(desk.snapshot().engine.waits, None, "it has its full plan");
-    operator_shed(&mut desk, mib(40));
+    desk.operator_shed(mib(40));
     assert_eq!(desk.snapshot().engine.waits, None, "it changes");
     desk.engine_applies();
     assert!(matches!(desk.snapshot().engine.waits, Some(GrowthWait::Dwell { .. })));
@@ -883,9 +811,9 @@ fn what_growth_waits_for_is_in_the_snapshot_with_its_figures() {
 }
 
 #[test]
-fn a_shed_tells_what_limited_it() {
+fn a_shed_is_answered_with_what_limited_it() {
     let mut desk = Desk::with_engine_ready(params());
-    operator_shed(&mut desk, Bytes::from_gib(1));
+    desk.operator_shed(Bytes::from_gib(1));
     desk.engine_applies();
     let Answer::Shed(outcome) = desk.answer() else {
         panic!("{:?}", desk.answer());

@@ -6,7 +6,6 @@ use super::*;
 use crate::policy::{
     book::{AdoptedWorker, Book},
     decision::{AdmissionDecision, LeaseDecision},
-    event::WorkerCommand,
     lease::LeaseState,
     peaks::LearnedPeak,
     pressure::PressureLevel,
@@ -18,22 +17,12 @@ use crate::policy::{
 };
 
 fn board(reserve_mib: u64) -> Params {
-    let mut params = Params::for_budget(mib(15_656), mib(reserve_mib), Scope::Machine);
+    let mut params = Params::for_budget(mib(BOARD), mib(reserve_mib), Scope::Machine);
     params.pressure.dwell = ms(2000);
     params
 }
 
-/// A sample of the whole board with this much in use.
-fn machine(desk: &mut Desk, used_mib: u64) -> &[Action] {
-    let sample = Sample {
-        taken_at: desk.now,
-        mem_total: mib(15_656),
-        mem_available: mib(15_656 - used_mib),
-        mem_free: mib(15_656 - used_mib),
-        ..Sample::default()
-    };
-    desk.tell(Event::Sampled(sample))
-}
+const BOARD: u64 = 15_656;
 
 fn grant(desk: &mut Desk, tenant: &str, class: Class, size: u64) -> LeaseView {
     desk.wait(10).request(tenant, class, size, size, 0);
@@ -47,21 +36,12 @@ fn orin_nx_v071_is_refused() {
     params.workers = vec![WorkerParams {
         steady: mib(2271),
         peak: mib(2271 + 1092),
-        start: StartParams {
-            autostart: false,
-            ..worker("voice", 0).start
-        },
-        ..worker("voice", 0)
+        ..by_hand("voice", 0)
     }];
     let mut desk = Desk::new(params);
-    machine(&mut desk, 0);
+    desk.machine(BOARD, 0);
     let llm = grant(&mut desk, "trt", Class::Interactive, 12_947);
-    let ticket = desk.ticket();
-    desk.tell(Event::OperatorWorker {
-        ticket,
-        worker: "voice".to_owned(),
-        command: WorkerCommand::Start,
-    });
+    desk.command("voice", WorkerCommand::Start);
     assert_eq!(desk.worker("voice").state, AwaitingMemory);
     assert!(decided!(
         desk,
@@ -71,22 +51,13 @@ fn orin_nx_v071_is_refused() {
         }) if (*asked, *free, *reclaimable) == (mib(3363), mib(2709), Bytes::ZERO)
     ));
     // Knobs give 1.5 GB: it starts, and 846 MiB are left, which is below the lower watermark.
-    let ticket = desk.ticket();
-    desk.tell(Event::LeaseResizeRequested {
-        ticket,
-        lease: llm.id,
-        generation: llm.generation,
-        peer: peer(1000),
-        min: mib(1),
-        max: mib(12_947 - 1500),
-        wait: Duration::ZERO,
-    });
+    desk.resize(&llm, 1, 12_947 - 1500, 0);
     desk.wait(10).measure("trt", 12_947 - 1500);
     assert!(desk.starts("voice"));
     desk.wait(10);
-    machine(&mut desk, 16_310 - 1500);
+    desk.machine(BOARD, 16_310 - 1500);
     desk.wait(10);
-    machine(&mut desk, 16_310 - 1500);
+    desk.machine(BOARD, 16_310 - 1500);
     assert_eq!(desk.snapshot().headroom, Some(mib(846)));
     assert_eq!(desk.snapshot().level, PressureLevel::Critical);
 }
@@ -105,7 +76,7 @@ fn orin_nx_v080_fits() {
     for (name, more, left) in [("0013", 11_453 - 6785, 4203), ("0014", 0, 4594)] {
         let stages = run(name);
         let mut desk = Desk::new(board(stages[0]));
-        machine(&mut desk, stages[0]);
+        desk.machine(BOARD, stages[0]);
         for (number, pair) in stages.windows(2).enumerate() {
             let (before, used) = (pair[0], pair[1]);
             grant(
@@ -115,12 +86,12 @@ fn orin_nx_v080_fits() {
                 used - before,
             );
             desk.wait(10);
-            machine(&mut desk, used);
+            desk.machine(BOARD, used);
         }
         if more > 0 {
             grant(&mut desk, "llm-of-others", Class::LlmElastic, more);
             desk.wait(10);
-            machine(&mut desk, 11_453);
+            desk.machine(BOARD, 11_453);
         }
         let snapshot = desk.snapshot();
         assert_eq!(
@@ -142,38 +113,23 @@ fn zoe_outage_keeps_the_space_to_return() {
     let mut desk = Desk::with_engine_ready(params());
     desk.request("tts", Class::AudioRealtime, 100, 100, 0);
     let tts = desk.granted();
-    desk.tell(Event::EngineFailed {
-        reason: "stopped for a build".to_owned(),
-        left: None,
-    });
-    let ticket = desk.ticket();
-    desk.tell(Event::LeaseResizeRequested {
-        ticket,
-        lease: tts.id,
-        generation: tts.generation,
-        peer: peer(1000),
-        min: mib(390),
-        max: mib(400),
-        wait: Duration::ZERO,
-    });
+    desk.engine_fails(None);
+    desk.resize(&tts, 390, 400, 0);
     assert!(matches!(desk.denial(), Denial::InsufficientMemory { free, .. } if free == mib(272)));
     desk.wait(600).sample(100);
     assert!(desk.plan_asked().is_some(), "the engine comes back");
 }
 
-/// The voice has grown over the whole board while nobody watched: what it had grown to is not what its start needs, so
-/// that it is restarted at its own size, and the LLM is whole beside it.
+/// The voice has grown over the whole board while it was not measured: what it had grown to is not what its start
+/// needs, so that it is restarted at its own size, and the LLM is whole beside it.
 #[test]
-fn zoe_outage_starts_the_voice_anew_by_what_a_start_needs() {
+fn zoe_outage_restarts_the_voice_by_what_a_start_needs() {
     let mut params = with_engine(params());
     params.budget.total = mib(200);
     params.workers = vec![WorkerParams {
         class: Class::Batch,
         peak: mib(26),
-        rest: RestParams {
-            recycle_above: Some(mib(26)),
-            ..RestParams::default()
-        },
+        rest: recycled_above(26),
         ..worker("tts", 20)
     }];
     params.pressure.dwell = ms(100);
@@ -191,16 +147,10 @@ fn zoe_outage_starts_the_voice_anew_by_what_a_start_needs() {
     });
     desk.tell(Event::EngineInspected { shape: shape() });
     let ready = |desk: &mut Desk| {
-        desk.tell(Event::WorkerReady {
-            worker: "tts".to_owned(),
-            pid: 7,
-        });
+        desk.answers("tts", 7);
     };
     let uses = |desk: &mut Desk, used: u64, peak: u64| {
-        desk.tell(Event::PeakMeasured {
-            worker: "tts".to_owned(),
-            peak: mib(peak),
-        });
+        desk.peak("tts", peak);
         desk.measure("tts", used);
     };
     ready(&mut desk);
@@ -214,11 +164,7 @@ fn zoe_outage_starts_the_voice_anew_by_what_a_start_needs() {
     }
     desk.pass(100);
     assert!(desk.stops("tts"), "{:#?}", desk.actions);
-    desk.tell(Event::WorkerExited {
-        worker: "tts".to_owned(),
-        intended: true,
-        cause: "SIGTERM".to_owned(),
-    });
+    desk.exits("tts", true, "SIGTERM");
     assert!(
         desk.starts("tts"),
         "by 1.1 times 190 MiB it would wait for ever: {:#?}",
@@ -241,14 +187,7 @@ fn zoe_outage_starts_the_voice_anew_by_what_a_start_needs() {
 
 fn grown_to_nothing_that_fits() -> Params {
     let mut params = params();
-    params.workers = vec![WorkerParams {
-        class: Class::Batch,
-        start: StartParams {
-            autostart: false,
-            ..worker("indexer", 100).start
-        },
-        ..worker("indexer", 100)
-    }];
+    params.workers = vec![of_class(Class::Batch, by_hand("indexer", 100))];
     params.peaks = std::iter::once(LearnedPeak {
         holder: "indexer".to_owned(),
         variant: None,
@@ -260,17 +199,10 @@ fn grown_to_nothing_that_fits() -> Params {
     params
 }
 
-fn wants_indexer(desk: &mut Desk) {
-    desk.tell(Event::WorkerWanted {
-        worker: "indexer".to_owned(),
-        client: None,
-    });
-}
-
-/// A worker needs 396 of 400 MiB, and the LLM keeps 28 whatever happens: it waits, it is told, and nobody else is held
-/// small or kept waiting for it.
+/// A worker needs 396 of 400 MiB, and the LLM keeps 28 whatever happens: it waits, that is decided, and no other holder
+/// is kept small or waiting for it.
 #[test]
-fn zoe_outage_holds_nobody_small_for_what_can_never_be_had() {
+fn zoe_outage_keeps_no_holder_small_for_what_can_never_be_had() {
     let mut desk = Desk::with_engine_ready(grown_to_nothing_that_fits());
     let full = desk.held("llm");
     // The LLM is small when the wait begins.
@@ -278,7 +210,7 @@ fn zoe_outage_holds_nobody_small_for_what_can_never_be_had() {
     desk.engine_applies();
     let asr = desk.granted();
     assert!(desk.held("llm") < full);
-    wants_indexer(&mut desk);
+    desk.wanted("indexer");
     assert_eq!(desk.worker("indexer").state, AwaitingMemory);
     let out_of_reach = |decision: &Decision| match decision {
         Decision::Admission(AdmissionDecision::StartOutOfReach { worker, wait }) if worker == "indexer" => {
@@ -292,10 +224,7 @@ fn zoe_outage_holds_nobody_small_for_what_can_never_be_had() {
     let waits = desk.worker("indexer").waits.unwrap();
     assert!(waits.is_out_of_reach());
     assert_eq!((waits.needs, waits.most), (mib(396), mib(372)));
-    desk.wait(10).tell(Event::HolderLost {
-        lease: asr.id,
-        pid: None,
-    });
+    desk.wait(10).lost(&asr);
     desk.wait(2100).sample(100);
     assert!(!desk.decisions().any(out_of_reach), "decided once");
     assert_eq!(desk.engine_applies(), full, "the LLM is whole again");
@@ -311,28 +240,15 @@ fn zoe_outage_holds_nobody_small_for_what_can_never_be_had() {
 fn what_comes_within_reach_is_started() {
     let mut params = grown_to_nothing_that_fits();
     params.workers.push(worker("asr", 50));
-    let mut desk = Desk::new(params);
-    desk.sample(0);
+    let mut desk = Desk::sampled(params);
     assert!(desk.starts("asr"));
-    desk.tell(Event::WorkerReady {
-        worker: "asr".to_owned(),
-        pid: 9,
-    });
+    desk.answers("asr", 9);
     desk.wait(10).measure("asr", 50);
-    wants_indexer(&mut desk);
+    desk.wanted("indexer");
     assert!(desk.worker("indexer").waits.unwrap().is_out_of_reach());
-    let ticket = desk.ticket();
-    desk.tell(Event::OperatorWorker {
-        ticket,
-        worker: "asr".to_owned(),
-        command: WorkerCommand::Stop,
-    });
+    desk.command("asr", WorkerCommand::Stop);
     assert!(!desk.worker("indexer").waits.unwrap().is_out_of_reach());
-    desk.wait(10).tell(Event::WorkerExited {
-        worker: "asr".to_owned(),
-        intended: true,
-        cause: "exit code 0".to_owned(),
-    });
+    desk.wait(10).exits("asr", true, "exit code 0");
     assert!(desk.starts("indexer"), "{:#?}", desk.actions);
     assert_eq!(desk.worker("indexer").waits, None);
 }
@@ -355,7 +271,7 @@ fn zoe_crashloop_sheds_for_a_transient_without_a_lease() {
 #[test]
 fn roboflow_ratchet_is_named_when_it_leaves_its_lease() {
     let mut desk = Desk::new(board(1224));
-    machine(&mut desk, 1224);
+    desk.machine(BOARD, 1224);
     grant(&mut desk, "detector", Class::Interactive, 5000);
     let mut named = Vec::new();
     for used in (4000..=13_400).step_by(100) {
@@ -393,10 +309,7 @@ fn ab_thrash_is_served_in_turn() {
             desk.engine_applies();
         }
         let lease = desk.granted();
-        desk.wait(100).tell(Event::HolderLost {
-            lease: lease.id,
-            pid: None,
-        });
+        desk.wait(100).lost(&lease);
         let used = desk.held("llm").whole_mib();
         desk.wait(10).sample(used);
         assert_eq!(desk.lease(tenant).map(|lease| lease.state), None::<LeaseState>);
@@ -416,12 +329,9 @@ fn a_worker_with_a_high_peak_is_admitted_by_its_peak() {
         ..worker("asr", 0)
     }];
     let mut desk = Desk::new(params);
-    machine(&mut desk, 1224);
+    desk.machine(BOARD, 1224);
     assert_eq!(desk.held("asr"), mib(3160));
-    desk.wait(10).tell(Event::WorkerReady {
-        worker: "asr".to_owned(),
-        pid: 9,
-    });
+    desk.wait(10).answers("asr", 9);
     assert_eq!(desk.worker("asr").state, Ready);
     desk.wait(10).measure("asr", 1080);
     assert_eq!(desk.held("asr"), mib(1100));
@@ -431,10 +341,7 @@ fn a_worker_with_a_high_peak_is_admitted_by_its_peak() {
 #[test]
 fn zoe_crashloop_does_not_start_below_what_the_load_needs() {
     let mut params = board(1224);
-    params.workers = vec![WorkerParams {
-        class: Class::LlmElastic,
-        ..worker("brain", 5400)
-    }];
+    params.workers = vec![of_class(Class::LlmElastic, worker("brain", 5400))];
     params.peaks = std::iter::once(LearnedPeak {
         holder: "brain".to_owned(),
         variant: None,
@@ -446,9 +353,9 @@ fn zoe_crashloop_does_not_start_below_what_the_load_needs() {
     let mut desk = Desk::new(params);
     // The neighbour leaves 6929 of the budget, one too little, and then a little more.
     for (neighbour, state) in [(14_432 - 6929, AwaitingMemory), (14_432 - 6930, Starting)] {
-        machine(&mut desk, 1224 + neighbour);
+        desk.machine(BOARD, 1224 + neighbour);
         desk.wait(10);
-        machine(&mut desk, 1224 + neighbour);
+        desk.machine(BOARD, 1224 + neighbour);
         assert_eq!(desk.worker("brain").state, state, "{neighbour}");
         desk.wait(10);
     }
@@ -462,23 +369,10 @@ fn thor_silent_is_no_shortage() {
     let mut params = Params::for_budget(mib(total), mib(4096), Scope::Machine);
     params.workers = vec![worker("loader", 60_000)];
     let mut desk = Desk::new(params);
-    let sample = |desk: &mut Desk| {
-        let sample = Sample {
-            taken_at: desk.now,
-            mem_total: mib(total),
-            mem_available: mib(97 * 1024),
-            mem_free: mib(97 * 1024),
-            ..Sample::default()
-        };
-        desk.wait(10).tell(Event::Sampled(sample)).to_vec()
-    };
+    let sample = |desk: &mut Desk| desk.wait(10).machine(total, total - 97 * 1024).to_vec();
     sample(&mut desk);
     assert_eq!(desk.worker("loader").state, Starting);
-    desk.tell(Event::WorkerExited {
-        worker: "loader".to_owned(),
-        intended: false,
-        cause: "killed by SIGKILL, sender unknown, at 113/2034".to_owned(),
-    });
+    desk.exits("loader", false, "killed by SIGKILL, sender unknown, at 113/2034");
     let view = desk.worker("loader");
     assert_eq!(view.state, BackingOff);
     assert_eq!(
@@ -503,14 +397,7 @@ fn thor_silent_is_no_shortage() {
 #[test]
 fn ipad_cliff_is_not_walked_over() {
     let model = ModelShape {
-        layers: vec![
-            LayerShape {
-                kind: LayerKind::Attention,
-                part: 0,
-                resident_bytes: mib(170),
-            };
-            32
-        ],
+        layers: sample_shape(32, mib(170)).layers,
         fixed_bytes: mib(1500),
         ring_bytes: mib(170),
         ..shape()
@@ -518,28 +405,12 @@ fn ipad_cliff_is_not_walked_over() {
     let mut params = with_engine(Params::for_budget(mib(8192), mib(8192 - 5300), Scope::Machine));
     params.pressure.dwell = ms(2000);
     let mut desk = Desk::new(params.clone());
-    let sample = |desk: &mut Desk, available: u64| {
-        let sample = Sample {
-            taken_at: desk.now,
-            mem_total: mib(8192),
-            mem_available: mib(available),
-            mem_free: mib(available),
-            ..Sample::default()
-        };
-        desk.tell(Event::Sampled(sample)).to_vec()
-    };
+    let sample = |desk: &mut Desk, available: u64| desk.machine(8192, 8192 - available).to_vec();
     let applies = |desk: &mut Desk, shape: &ModelShape| {
         let (revision, plan) = desk.plan_asked().unwrap_or_else(|| panic!("{:#?}", desk.actions));
         let used = shape.plan_bytes(&plan);
-        desk.tell(Event::EngineApplied {
-            revision,
-            in_force: plan.clone(),
-            freed: desk.held("llm").saturating_sub(used),
-            used,
-            untouched: Bytes::ZERO,
-            untouched_given: Bytes::ZERO,
-            took: ms(5),
-        });
+        let freed = desk.held("llm").saturating_sub(used);
+        desk.engine_applied(revision, plan.clone(), freed, used);
         plan
     };
     // 2820 above the upper watermark and the hysteresis.
@@ -588,8 +459,7 @@ fn ipad_cliff_is_not_walked_over() {
 /// One slot, and A B A A C A B C: the slot goes by arrival, so that C is served within its wait however often A asks.
 #[test]
 fn ab_thrash_serves_c_within_its_wait() {
-    let mut desk = Desk::new(params());
-    desk.sample(0);
+    let mut desk = Desk::sampled(params());
     let mut served: Vec<(String, Duration)> = Vec::new();
     let note = |desk: &Desk, served: &mut Vec<(String, Duration)>| {
         for action in &desk.actions {
@@ -612,10 +482,7 @@ fn ab_thrash_serves_c_within_its_wait() {
         // A asks again and again while others wait.
         let again = format!("a{}", desk.now);
         desk.wait(1000).request(&again, Class::Interactive, 300, 300, 500);
-        desk.tell(Event::HolderLost {
-            lease: lease.id,
-            pid: None,
-        });
+        desk.lost(&lease);
         note(&desk, &mut served);
     }
     let order: Vec<&str> = served.iter().map(|(tenant, _)| &tenant[..2]).collect();
@@ -631,18 +498,11 @@ fn a_holder_is_not_in_its_own_way() {
     params.pressure.critical_below = mib(1);
     params.pressure.last_resort_below = mib(1);
     params.pressure.hysteresis = mib(1);
-    let mut desk = Desk::new(params);
-    desk.sample(0);
+    let mut desk = Desk::sampled(params);
     let lease = grant(&mut desk, "a", Class::Interactive, 6 * 1024);
     desk.samples(6 * 1024);
     desk.measure("a", 6 * 1024);
-    let ticket = desk.ticket();
-    desk.tell(Event::LeaseRenewed {
-        ticket,
-        lease: lease.id,
-        generation: lease.generation,
-        peer: peer(1000),
-    });
+    desk.renew(&lease);
     assert_eq!(desk.granted().held, Bytes::from_gib(6));
     let ticket = desk.ticket();
     desk.tell(Event::LeaseResizeRequested {
@@ -659,9 +519,8 @@ fn a_holder_is_not_in_its_own_way() {
 
 /// A lease that an operator releases ends for its holder too.
 #[test]
-fn a_release_by_an_operator_is_told_to_the_holder() {
-    let mut desk = Desk::new(params());
-    desk.sample(0);
+fn a_release_by_an_operator_ends_the_lease_for_its_holder() {
+    let mut desk = Desk::sampled(params());
     let lease = grant(&mut desk, "a", Class::Interactive, 100);
     let ticket = desk.ticket();
     desk.tell(Event::LeaseReleased {
@@ -675,9 +534,7 @@ fn a_release_by_an_operator_is_told_to_the_holder() {
         },
     });
     assert!(
-        desk.actions
-            .iter()
-            .any(|action| matches!(action, Action::EndLease { lease: ended, .. } if ended.id == lease.id)),
+        acts!(desk, Action::EndLease { lease: ended, .. } if ended.id == lease.id),
         "{:#?}",
         desk.actions
     );
@@ -770,7 +627,7 @@ proptest! {
                     desk.engine_applies_plan(revision, plan);
                 }
                 if round == 0 && leaves && let Some(lease) = desk.lease(tenant) {
-                    desk.wait(5).tell(Event::HolderLost { lease: lease.id, pid: None });
+                    desk.wait(5).lost(&lease);
                 } else {
                     let held = desk.snapshot().held.whole_mib();
                     desk.wait(5).sample(held);
@@ -778,7 +635,7 @@ proptest! {
             }
             for other in ["router", "candidate"] {
                 if let Some(lease) = desk.lease(other) {
-                    desk.tell(Event::HolderLost { lease: lease.id, pid: None });
+                    desk.lost(&lease);
                 }
             }
         }

@@ -1,12 +1,12 @@
 //! Tests that one process is one holder.
 
-use super::{Desk, mib, ms, of_process, params, peer};
+use super::{Desk, mib, ms, of_process, params, peer, revoke::applied};
 use crate::{
     policy::{
         decision::{Decision, LeaseDecision},
         denial::{Denial, Holders, NotHolder},
         event::{Action, Answer, Event},
-        lease::{Class, LeaseId, LeaseKind, LeaseRequest, LeaseView, Peer, TargetAnswer},
+        lease::{Class, LeaseId, LeaseKind, LeaseRequest, LeaseView, Peer},
     },
     units::Bytes,
 };
@@ -26,10 +26,9 @@ fn ask_as(desk: &mut Desk, tenant: &str, sizes: (u64, u64), (uid, pid): (u32, u3
 /// Or what it uses would be taken off a sample twice, and as much of an unmanaged process's memory would look free.
 #[test]
 fn what_a_process_with_two_names_uses_counts_once() {
-    let mut desk = Desk::new(params());
-    desk.sample(0);
+    let mut desk = Desk::sampled(params());
     let one = ask(&mut desk, "a", (100, 100));
-    // As whoever it acts for: it is the same memory.
+    // Whichever user it acts for, it is the same memory.
     let other = ask_as(&mut desk, "b", (100, 100), (0, 10));
     assert_eq!((one.holder(), other.holder()), ("a", "a"));
     desk.wait(10).measure("a", 100);
@@ -54,20 +53,14 @@ fn what_a_process_with_two_names_uses_counts_once() {
 /// Or a process that keeps to its word would be ended for what it may use by its other name.
 #[test]
 fn a_process_with_two_names_comes_down_in_one_and_keeps_the_other_full() {
-    let mut desk = Desk::new(params());
-    desk.sample(0);
+    let mut desk = Desk::sampled(params());
     let one = ask(&mut desk, "a", (10, 200));
     let other = ask(&mut desk, "b", (200, 200));
     desk.wait(10).measure("a", 400);
     desk.request("voice", Class::AudioRealtime, 100, 100, 9000);
     let target = desk.target_of(&one);
     assert_eq!(target.bytes, mib(100));
-    desk.wait(5).tell(Event::TargetAnswered {
-        lease: one.id,
-        nonce: target.nonce,
-        answer: TargetAnswer::Applied,
-        claimed: None,
-    });
+    desk.wait(5).tell(applied(one.id, target.nonce));
     desk.wait(5).measure("a", 330);
     assert_eq!(desk.try_answer(), None, "30 MiB are not back");
     desk.wait(5).measure("a", 300);
@@ -95,8 +88,7 @@ fn a_process_with_two_names_comes_down_in_one_and_keeps_the_other_full() {
 /// Or it would take the whole budget out of use with one page of each name.
 #[test]
 fn what_a_process_keeps_counts_once_by_however_many_names_it_had_leases() {
-    let mut desk = Desk::new(params());
-    desk.sample(0);
+    let mut desk = Desk::sampled(params());
     for round in 0..20 {
         let name = format!("t{round}");
         let lease = ask(&mut desk, &name, (1, 1));
@@ -135,11 +127,10 @@ fn what_a_process_keeps_counts_once_by_however_many_names_it_had_leases() {
     assert_eq!((desk.snapshot().unaccounted, desk.snapshot().leases.len()), (mib(0), 0));
 }
 
-/// Or it would be granted to a process that may be gone by then, and nobody would have it.
+/// Or it would be granted to a process that may be gone by then.
 #[test]
 fn a_place_in_the_queue_is_that_of_the_process_that_took_it() {
-    let mut desk = Desk::new(params());
-    desk.sample(0);
+    let mut desk = Desk::sampled(params());
     desk.request("all", Class::Interactive, 400, 400, 0);
     let all = desk.granted();
     let ask = |desk: &mut Desk, pid: u32| {
@@ -165,7 +156,7 @@ fn a_place_in_the_queue_is_that_of_the_process_that_took_it() {
         desk.tell(Event::LeaseRequestCancelled { ticket });
     }
     assert_eq!(desk.snapshot().waiting, 0);
-    // Then it is anybody's request, and the lease that of the process that asks.
+    // Then it is the request of any process, and the lease that of the process that asks.
     ask(&mut desk, 11);
     desk.release(&all, peer(1000));
     desk.wait(5).measure("all", 0);
@@ -186,8 +177,7 @@ fn holders(desk: &Desk) -> Vec<(LeaseId, Bytes)> {
 
 #[test]
 fn who_has_it_all_is_named_whatever_it_calls_itself() {
-    let mut desk = Desk::new(params());
-    desk.sample(0);
+    let mut desk = Desk::sampled(params());
     let all = ask(&mut desk, "vision", (380, 380));
     let ticket = desk.ticket();
     let request = of_process("vision", Class::Batch, (100, 100), 1000, 11);
@@ -206,8 +196,7 @@ fn the_end_of_a_process_ends_all_of_its_leases_in_one_step() {
     const COUNT: u64 = 300;
     let mut params = params();
     params.lease.leases_per_uid = 1000;
-    let mut desk = Desk::new(params);
-    desk.sample(0);
+    let mut desk = Desk::sampled(params);
     let mut ask = |name: &str, pid| {
         let ticket = desk.ticket();
         let request = of_process(name, Class::Interactive, (1, 1), 1000, pid);

@@ -19,8 +19,7 @@ const GIB: u64 = 1024;
 
 #[test]
 fn stale_sample_does_not_overcommit() {
-    let mut desk = Desk::new(large());
-    desk.sample(0);
+    let mut desk = Desk::sampled(large());
     desk.wait(10).request("a", Class::Interactive, 6 * GIB, 6 * GIB, 0);
     desk.granted();
     desk.request("b", Class::Interactive, 6 * GIB, 6 * GIB, 0);
@@ -30,8 +29,7 @@ fn stale_sample_does_not_overcommit() {
 
 #[test]
 fn renew_does_not_resurrect() {
-    let mut desk = Desk::new(large());
-    desk.sample(0);
+    let mut desk = Desk::sampled(large());
     desk.request("a", Class::Interactive, 6 * GIB, 6 * GIB, 0);
     let a = desk.granted();
     desk.wait(9000).request("b", Class::Interactive, 6 * GIB, 6 * GIB, 5000);
@@ -40,13 +38,7 @@ fn renew_does_not_resurrect() {
     assert_eq!(a.expires_at, Some(desk.now));
     for wait in [0, 2000] {
         desk.wait(wait);
-        let ticket = desk.ticket();
-        desk.tell(Event::LeaseRenewed {
-            ticket,
-            lease: a.id,
-            generation: a.generation,
-            peer: peer(1000),
-        });
+        desk.renew(&a);
         assert!(matches!(desk.denial(), Denial::UnknownLease { .. }));
     }
     desk.measure("a", 0);
@@ -92,30 +84,11 @@ fn a_renewal_decides_the_same_whether_or_not_it_goes_through_the_whole_book() {
 }
 
 #[test]
-fn lease_and_measurement_count_once() {
-    let mut params = large();
-    params.budget.total = Bytes::from_gib(12);
-    let mut desk = Desk::new(params);
-    desk.sample(0);
-    desk.wait(10).request("a", Class::Interactive, 6 * GIB, 6 * GIB, 0);
-    desk.samples(6 * GIB);
-    desk.request("b", Class::Interactive, 5 * GIB, 5 * GIB, 0);
-    assert_eq!(desk.granted().held, Bytes::from_gib(5));
-}
-
-#[test]
 fn heartbeat_without_sample_keeps_lease() {
-    let mut desk = Desk::new(large());
-    desk.sample(0);
+    let mut desk = Desk::sampled(large());
     desk.wait(1000).request("a", Class::Interactive, 6 * GIB, 6 * GIB, 0);
     let a = desk.granted();
-    let ticket = desk.ticket();
-    desk.wait(1000).tell(Event::LeaseRenewed {
-        ticket,
-        lease: a.id,
-        generation: a.generation,
-        peer: peer(1000),
-    });
+    desk.wait(1000).renew(&a);
     assert_eq!(desk.granted().expires_at, Some(desk.now + Duration::from_secs(10)));
     desk.request("b", Class::Interactive, 6 * GIB, 6 * GIB, 0);
     assert!(matches!(desk.denial(), Denial::InsufficientMemory { .. }));
@@ -186,46 +159,30 @@ fn nothing_is_shed_in_vain() {
     let mut desk = Desk::with_engine_ready(params());
     desk.request("x", Class::AudioRealtime, 390, 390, 500);
     assert_eq!(desk.plan_asked(), None);
-    let waits = |decision: &Decision| matches!(decision, Decision::Admission(AdmissionDecision::OutOfReach { .. }));
-    assert!(desk.decisions().any(waits));
+    assert!(decided!(desk, Admission(AdmissionDecision::OutOfReach { .. })));
     desk.pass(600);
     assert!(matches!(desk.denial(), Denial::InsufficientMemory { .. }));
 }
 
 fn with_indexer(size: u64) -> Params {
     let mut params = params();
-    // Who waits rises by a class every 3 s, and has its turn for 1 s.
+    // A request that waits rises by a class every 3 s, and has its turn for 1 s.
     params.lease.wait_max = ms(6000);
-    params.workers = vec![WorkerParams {
-        class: Class::Batch,
-        start: StartParams {
-            autostart: false,
-            ..worker("indexer", size).start
-        },
-        ..worker("indexer", size)
-    }];
+    params.workers = vec![of_class(Class::Batch, by_hand("indexer", size))];
     params
-}
-
-fn wants_indexer(desk: &mut Desk) {
-    desk.tell(Event::WorkerWanted {
-        worker: "indexer".to_owned(),
-        client: None,
-    });
 }
 
 /// Interactive requests come all the time, each before the last one has ended: without an end to its patience the worker
 /// would never have its memory.
 #[test]
-fn nobody_starves_behind_a_stream_of_more_urgent_requests() {
-    let mut desk = Desk::new(with_indexer(300));
-    desk.sample(0);
+fn no_request_starves_behind_a_stream_of_more_urgent_ones() {
+    let mut desk = Desk::sampled(with_indexer(300));
     let mut holders: Vec<LeaseView> = Vec::new();
     let mut waiting: usize = 0;
     for round in 0..200 {
         desk.wait(100);
         if round == 5 {
-            wants_indexer(&mut desk);
+            desk.wanted("indexer");
             assert!(!desk.starts("indexer"));
         }
         desk.tell(Event::DeadlineReached);
@@ -238,10 +195,7 @@ fn nobody_starves_behind_a_stream_of_more_urgent_requests() {
         // Each holds for 300 ms, one after the other.
         if round % 3 == 0 && !holders.is_empty() {
             let lease = holders.remove(0);
-            desk.tell(Event::HolderLost {
-                lease: lease.id,
-                pid: None,
-            });
+            desk.lost(&lease);
             actions.extend(desk.actions.clone());
         }
         for action in &actions {
@@ -266,23 +220,16 @@ fn nobody_starves_behind_a_stream_of_more_urgent_requests() {
     panic!("it was never started");
 }
 
-/// It waits for what nobody gives: during its turn nobody overtakes it, and afterwards the others go on.
+/// It waits for what no holder gives: during its turn no request overtakes it, and afterwards the others go on.
 #[test]
 fn a_turn_that_brings_nothing_is_over_after_a_while() {
-    let mut desk = Desk::new(with_indexer(300));
-    desk.sample(0);
-    // More than its least, which nobody as urgent or less takes back.
+    let mut desk = Desk::sampled(with_indexer(300));
+    // More than its least, which no request as urgent or less takes back.
     desk.request("user", Class::Interactive, 50, 200, 0);
     let lease = desk.granted();
-    wants_indexer(&mut desk);
+    desk.wanted("indexer");
     desk.pass(3500);
-    let ticket = desk.ticket();
-    desk.tell(Event::LeaseRenewed {
-        ticket,
-        lease: lease.id,
-        generation: lease.generation,
-        peer: peer(1000),
-    });
+    desk.renew(&lease);
     desk.pass(2800);
     let aged = Decision::Admission(AdmissionDecision::Aged {
         tenant: "indexer".to_owned(),
@@ -298,7 +245,11 @@ fn a_turn_that_brings_nothing_is_over_after_a_while() {
     desk.request("other", Class::Interactive, 100, 100, 2000);
     assert_eq!(desk.try_answer(), None, "not before its turn is over");
     desk.request("asr", Class::AudioRealtime, 50, 50, 0);
-    assert_eq!(desk.granted().held, mib(50), "audio waits for nobody's turn");
+    assert_eq!(
+        desk.granted().held,
+        mib(50),
+        "audio does not wait for the turn of another"
+    );
     desk.pass(800);
     assert_eq!(desk.granted().held, mib(100));
     let over = Decision::Admission(AdmissionDecision::TurnOver {
@@ -314,18 +265,12 @@ fn a_worker_in_its_turn_takes_from_the_engine_what_it_has_beyond_its_floor() {
     let mut desk = Desk::with_engine_ready(with_indexer(100));
     desk.request("user", Class::Interactive, 200, 200, 0);
     desk.granted();
-    wants_indexer(&mut desk);
+    desk.wanted("indexer");
     let lease = desk.lease("user").unwrap();
     for _ in 0..5 {
         desk.pass(1000);
         assert_eq!(desk.plan_asked(), None, "not before its turn");
-        let ticket = desk.ticket();
-        desk.tell(Event::LeaseRenewed {
-            ticket,
-            lease: lease.id,
-            generation: lease.generation,
-            peer: peer(1000),
-        });
+        desk.renew(&lease);
     }
     desk.pass(1000);
     let before = desk.held("llm");
@@ -335,8 +280,7 @@ fn a_worker_in_its_turn_takes_from_the_engine_what_it_has_beyond_its_floor() {
 
 #[test]
 fn waiting_requests_are_served_by_class_and_then_by_arrival() {
-    let mut desk = Desk::new(params());
-    desk.sample(0);
+    let mut desk = Desk::sampled(params());
     desk.request("big", Class::AudioRealtime, 400, 400, 0);
     let big = desk.granted();
     for (tenant, class) in [
@@ -347,10 +291,7 @@ fn waiting_requests_are_served_by_class_and_then_by_arrival() {
     ] {
         desk.request(tenant, class, 150, 150, 5000);
     }
-    desk.tell(Event::HolderLost {
-        lease: big.id,
-        pid: None,
-    });
+    desk.lost(&big);
     let granted: Vec<String> = desk
         .actions
         .iter()
@@ -372,31 +313,24 @@ fn waiting_requests_are_served_by_class_and_then_by_arrival() {
 
 #[test]
 fn the_same_request_id_books_once_and_other_content_is_refused() {
-    let mut desk = Desk::new(params());
-    desk.sample(0);
+    let mut desk = Desk::sampled(params());
     let mut request = request("a", Class::Interactive, 100, 100, 0);
     request.request_id = "one".to_owned();
     let mut ids = Vec::new();
     for _ in 0..2 {
-        let ticket = desk.ticket();
-        desk.tell(Event::LeaseRequested {
-            ticket,
-            request: request.clone(),
-        });
+        desk.ask(request.clone());
         ids.push(desk.granted().id);
     }
     assert_eq!(ids[0], ids[1]);
     assert_eq!(desk.snapshot().held, mib(100));
     request.max = mib(200);
-    let ticket = desk.ticket();
-    desk.tell(Event::LeaseRequested { ticket, request });
+    desk.ask(request);
     assert!(matches!(desk.denial(), Denial::RequestIdReused { .. }));
 }
 
 #[test]
-fn nobody_acts_on_the_lease_of_another() {
-    let mut desk = Desk::new(params());
-    desk.sample(0);
+fn no_user_acts_on_the_lease_of_another() {
+    let mut desk = Desk::sampled(params());
     desk.request("a", Class::Interactive, 100, 100, 0);
     let a = desk.granted();
     let mut release = |uid, generation| {
@@ -425,22 +359,12 @@ fn nobody_acts_on_the_lease_of_another() {
 
 #[test]
 fn a_lease_grows_and_shrinks_by_the_wish_of_its_holder() {
-    let mut desk = Desk::new(params());
-    desk.sample(0);
+    let mut desk = Desk::sampled(params());
     desk.wait(10).request("a", Class::Interactive, 100, 100, 0);
     let a = desk.granted();
     desk.measure("a", 100);
     let resize = |desk: &mut Desk, min, max| {
-        let ticket = desk.ticket();
-        desk.wait(10).tell(Event::LeaseResizeRequested {
-            ticket,
-            lease: a.id,
-            generation: a.generation,
-            peer: peer(1000),
-            min: mib(min),
-            max: mib(max),
-            wait: Duration::ZERO,
-        });
+        desk.wait(10).resize(&a, min, max, 0);
     };
     resize(&mut desk, 200, 300);
     assert_eq!(desk.granted().held, mib(300));
@@ -459,8 +383,7 @@ fn a_lease_grows_and_shrinks_by_the_wish_of_its_holder() {
 
 #[test]
 fn figures_that_contradict_are_refused() {
-    let mut desk = Desk::new(params());
-    desk.sample(0);
+    let mut desk = Desk::sampled(params());
     let invalid = |field, value, problem| Denial::invalid("a", field, &value, problem);
     for (min, max, denial) in [
         (0, 10, invalid("min", mib(0), Problem::Zero)),
@@ -482,8 +405,7 @@ fn figures_that_contradict_are_refused() {
     assert!(matches!(desk.denial(), Denial::Invalid { field, .. } if field == "tenant"));
     let mut huge = request("a", Class::Interactive, 1, 1, 0);
     huge.max = Bytes::MAX;
-    let ticket = desk.ticket();
-    desk.tell(Event::LeaseRequested { ticket, request: huge });
+    desk.ask(huge);
     assert_eq!(desk.granted().held, mib(400));
 }
 
@@ -526,8 +448,7 @@ fn the_queue_and_the_leases_of_a_user_have_a_bound() {
     let mut params = params();
     params.lease.queue_max = 3;
     params.lease.leases_per_uid = 3;
-    let mut desk = Desk::new(params);
-    desk.sample(0);
+    let mut desk = Desk::sampled(params);
     desk.request("a", Class::Interactive, 400, 400, 0);
     for _ in 0..2 {
         desk.request("b", Class::Interactive, 400, 400, 1000);
@@ -538,8 +459,7 @@ fn the_queue_and_the_leases_of_a_user_have_a_bound() {
     let ask = |desk: &mut Desk, uid| {
         let mut other = request("c", Class::Interactive, 400, 400, 1000);
         other.peer = peer(uid);
-        let ticket = desk.ticket();
-        desk.tell(Event::LeaseRequested { ticket, request: other });
+        desk.ask(other);
     };
     ask(&mut desk, 7);
     assert_eq!(desk.try_answer(), None);
@@ -551,8 +471,7 @@ fn the_queue_and_the_leases_of_a_user_have_a_bound() {
 fn one_user_does_not_fill_the_queue_with_calls_to_grow_either() {
     let mut params = params();
     params.lease.queue_max = 4;
-    let mut desk = Desk::new(params);
-    desk.sample(0);
+    let mut desk = Desk::sampled(params);
     desk.request("a", Class::Interactive, 300, 300, 0);
     let leases: Vec<LeaseView> = (0..3)
         .map(|number| {
@@ -563,16 +482,7 @@ fn one_user_does_not_fill_the_queue_with_calls_to_grow_either() {
     for (number, lease) in leases.iter().enumerate() {
         // Asked again and again it is one call that waits.
         for again in 0..3 {
-            let ticket = desk.ticket();
-            desk.tell(Event::LeaseResizeRequested {
-                ticket,
-                lease: lease.id,
-                generation: lease.generation,
-                peer: peer(1000),
-                min: mib(200),
-                max: mib(200 + again),
-                wait: ms(5000),
-            });
+            desk.resize(&lease, 200, 200 + again, 5000);
         }
         let waiting = u32::try_from(number).unwrap() + 1;
         assert_eq!(desk.snapshot().waiting, waiting.min(2));
@@ -581,26 +491,13 @@ fn one_user_does_not_fill_the_queue_with_calls_to_grow_either() {
     assert!(matches!(desk.denial(), Denial::QuotaExceeded { what, limit: 2, .. } if what == share));
     let mut other = request("c", Class::Interactive, 200, 200, 1000);
     other.peer = peer(7);
-    let ticket = desk.ticket();
-    desk.tell(Event::LeaseRequested { ticket, request: other });
+    desk.ask(other);
     assert_eq!((desk.try_answer(), desk.snapshot().waiting), (None, 3));
 }
 
 #[test]
-fn a_caller_that_went_away_leaves_no_request_behind() {
-    let mut desk = Desk::new(params());
-    desk.sample(0);
-    desk.request("a", Class::Interactive, 400, 400, 0);
-    desk.request("b", Class::Interactive, 400, 400, 1000);
-    let ticket = Ticket(desk.tickets);
-    desk.tell(Event::LeaseRequestCancelled { ticket });
-    assert_eq!(desk.snapshot().waiting, 0);
-}
-
-#[test]
-fn draining_answers_everybody_who_waits() {
-    let mut desk = Desk::new(params());
-    desk.sample(0);
+fn draining_answers_all_that_wait() {
+    let mut desk = Desk::sampled(params());
     desk.request("a", Class::Interactive, 400, 400, 0);
     desk.request("b", Class::Interactive, 400, 400, 1000);
     desk.tell(Event::DrainRequested);
@@ -611,8 +508,7 @@ fn draining_answers_everybody_who_waits() {
 
 #[test]
 fn a_drain_that_is_cancelled_admits_requests_again() {
-    let mut desk = Desk::new(params());
-    desk.sample(0);
+    let mut desk = Desk::sampled(params());
     desk.tell(Event::DrainRequested);
     desk.tell(Event::DrainCancelled);
     assert!(!desk.snapshot().draining);
@@ -624,15 +520,10 @@ fn a_drain_that_is_cancelled_admits_requests_again() {
 fn an_operator_has_a_model_read_again_unless_it_is_loaded() {
     let inspects = |desk: &Desk| desk.actions.contains(&Action::InspectModel);
     let mut desk = Desk::with_engine_ready(params());
-    let ticket = desk.ticket();
-    desk.tell(Event::OperatorLoad { ticket });
+    desk.load();
     assert!(!inspects(&desk) && matches!(desk.answer(), Answer::Done { .. }));
-    desk.tell(Event::EngineFailed {
-        reason: "its file is gone".to_owned(),
-        left: None,
-    });
-    let ticket = desk.ticket();
-    desk.tell(Event::OperatorLoad { ticket });
+    desk.engine_fails(None);
+    desk.load();
     assert!(inspects(&desk));
 }
 
@@ -641,8 +532,7 @@ fn validation_books_nothing() {
     let mut desk = Desk::with_engine_ready(params());
     let mut request = request("a", Class::AudioRealtime, 300, 300, 0);
     request.validate_only = true;
-    let ticket = desk.ticket();
-    desk.tell(Event::LeaseRequested { ticket, request });
+    desk.ask(request);
     assert_eq!(
         desk.answer(),
         Answer::WouldGrant {

@@ -9,6 +9,13 @@ macro_rules! decided {
     };
 }
 
+/// Whether the last call wants something of this form done.
+macro_rules! acts {
+    ($desk:expr, $($action:tt)+) => {
+        $desk.actions.iter().any(|action| matches!(action, $($action)+))
+    };
+}
+
 mod chunk;
 mod engine;
 mod golden;
@@ -27,12 +34,14 @@ use crate::{
     policy::{
         decision::Decision,
         denial::{Denial, Problem},
-        event::{Action, Answer, Done, Event},
+        engine_control::KvUse,
+        event::{Action, Answer, Done, Event, WorkerCommand},
+        kv_type::KvType,
         lease::{Class, LeaseRequest, LeaseView, Peer, Ticket},
         params::{EngineParams, Params, RestParams, Scope, StartParams, WorkerParams},
         pressure::Sample,
         reason::StopReason,
-        residency::{EnginePlan, KvShape, LayerKind, LayerShape, ModelShape},
+        residency::{EnginePlan, ModelShape, sample_shape},
         snapshot::{Snapshot, WorkerView},
     },
     units::{Bytes, Timestamp, Tokens},
@@ -50,30 +59,11 @@ pub(super) const fn ms(millis: u64) -> Duration {
 /// 4 MiB of ring while a layer is streamed. In full 132 MiB; the floor with 512 tokens is 28 MiB.
 pub(super) fn shape() -> ModelShape {
     ModelShape {
-        name: "tiny".to_owned(),
-        architecture: "qwen35".to_owned(),
-        layers: vec![
-            LayerShape {
-                kind: LayerKind::Attention,
-                part: 0,
-                resident_bytes: mib(10),
-            };
-            8
-        ],
         fixed_bytes: mib(16),
         state_bytes: mib(1),
-        kv: KvShape {
-            attention_layers: 8,
-            kv_heads: 2,
-            head_dim: 128,
-            element_bytes: 2,
-            granule: Bytes::ZERO,
-            block_tokens: Tokens::new(64),
-        },
-        context_max: Tokens::new(8192),
         workspace_fixed_bytes: mib(3),
-        workspace_bytes_per_token: Bytes::ZERO,
         ring_bytes: mib(4),
+        ..sample_shape(8, mib(10))
     }
 }
 
@@ -103,7 +93,37 @@ pub(super) fn worker(name: &str, mib_held: u64) -> WorkerParams {
     }
 }
 
-/// An arbiter, a clock, and what it said last.
+/// A worker that only a request or an operator starts.
+pub(super) fn by_hand(name: &str, mib_held: u64) -> WorkerParams {
+    let mut params = worker(name, mib_held);
+    params.start.autostart = false;
+    params
+}
+
+pub(super) fn of_class(class: Class, params: WorkerParams) -> WorkerParams {
+    WorkerParams { class, ..params }
+}
+
+pub(super) fn recycled_above(limit_mib: u64) -> RestParams {
+    RestParams {
+        recycle_above: Some(mib(limit_mib)),
+        ..RestParams::default()
+    }
+}
+
+/// The engine has so many requests, and this in its KV cache.
+pub(super) fn activity(requests: u32, kv: KvUse) -> Event {
+    Event::EngineActivity {
+        requests,
+        kv_used: kv.used.get(),
+        kv_kept: kv.kept.get(),
+        kv_droppable: kv.droppable.get(),
+        kv_dropped: kv.dropped.get(),
+        untouched: kv.untouched,
+    }
+}
+
+/// An arbiter, a clock, and what it did last.
 pub(super) struct Desk {
     pub(super) arbiter: Arbiter,
     pub(super) now: Timestamp,
@@ -135,6 +155,17 @@ impl Desk {
         desk.tell(Event::EngineInspected { shape: shape() });
         desk.engine_applies();
         desk
+    }
+
+    /// The same without an engine, and read once.
+    pub(super) fn sampled(params: Params) -> Self {
+        let mut desk = Self::new(params);
+        desk.sample(0);
+        desk
+    }
+
+    pub(super) fn with_workers(workers: Vec<WorkerParams>) -> Self {
+        Self::sampled(Params { workers, ..params() })
     }
 
     pub(super) fn tell(&mut self, event: Event) -> &[Action] {
@@ -174,6 +205,17 @@ impl Desk {
         self.tell(Event::Sampled(sample))
     }
 
+    /// A sample of a whole machine of `total` MiB, with this much in use.
+    pub(super) fn machine(&mut self, total: u64, used: u64) -> &[Action] {
+        self.tell(Event::Sampled(Sample {
+            taken_at: self.now,
+            mem_total: mib(total),
+            mem_available: mib(total - used),
+            mem_free: mib(total - used),
+            ..Sample::default()
+        }))
+    }
+
     /// Two samples, 10 ms apart, so that what they show is believed.
     pub(super) fn samples(&mut self, used_mib: u64) -> Vec<Action> {
         let mut actions = self.wait(10).sample(used_mib).to_vec();
@@ -190,15 +232,132 @@ impl Desk {
         })
     }
 
+    /// A measurement that was taken earlier.
+    pub(super) fn measure_at(&mut self, tenant: &str, used_mib: u64, taken_at: Timestamp) {
+        self.tell(Event::Measured {
+            tenant: tenant.to_owned(),
+            used: Some(mib(used_mib)),
+            taken_at,
+        });
+    }
+
+    pub(super) fn peak(&mut self, worker: &str, peak_mib: u64) {
+        let (worker, peak) = (worker.to_owned(), mib(peak_mib));
+        self.tell(Event::PeakMeasured { worker, peak });
+    }
+
     pub(super) fn ticket(&mut self) -> Ticket {
         self.tickets += 1;
         Ticket(self.tickets)
     }
 
-    pub(super) fn request(&mut self, tenant: &str, class: Class, min: u64, max: u64, wait_ms: u64) -> &[Action] {
-        let request = request(tenant, class, min, max, wait_ms);
+    /// Sends what is answered by a ticket.
+    fn call(&mut self, event: impl FnOnce(Ticket) -> Event) {
         let ticket = self.ticket();
-        self.tell(Event::LeaseRequested { ticket, request })
+        self.tell(event(ticket));
+    }
+
+    pub(super) fn ask(&mut self, request: LeaseRequest) {
+        self.call(|ticket| Event::LeaseRequested { ticket, request });
+    }
+
+    pub(super) fn renew(&mut self, lease: &LeaseView) {
+        self.call(|ticket| Event::LeaseRenewed {
+            ticket,
+            lease: lease.id,
+            generation: lease.generation,
+            peer: peer(1000),
+        });
+    }
+
+    /// The process of a holder has ended.
+    pub(super) fn lost(&mut self, lease: &LeaseView) -> &[Action] {
+        self.tell(Event::HolderLost {
+            lease: lease.id,
+            pid: None,
+        })
+    }
+
+    pub(super) fn operator_shed(&mut self, bytes: Bytes) {
+        self.call(|ticket| Event::OperatorShed { ticket, bytes });
+    }
+
+    pub(super) fn regrow(&mut self) {
+        self.call(|ticket| Event::OperatorRegrow { ticket });
+    }
+
+    pub(super) fn keep_kv_as(&mut self, kv_type: KvType) {
+        self.call(|ticket| Event::OperatorKvType { ticket, kv_type });
+    }
+
+    pub(super) fn load(&mut self) {
+        self.call(|ticket| Event::OperatorLoad { ticket });
+    }
+
+    pub(super) fn command(&mut self, worker: &str, command: WorkerCommand) {
+        let worker = worker.to_owned();
+        self.call(|ticket| Event::OperatorWorker {
+            ticket,
+            worker,
+            command,
+        });
+    }
+
+    pub(super) fn wants_capacity(&mut self, needed: u32, wanted: u32) {
+        let (needed, wanted) = (Tokens::new(needed), Tokens::new(wanted));
+        self.tell(Event::CapacityWanted {
+            needed,
+            wanted,
+            client: None,
+        });
+    }
+
+    pub(super) fn engine_fails(&mut self, left: Option<Bytes>) {
+        let reason = "it panicked".to_owned();
+        self.tell(Event::EngineFailed { reason, left });
+    }
+
+    pub(super) fn engine_refuses(&mut self, revision: u64) {
+        let reason = "a layer could not be read".to_owned();
+        self.tell(Event::EngineApplyFailed { revision, reason });
+    }
+
+    pub(super) fn answers(&mut self, worker: &str, pid: u32) {
+        let worker = worker.to_owned();
+        self.tell(Event::WorkerReady { worker, pid });
+    }
+
+    /// A worker answers, and is measured; keeps the actions of both.
+    pub(super) fn ready(&mut self, worker: &str, used_mib: u64) {
+        self.wait(10).answers(worker, 7);
+        let first = self.actions.clone();
+        self.wait(1).measure(worker, used_mib);
+        self.actions.splice(0..0, first);
+    }
+
+    pub(super) fn exits(&mut self, worker: &str, intended: bool, cause: &str) {
+        let (worker, cause) = (worker.to_owned(), cause.to_owned());
+        self.tell(Event::WorkerExited {
+            worker,
+            intended,
+            cause,
+        });
+    }
+
+    pub(super) fn busy(&mut self, worker: &str, requests: u32) {
+        let worker = worker.to_owned();
+        self.wait(1).tell(Event::WorkerActivity { worker, requests });
+    }
+
+    /// A request waits for a worker.
+    pub(super) fn wanted(&mut self, worker: &str) {
+        let worker = worker.to_owned();
+        self.tell(Event::WorkerWanted { worker, client: None });
+    }
+
+    pub(super) fn request(&mut self, tenant: &str, class: Class, min: u64, max: u64, wait_ms: u64) -> &[Action] {
+        self.ask(request(tenant, class, min, max, wait_ms));
+        &self.actions
     }
 
     /// The lease granted by the last call.
@@ -256,16 +415,21 @@ impl Desk {
         let shape = self.snapshot().engine.shape.unwrap_or_else(shape);
         let used = shape.plan_bytes(&plan);
         let before = self.lease("llm").map_or(used, |lease| lease.held);
+        self.engine_applied(revision, plan, before.saturating_sub(used), used);
+        used
+    }
+
+    /// The engine reports what it has freed and uses, all of it touched.
+    pub(super) fn engine_applied(&mut self, revision: u64, in_force: EnginePlan, freed: Bytes, used: Bytes) {
         self.tell(Event::EngineApplied {
             revision,
-            in_force: plan,
-            freed: before.saturating_sub(used),
+            in_force,
+            freed,
             used,
             untouched: Bytes::ZERO,
             untouched_given: Bytes::ZERO,
             took: ms(5),
         });
-        used
     }
 
     pub(super) fn snapshot(&self) -> Snapshot {
@@ -288,7 +452,7 @@ impl Desk {
             .unwrap()
     }
 
-    /// What was decided by the last call.
+    /// The decisions of the last call.
     pub(super) fn decisions(&self) -> impl Iterator<Item = &Decision> {
         self.actions.iter().filter_map(|action| match action {
             Action::Decided { decision } => Some(decision),
@@ -297,9 +461,7 @@ impl Desk {
     }
 
     pub(super) fn starts(&self, name: &str) -> bool {
-        self.actions
-            .iter()
-            .any(|action| matches!(action, Action::StartWorker { worker, .. } if worker == name))
+        acts!(self, Action::StartWorker { worker, .. } if worker == name)
     }
 
     pub(super) fn stops(&self, name: &str) -> bool {

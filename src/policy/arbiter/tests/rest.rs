@@ -3,7 +3,6 @@
 use super::*;
 use crate::policy::{
     decision::{MemoryDecision, WorkerDecision},
-    event::WorkerCommand,
     params::VariantParams,
     pressure::PressureLevel,
     reason::StopReason,
@@ -12,47 +11,6 @@ use crate::policy::{
         WorkerState::{self, AwaitingMemory, BackingOff, Ready, Starting, Stopped, Stopping},
     },
 };
-
-fn becomes_ready(desk: &mut Desk, name: &str, used_mib: u64) {
-    desk.wait(10).tell(Event::WorkerReady {
-        worker: name.to_owned(),
-        pid: 7,
-    });
-    let told = desk.actions.clone();
-    desk.wait(1).measure(name, used_mib);
-    desk.actions.splice(0..0, told);
-}
-
-fn exits(desk: &mut Desk, name: &str, intended: bool, cause: &str) {
-    desk.wait(10).tell(Event::WorkerExited {
-        worker: name.to_owned(),
-        intended,
-        cause: cause.to_owned(),
-    });
-}
-
-fn busy(desk: &mut Desk, name: &str, requests: u32) {
-    desk.wait(1).tell(Event::WorkerActivity {
-        worker: name.to_owned(),
-        requests,
-    });
-}
-
-fn wanted(desk: &mut Desk, name: &str) {
-    desk.wait(1).tell(Event::WorkerWanted {
-        worker: name.to_owned(),
-        client: None,
-    });
-}
-
-fn command(desk: &mut Desk, name: &str, command: WorkerCommand) {
-    let ticket = desk.ticket();
-    desk.tell(Event::OperatorWorker {
-        ticket,
-        worker: name.to_owned(),
-        command,
-    });
-}
 
 fn sleepy(name: &str, mib_held: u64) -> WorkerParams {
     WorkerParams {
@@ -72,11 +30,8 @@ fn state(desk: &Desk, name: &str) -> (WorkerState, Option<Rest>) {
 /// A desk with one worker that is ready.
 fn with_ready(worker: WorkerParams, used_mib: u64) -> Desk {
     let name = worker.name.clone();
-    let mut settings = params();
-    settings.workers = vec![worker];
-    let mut desk = Desk::new(settings);
-    desk.sample(0);
-    becomes_ready(&mut desk, &name, used_mib);
+    let mut desk = Desk::with_workers(vec![worker]);
+    desk.ready(&name, used_mib);
     desk
 }
 
@@ -87,16 +42,16 @@ fn a_worker_without_work_is_stopped_and_the_next_request_wakes_it() {
     assert!(!desk.stops("tts"));
     desk.pass(2000);
     assert!(desk.stops("tts"), "{:#?}", desk.actions);
-    exits(&mut desk, "tts", true, "exit code 0");
+    desk.wait(10).exits("tts", true, "exit code 0");
     assert_eq!(state(&desk, "tts"), (Stopped, Some(Rest::Idle)));
     assert_eq!(desk.held("tts"), Bytes::ZERO);
     desk.pass(600_000);
-    assert!(!desk.starts("tts"), "it sleeps until somebody needs it");
+    assert!(!desk.starts("tts"), "it sleeps until a request needs it");
 
     // Its memory is kept for it against tenants that are as urgent: 400 of budget, 100 kept.
     desk.request("other", Class::AudioRealtime, 301, 301, 0);
     assert!(matches!(desk.denial(), Denial::InsufficientMemory { free, .. } if free == mib(300)));
-    wanted(&mut desk, "tts");
+    desk.wait(1).wanted("tts");
     assert!(desk.starts("tts"), "{:#?}", desk.actions);
     assert_eq!(desk.held("tts"), mib(100));
 }
@@ -104,15 +59,15 @@ fn a_worker_without_work_is_stopped_and_the_next_request_wakes_it() {
 #[test]
 fn work_puts_off_the_sleep_and_a_request_in_the_last_moment_ends_the_winding_up() {
     let mut desk = with_ready(sleepy("tts", 100), 90);
-    busy(&mut desk, "tts", 1);
+    desk.busy("tts", 1);
     desk.pass(100_000);
     assert!(!desk.stops("tts"), "it works");
-    busy(&mut desk, "tts", 0);
+    desk.busy("tts", 0);
     desk.pass(59_990);
     assert!(!desk.worker("tts").winding_up);
     desk.pass(10);
-    assert!(desk.worker("tts").winding_up, "doors send it nothing new");
-    busy(&mut desk, "tts", 1);
+    assert!(desk.worker("tts").winding_up, "APIs send it nothing new");
+    desk.busy("tts", 1);
     assert!(!desk.worker("tts").winding_up, "one was on its way");
     desk.pass(1000);
     assert_eq!(state(&desk, "tts"), (Ready, None));
@@ -123,13 +78,12 @@ fn the_engine_grows_into_the_space_of_one_that_sleeps_and_gives_it_back_when_it_
     let mut settings = with_engine(params());
     settings.budget.total = mib(252);
     settings.workers = vec![sleepy("tts", 150)];
-    let mut desk = Desk::new(settings);
-    desk.sample(0);
+    let mut desk = Desk::sampled(settings);
     desk.tell(Event::EngineInspected { shape: shape() });
     let small = desk.engine_applies();
-    becomes_ready(&mut desk, "tts", 150);
+    desk.ready("tts", 150);
     desk.pass(61_000);
-    exits(&mut desk, "tts", true, "exit code 0");
+    desk.wait(10).exits("tts", true, "exit code 0");
     let used = desk.held("llm").whole_mib();
     desk.wait(10).sample(used);
     desk.wait(5000).sample(used);
@@ -137,7 +91,7 @@ fn the_engine_grows_into_the_space_of_one_that_sleeps_and_gives_it_back_when_it_
     assert!(full > small, "{full} is not above {small}");
 
     desk.wait(10).sample(full.whole_mib());
-    wanted(&mut desk, "tts");
+    desk.wait(1).wanted("tts");
     assert_eq!(desk.worker("tts").state, AwaitingMemory);
     desk.engine_applies();
     assert_eq!(desk.worker("tts").state, Starting, "with its memory");
@@ -185,11 +139,11 @@ fn a_worker_without_work_takes_its_smallest_variant_and_leaves_it_with_the_next_
     assert_eq!(desk.held("asr"), mib(40));
     desk.pass(60_000);
     assert_eq!(resized_to(&desk), None, "once is enough");
-    busy(&mut desk, "asr", 1);
+    desk.busy("asr", 1);
     assert_eq!(resized_to(&desk).as_deref(), Some("open"));
     assert_eq!(desk.held("asr"), mib(100), "booked before it grows");
     resizes(&mut desk, "open", 100);
-    busy(&mut desk, "asr", 0);
+    desk.busy("asr", 0);
     desk.pass(10_000);
     assert_eq!(resized_to(&desk).as_deref(), Some("grammar"), "and again");
 }
@@ -206,27 +160,24 @@ fn a_worker_that_cannot_become_smaller_is_not_asked_again_until_it_has_worked() 
     });
     desk.pass(60_000);
     assert_eq!(resized_to(&desk), None);
-    busy(&mut desk, "asr", 1);
+    desk.busy("asr", 1);
     assert_eq!(resized_to(&desk), None, "there is no size to go back to");
-    busy(&mut desk, "asr", 0);
+    desk.busy("asr", 0);
     desk.pass(10_000);
     assert_eq!(resized_to(&desk).as_deref(), Some("grammar"));
 }
 
 #[test]
-fn a_worker_that_outgrows_its_bounds_ends_its_work_and_is_started_anew_before_anybody_else() {
+fn a_worker_that_outgrows_its_bounds_ends_its_work_and_is_restarted_before_any_other_holder() {
     let mut desk = with_ready(
         WorkerParams {
             peak: mib(120),
-            rest: RestParams {
-                recycle_above: Some(mib(150)),
-                ..RestParams::default()
-            },
+            rest: recycled_above(150),
             ..worker("detector", 100)
         },
         100,
     );
-    busy(&mut desk, "detector", 1);
+    desk.busy("detector", 1);
     desk.wait(100).measure("detector", 149);
     assert!(!desk.worker("detector").winding_up, "within its bounds");
     desk.wait(100).measure("detector", 151);
@@ -247,17 +198,17 @@ fn a_worker_that_outgrows_its_bounds_ends_its_work_and_is_started_anew_before_an
     desk.pass(5000);
     assert!(!desk.stops("detector"), "it ends its request first");
 
-    // Somebody waits for all that there is: the worker's own memory is not theirs.
+    // A request waits for all that there is: the worker's own memory is not theirs.
     desk.request("other", Class::AudioRealtime, 320, 320, 60_000);
-    busy(&mut desk, "detector", 0);
+    desk.busy("detector", 0);
     assert!(desk.stops("detector"));
-    exits(&mut desk, "detector", true, "exit code 0");
+    desk.wait(10).exits("detector", true, "exit code 0");
     assert!(desk.starts("detector"), "{:#?}", desk.actions);
     assert_eq!(desk.held("detector"), mib(120));
     assert_eq!(desk.worker("detector").failures, 0, "that was no failure");
 
     // Outgrown again at once: not again before it has run for a while.
-    becomes_ready(&mut desk, "detector", 151);
+    desk.ready("detector", 151);
     for _ in 0..50 {
         desk.wait(1000).measure("detector", 151);
     }
@@ -273,10 +224,7 @@ fn what_a_worker_has_grown_to_is_learned_when_it_goes_on_with_it_and_not_when_it
     let mut desk = with_ready(
         WorkerParams {
             peak: mib(120),
-            rest: RestParams {
-                recycle_above: Some(mib(120)),
-                ..RestParams::default()
-            },
+            rest: recycled_above(120),
             ..worker("detector", 100)
         },
         100,
@@ -286,10 +234,7 @@ fn what_a_worker_has_grown_to_is_learned_when_it_goes_on_with_it_and_not_when_it
         peaks.of("detector", None).map(|peak| peak.bytes)
     };
     let uses = |desk: &mut Desk, used: u64, peak: u64| {
-        desk.wait(100).tell(Event::PeakMeasured {
-            worker: "detector".to_owned(),
-            peak: mib(peak),
-        });
+        desk.wait(100).peak("detector", peak);
         desk.measure("detector", used);
     };
     // What its start took is learned at once, however much it was.
@@ -305,11 +250,11 @@ fn what_a_worker_has_grown_to_is_learned_when_it_goes_on_with_it_and_not_when_it
     assert!(desk.worker("detector").winding_up);
     desk.pass(100);
     assert_eq!(learned(&desk), Some(mib(150)));
-    exits(&mut desk, "detector", true, "exit code 0");
+    desk.wait(10).exits("detector", true, "exit code 0");
     assert!(desk.starts("detector"), "{:#?}", desk.actions);
     assert_eq!(desk.held("detector"), mib(165), "1.1 times 150");
     // Grown to the same at once, it is not ended for it again: it is as large as that.
-    becomes_ready(&mut desk, "detector", 100);
+    desk.ready("detector", 100);
     uses(&mut desk, 100, 110);
     for _ in 0..4 {
         uses(&mut desk, 300, 310);
@@ -319,15 +264,12 @@ fn what_a_worker_has_grown_to_is_learned_when_it_goes_on_with_it_and_not_when_it
 }
 
 #[test]
-fn a_worker_that_was_to_be_started_anew_is_even_if_its_memory_is_taken_first() {
+fn a_worker_that_was_to_be_restarted_is_even_if_its_memory_is_taken_first() {
     let mut desk = with_ready(
         WorkerParams {
             class: Class::Batch,
             peak: mib(120),
-            rest: RestParams {
-                recycle_above: Some(mib(150)),
-                ..RestParams::default()
-            },
+            rest: recycled_above(150),
             ..worker("detector", 100)
         },
         100,
@@ -348,8 +290,8 @@ fn a_worker_that_was_to_be_started_anew_is_even_if_its_memory_is_taken_first() {
         )
     };
     assert!(desk.actions.iter().any(by_shed), "before it had wound up");
-    exits(&mut desk, "detector", true, "SIGTERM");
-    // By the 340 MiB that it had grown to, it would not come back beside anybody.
+    desk.wait(10).exits("detector", true, "SIGTERM");
+    // By the 340 MiB that it had grown to, it would not come back beside another holder.
     assert!(desk.starts("detector"), "{:#?}", desk.actions);
     assert_eq!(state(&desk, "detector"), (Starting, None));
 }
@@ -358,15 +300,12 @@ fn a_worker_that_was_to_be_started_anew_is_even_if_its_memory_is_taken_first() {
 fn work_that_does_not_end_does_not_keep_a_worker_that_has_outgrown_its_bounds() {
     let mut desk = with_ready(
         WorkerParams {
-            rest: RestParams {
-                recycle_above: Some(mib(150)),
-                ..RestParams::default()
-            },
+            rest: recycled_above(150),
             ..worker("detector", 100)
         },
         100,
     );
-    busy(&mut desk, "detector", 1);
+    desk.busy("detector", 1);
     desk.wait(10).measure("detector", 300);
     desk.wait(1000).measure("detector", 300);
     desk.pass(29_000);
@@ -378,31 +317,22 @@ fn work_that_does_not_end_does_not_keep_a_worker_that_has_outgrown_its_bounds() 
 #[test]
 fn no_request_starts_what_an_operator_has_stopped() {
     let mut desk = with_ready(sleepy("tts", 100), 90);
-    command(&mut desk, "tts", WorkerCommand::Stop);
-    exits(&mut desk, "tts", true, "exit code 0");
+    desk.command("tts", WorkerCommand::Stop);
+    desk.wait(10).exits("tts", true, "exit code 0");
     assert_eq!(state(&desk, "tts"), (Stopped, Some(Rest::Operator)));
-    wanted(&mut desk, "tts");
+    desk.wait(1).wanted("tts");
     assert!(!desk.starts("tts"));
-    command(&mut desk, "tts", WorkerCommand::Start);
+    desk.command("tts", WorkerCommand::Start);
     assert!(desk.starts("tts"));
     assert_eq!(state(&desk, "tts"), (Starting, None));
 }
 
 #[test]
 fn a_worker_that_is_not_started_by_itself_is_started_by_the_first_request() {
-    let mut settings = params();
-    settings.workers = vec![WorkerParams {
-        start: StartParams {
-            autostart: false,
-            ..worker("tts", 100).start
-        },
-        ..worker("tts", 100)
-    }];
-    let mut desk = Desk::new(settings);
-    desk.sample(0);
+    let mut desk = Desk::with_workers(vec![by_hand("tts", 100)]);
     desk.pass(10_000);
     assert!(!desk.starts("tts"));
-    wanted(&mut desk, "tts");
+    desk.wait(1).wanted("tts");
     assert!(desk.starts("tts"));
 }
 
@@ -417,13 +347,12 @@ fn workers_wait_for_those_they_come_after_and_for_nobody_who_has_given_up() {
         ..worker(name, 30)
     };
     settings.workers = vec![after("a", &["c"]), after("b", &["a"]), after("c", &[])];
-    let mut desk = Desk::new(settings);
-    desk.sample(0);
+    let mut desk = Desk::sampled(settings);
     assert!(desk.starts("c") && !desk.starts("a"));
     // One that fails has been given up as far as order goes.
-    exits(&mut desk, "c", false, "exit code 3");
+    desk.wait(10).exits("c", false, "exit code 3");
     assert!(desk.starts("a") && !desk.starts("b"));
-    becomes_ready(&mut desk, "a", 30);
+    desk.ready("a", 30);
     assert!(desk.starts("b"));
 }
 
@@ -445,12 +374,9 @@ fn a_worker_that_asks_for_itself_takes_over_what_was_booked_for_it() {
     assert_eq!(desk.snapshot().held, mib(300), "nothing is booked twice");
     desk.wait(100).measure("vision", 280);
     assert_eq!(desk.snapshot().unaccounted, Bytes::ZERO);
-    // Its name is nobody else's.
-    exits(&mut desk, "vision", false, "exit code 1");
-    desk.wait(10).tell(Event::HolderLost {
-        lease: lease.id,
-        pid: None,
-    });
+    // Its name is not granted to another holder.
+    desk.wait(10).exits("vision", false, "exit code 1");
+    desk.wait(10).lost(&lease);
     desk.request("vision", Class::Interactive, 10, 10, 0);
     assert!(matches!(desk.denial(), Denial::Invalid { .. }), "it does not run");
 }
@@ -492,7 +418,7 @@ fn orin_nx_v080_ends_well_in_either_order() {
                 let name = if desk.starts("tts") { "tts" } else { "asr" };
                 order.push(name);
                 used += if name == "tts" { 34 } else { 60 };
-                becomes_ready(&mut desk, name, if name == "tts" { 34 } else { 60 });
+                desk.ready(name, if name == "tts" { 34 } else { 60 });
             } else if desk.plan_asked().is_some() && desk.snapshot().engine.state == EngineState::Loading {
                 order.push("llm");
                 used += desk.engine_applies().whole_mib();
@@ -525,22 +451,15 @@ fn zoe_outage_starts_the_llm_first_and_then_the_voice() {
     let mut settings = with_engine(params());
     settings.workers = vec![WorkerParams {
         peak: mib(160),
-        rest: RestParams {
-            recycle_above: Some(mib(200)),
-            ..RestParams::default()
-        },
+        rest: recycled_above(200),
         ..worker("tts", 150)
     }];
-    let mut desk = Desk::new(settings);
-    desk.sample(0);
+    let mut desk = Desk::sampled(settings);
     desk.tell(Event::EngineInspected { shape: shape() });
     desk.engine_applies();
-    becomes_ready(&mut desk, "tts", 150);
+    desk.ready("tts", 150);
     // It grows to 360 of 400 while the LLM is gone, and keeps that.
-    desk.wait(10).tell(Event::EngineFailed {
-        reason: "stopped for a build".to_owned(),
-        left: None,
-    });
+    desk.wait(10).engine_fails(None);
     desk.wait(10).measure("tts", 360);
     desk.samples(360);
     desk.wait(600).measure("tts", 360);
@@ -548,7 +467,7 @@ fn zoe_outage_starts_the_llm_first_and_then_the_voice() {
     assert!(desk.worker("tts").winding_up, "what it keeps is not its own");
     desk.pass(100);
     assert!(desk.stops("tts"));
-    exits(&mut desk, "tts", true, "exit code 0");
+    desk.wait(10).exits("tts", true, "exit code 0");
     let mut order = Vec::new();
     for _ in 0..200 {
         if desk.plan_asked().is_some() {
@@ -556,7 +475,7 @@ fn zoe_outage_starts_the_llm_first_and_then_the_voice() {
             desk.engine_applies();
         } else if desk.starts("tts") {
             order.push("tts");
-            becomes_ready(&mut desk, "tts", 150);
+            desk.ready("tts", 150);
         } else {
             let used = desk.snapshot().held.whole_mib();
             desk.wait(100).samples(used);
@@ -582,26 +501,16 @@ fn zoe_crashloop_has_one_failed_start_at_the_most() {
         ..worker("llama-server", 6300)
     }];
     let mut desk = Desk::new(settings);
-    let machine = |desk: &mut Desk, used_mib: u64| {
-        let sample = Sample {
-            taken_at: desk.now,
-            mem_total: mib(15_656),
-            mem_available: mib(15_656 - used_mib),
-            mem_free: mib(15_656 - used_mib),
-            ..Sample::default()
-        };
-        desk.tell(Event::Sampled(sample)).to_vec()
-    };
-    let base = 1224 + 4000; // the OS, and a container that nobody has leased
+    let machine = |desk: &mut Desk, used_mib: u64| desk.machine(15_656, used_mib).to_vec();
+    let base = 1224 + 4000; // the OS, and a container without a lease
     machine(&mut desk, base);
     assert!(desk.starts("llama-server"), "{:#?}", desk.actions);
-    becomes_ready(&mut desk, "llama-server", 6300);
+    desk.ready("llama-server", 6300);
     machine(&mut desk, base + 6300);
     // The neighbour comes, and the next allocation fails.
     desk.wait(1000);
     machine(&mut desk, base + 6300 + 3800);
-    exits(
-        &mut desk,
+    desk.wait(10).exits(
         "llama-server",
         false,
         "exit code 1: NvMapMemAllocInternalTagged: 1075072515 error 12",
@@ -621,9 +530,9 @@ fn zoe_crashloop_has_one_failed_start_at_the_most() {
             starts += 1;
             if neighbour > 0 {
                 failed += 1;
-                exits(&mut desk, "llama-server", false, "exit code 1: error 12");
+                desk.wait(10).exits("llama-server", false, "exit code 1: error 12");
             } else {
-                becomes_ready(&mut desk, "llama-server", 6300);
+                desk.ready("llama-server", 6300);
             }
         } else if neighbour > 0 {
             let state = desk.worker("llama-server").state;

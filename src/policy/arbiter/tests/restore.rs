@@ -33,20 +33,15 @@ fn with_worker() -> Params {
 }
 
 fn runs(params: Params) -> Desk {
-    let mut desk = Desk::new(params);
-    desk.sample(0);
+    let mut desk = Desk::sampled(params);
     assert!(desk.starts("asr"));
-    desk.tell(Event::WorkerReady {
-        worker: "asr".to_owned(),
-        pid: 77,
-    });
+    desk.answers("asr", 77);
     desk
 }
 
 #[test]
 fn what_is_held_counts_at_once_and_goes_on_for_a_term() {
-    let mut desk = Desk::new(params());
-    desk.sample(0);
+    let mut desk = Desk::sampled(params());
     desk.request("a", Class::Interactive, 300, 300, 0);
     let a = desk.granted();
     let mut desk = next_run(params(), desk.arbiter.book(), Vec::new());
@@ -97,10 +92,7 @@ fn a_worker_is_booked_as_it_was_and_serves_when_it_answers() {
         (desk.worker("asr").state, desk.worker("asr").starts),
         (WorkerState::Starting, 1)
     );
-    desk.tell(Event::WorkerReady {
-        worker: "asr".to_owned(),
-        pid: 77,
-    });
+    desk.answers("asr", 77);
     assert_eq!(desk.worker("asr").state, WorkerState::Ready);
     desk.wait(10).measure("asr", 38);
     assert_eq!(desk.held("asr"), mib(40), "and comes down as it is measured");
@@ -145,21 +137,12 @@ fn a_worker_without_a_book_is_booked_with_its_peak() {
 #[test]
 fn what_an_operator_wanted_outlives_the_run() {
     let mut desk = runs(with_worker());
-    let ticket = desk.ticket();
-    desk.tell(Event::OperatorWorker {
-        ticket,
-        worker: "asr".to_owned(),
-        command: crate::policy::event::WorkerCommand::Stop,
-    });
+    desk.command("asr", WorkerCommand::Stop);
     assert!(desk.stops("asr"));
     // Killed before it has ended: it is asked again.
     let mut desk = next_run(with_worker(), desk.arbiter.book(), vec![adopted("asr")]);
     assert!(desk.stops("asr"));
-    desk.tell(Event::WorkerExited {
-        worker: "asr".to_owned(),
-        intended: true,
-        cause: "code 0".to_owned(),
-    });
+    desk.exits("asr", true, "code 0");
     desk.sample(0);
     assert!(!desk.starts("asr"));
     let mut desk = next_run(with_worker(), desk.arbiter.book(), Vec::new());
@@ -172,17 +155,8 @@ fn a_worker_that_an_operator_stopped_holds_up_no_other_one_at_the_next_start() {
     let mut params = with_worker();
     params.workers.push(worker("tts", 30));
     let mut desk = runs(params.clone());
-    let ticket = desk.ticket();
-    desk.tell(Event::OperatorWorker {
-        ticket,
-        worker: "asr".to_owned(),
-        command: crate::policy::event::WorkerCommand::Stop,
-    });
-    desk.tell(Event::WorkerExited {
-        worker: "asr".to_owned(),
-        intended: true,
-        cause: "code 0".to_owned(),
-    });
+    desk.command("asr", WorkerCommand::Stop);
+    desk.exits("asr", true, "code 0");
     let desk = next_run(params, desk.arbiter.book(), Vec::new());
     assert!(desk.starts("tts") && !desk.starts("asr"));
 }
@@ -204,11 +178,7 @@ fn what_does_not_fit_into_a_smaller_budget_is_not_promised() {
     let mut desk = next_run(smaller, desk.arbiter.book(), vec![adopted("asr")]);
     assert!(desk.stops("asr") && !desk.starts("asr"));
     assert_eq!((desk.held("asr"), desk.held("a")), (mib(50), Bytes::ZERO));
-    desk.tell(Event::WorkerExited {
-        worker: "asr".to_owned(),
-        intended: true,
-        cause: "code 0".to_owned(),
-    });
+    desk.exits("asr", true, "code 0");
     assert!(desk.starts("asr"));
     assert_eq!(desk.held("asr"), mib(40));
 }
@@ -219,8 +189,7 @@ fn a_book_that_comes_too_late_changes_nothing() {
     other.sample(0);
     other.request("a", Class::Interactive, 300, 300, 0);
     let book = other.arbiter.book();
-    let mut desk = Desk::new(params());
-    desk.sample(0);
+    let mut desk = Desk::sampled(params());
     desk.request("b", Class::Interactive, 10, 10, 0);
     desk.tell(Event::Recovered {
         book,
@@ -235,7 +204,7 @@ fn every_change_of_the_book_has_another_number() {
     let mut last = (desk.arbiter.book(), desk.arbiter.book_changes());
     let mut look = |desk: &Desk| {
         let now = (desk.arbiter.book(), desk.arbiter.book_changes());
-        // Targets and places in the queue have numbers of their own, which nobody is told before the book is written.
+        // Targets and places in the queue have numbers of their own, which are not sent before the book is written.
         let same = Book {
             last: last.0.last,
             ..now.0.clone()
@@ -247,26 +216,13 @@ fn every_change_of_the_book_has_another_number() {
     let a = desk.granted();
     look(&desk);
     for (min, max) in [(50, 200), (50, 150), (10, 300)] {
-        let ticket = desk.ticket();
-        desk.tell(Event::LeaseResizeRequested {
-            ticket,
-            lease: a.id,
-            generation: a.generation,
-            peer: peer(1000),
-            min: mib(min),
-            max: mib(max),
-            wait: ms(0),
-        });
+        desk.resize(&a, min, max, 0);
         look(&desk);
         desk.wait(10).measure("a", max.min(100));
         look(&desk);
     }
     for (worker, millis) in [("asr", 10), ("asr", 5000)] {
-        desk.wait(millis).tell(Event::WorkerExited {
-            worker: worker.to_owned(),
-            intended: false,
-            cause: "code 1".to_owned(),
-        });
+        desk.wait(millis).exits(worker, false, "code 1");
         look(&desk);
         desk.wait(millis).tell(Event::DeadlineReached);
         look(&desk);

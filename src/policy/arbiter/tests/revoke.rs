@@ -9,18 +9,11 @@ use crate::policy::{
 
 #[test]
 fn a_released_lease_is_credited_when_it_is_measured_back() {
-    let mut desk = Desk::new(params());
-    desk.sample(0);
+    let mut desk = Desk::sampled(params());
     desk.request("a", Class::Interactive, 300, 300, 0);
     let a = desk.granted();
     desk.wait(10).measure("a", 280);
-    let ticket = desk.ticket();
-    desk.wait(10).tell(Event::LeaseReleased {
-        ticket,
-        lease: a.id,
-        generation: a.generation,
-        peer: peer(1000),
-    });
+    desk.wait(10).releases(&a, peer(1000));
     assert!(matches!(desk.answer(), Answer::Done { .. }));
     assert_eq!(desk.snapshot().free, mib(100));
     desk.wait(10).measure("a", 50);
@@ -40,18 +33,11 @@ fn a_released_lease_is_credited_when_it_is_measured_back() {
 
 #[test]
 fn a_release_by_a_holder_that_cannot_be_measured_waits_for_a_sample() {
-    let mut desk = Desk::new(params());
-    desk.sample(0);
+    let mut desk = Desk::sampled(params());
     desk.wait(10).request("a", Class::Interactive, 300, 300, 0);
     let a = desk.granted();
     desk.samples(300);
-    let ticket = desk.ticket();
-    desk.wait(10).tell(Event::LeaseReleased {
-        ticket,
-        lease: a.id,
-        generation: a.generation,
-        peer: peer(1000),
-    });
+    desk.wait(10).releases(&a, peer(1000));
     let taken_at = desk.wait(5).now;
     desk.tell(Event::Measured {
         tenant: "a".to_owned(),
@@ -70,12 +56,11 @@ fn a_release_by_a_holder_that_cannot_be_measured_waits_for_a_sample() {
 
 #[test]
 fn a_holder_that_is_gone_is_credited_at_once() {
-    let mut desk = Desk::new(params());
-    desk.sample(0);
+    let mut desk = Desk::sampled(params());
     desk.request("a", Class::Interactive, 300, 300, 0);
     let a = desk.granted();
     desk.measure("a", 300);
-    desk.tell(Event::HolderLost { lease: a.id, pid: None });
+    desk.lost(&a);
     let gone = Decision::from(LeaseDecision::HolderGone {
         lease: LeaseName {
             id: a.id,
@@ -89,7 +74,7 @@ fn a_holder_that_is_gone_is_credited_at_once() {
     assert_eq!(desk.snapshot().free, mib(400));
 }
 
-fn applied(lease: LeaseId, nonce: u64) -> Event {
+pub(super) fn applied(lease: LeaseId, nonce: u64) -> Event {
     Event::TargetAnswered {
         lease,
         nonce,
@@ -100,8 +85,7 @@ fn applied(lease: LeaseId, nonce: u64) -> Event {
 
 /// A batch tenant with 100 to 300 MiB, all in use, and an audio request for 200 MiB more than is free.
 fn revoked() -> (Desk, LeaseView, u64) {
-    let mut desk = Desk::new(params());
-    desk.sample(0);
+    let mut desk = Desk::sampled(params());
     desk.wait(10).request("batch", Class::Batch, 100, 300, 0);
     let lease = desk.granted();
     desk.wait(10).measure("batch", 300);
@@ -145,11 +129,7 @@ fn what_is_still_in_use_above_a_target_is_not_granted_but_asked_for_again() {
         (None, mib(195)),
         "90 % of the promise is enough"
     );
-    assert!(
-        desk.actions
-            .iter()
-            .any(|action| matches!(action, Action::SetTarget { bytes, .. } if *bytes == mib(200)))
-    );
+    assert!(acts!(desk, Action::SetTarget { bytes, .. } if *bytes == mib(200)));
 }
 
 #[test]
@@ -204,10 +184,7 @@ fn who_says_that_it_has_heard_of_the_end_is_credited_when_it_is_measured() {
 #[test]
 fn a_holder_that_is_gone_after_the_end_of_its_lease_is_credited_at_once() {
     let (mut desk, lease) = unanswered();
-    desk.tell(Event::HolderLost {
-        lease: lease.id,
-        pid: None,
-    });
+    desk.lost(&lease);
     assert_eq!((desk.held("batch"), desk.granted().held), (mib(0), mib(200)));
 }
 
@@ -225,14 +202,17 @@ fn who_has_answered_may_take_its_target_until_it_has_heard_of_the_end() {
 }
 
 #[test]
-fn nobody_waits_for_what_a_holder_may_keep_for_a_term() {
+fn no_request_waits_for_what_a_holder_may_keep_for_a_term() {
     let mut desk = Desk::with_engine_ready(params());
     desk.wait(10).request("batch", Class::Batch, 60, 200, 0);
     let batch = desk.granted();
     desk.wait(10).measure("batch", 10);
     desk.wait(10).request("voice", Class::AudioRealtime, 150, 150, 8000);
-    let asked = |action: &Action| matches!(action, Action::SetTarget { lease, .. } if *lease == batch.id);
-    assert!(desk.actions.iter().any(asked), "{:#?}", desk.actions);
+    assert!(
+        acts!(desk, Action::SetTarget { lease, .. } if *lease == batch.id),
+        "{:#?}",
+        desk.actions
+    );
     desk.engine_applies();
     // It says nothing, and its term goes on for 8 s: what is missing is asked of the engine.
     let actions = desk.pass(2300).to_vec();
@@ -246,11 +226,7 @@ fn a_measurement_that_was_overtaken_by_a_newer_one_credits_nothing() {
     desk.wait(5).tell(applied(lease.id, nonce));
     let taken_at = desk.wait(5).now;
     desk.wait(5).measure("batch", 300);
-    desk.wait(5).tell(Event::Measured {
-        tenant: "batch".to_owned(),
-        used: Some(mib(150)),
-        taken_at,
-    });
+    desk.wait(5).measure_at("batch", 150, taken_at);
     assert_eq!((desk.try_answer(), desk.held("batch")), (None, mib(300)));
 }
 
@@ -332,11 +308,7 @@ fn a_holder_that_answered_is_not_ended_by_a_reading_from_before_its_answer() {
     desk.wait(20).tell(applied(lease.id, nonce));
     let answered = desk.now;
     // Taken before the answer, and reported after it.
-    desk.wait(5).tell(Event::Measured {
-        tenant: "batch".to_owned(),
-        used: Some(mib(300)),
-        taken_at: answered,
-    });
+    desk.wait(5).measure_at("batch", 300, answered);
     desk.pass(2300);
     assert_eq!(desk.not_reduced(), None);
     desk.wait(5).measure("batch", 200);
@@ -394,18 +366,13 @@ fn an_answer_to_another_target_is_stale() {
 
 #[test]
 fn an_expired_lease_ends_at_its_instant_and_its_use_is_unaccounted() {
-    let mut desk = Desk::new(params());
-    desk.sample(0);
+    let mut desk = Desk::sampled(params());
     desk.request("a", Class::Interactive, 100, 100, 0);
     let a = desk.granted();
     assert_eq!(desk.arbiter.next_deadline(), a.expires_at);
     desk.wait(9990).measure("a", 100);
     desk.pass(10);
-    assert!(
-        desk.actions
-            .iter()
-            .any(|action| matches!(action, Action::EndLease { .. }))
-    );
+    assert!(acts!(desk, Action::EndLease { .. }));
     desk.wait(5).measure("a", 100);
     assert_eq!(
         (desk.snapshot().held, desk.snapshot().unaccounted),
@@ -429,8 +396,12 @@ impl Desk {
     }
 
     pub(super) fn release(&mut self, lease: &LeaseView, peer: Peer) {
+        self.wait(5).releases(lease, peer);
+    }
+
+    pub(super) fn releases(&mut self, lease: &LeaseView, peer: Peer) {
         let ticket = self.ticket();
-        self.wait(5).tell(Event::LeaseReleased {
+        self.tell(Event::LeaseReleased {
             ticket,
             lease: lease.id,
             generation: lease.generation,
@@ -474,8 +445,7 @@ impl Desk {
 
 /// A holder of 100 MiB that uses them, and another whose 250 MiB stand in the way of more.
 fn two_holders() -> (Desk, LeaseView, LeaseView) {
-    let mut desk = Desk::new(params());
-    desk.sample(0);
+    let mut desk = Desk::sampled(params());
     desk.request("other", Class::Interactive, 250, 250, 0);
     let other = desk.granted();
     desk.wait(10).request("a", Class::Interactive, 100, 100, 0);
@@ -491,12 +461,12 @@ fn a_later_call_of_a_holder_replaces_the_one_that_waits() {
     let first = desk.resize(&a, 300, 300, 5000);
     assert_eq!(desk.try_answer(), None, "it waits");
     desk.resize(&a, 20, 20, 0);
-    let told = |action: &Action| matches!(action, Action::Answer { ticket, answer: Answer::Denied { denial: Denial::Replaced { .. }, .. } } if *ticket == first);
-    assert!(desk.actions.iter().any(told), "{:#?}", desk.actions);
-    desk.wait(10).tell(Event::HolderLost {
-        lease: other.id,
-        pid: None,
-    });
+    assert!(
+        acts!(desk, Action::Answer { ticket, answer: Answer::Denied { denial: Denial::Replaced { .. }, .. } } if *ticket == first),
+        "{:#?}",
+        desk.actions
+    );
+    desk.wait(10).lost(&other);
     assert_eq!(
         (desk.try_answer(), desk.held("a")),
         (None, mib(100)),
@@ -511,14 +481,21 @@ fn who_lowers_its_lease_and_is_granted_more_then_keeps_what_it_was_granted() {
     let (mut desk, a, other) = two_holders();
     desk.resize(&a, 20, 20, 0);
     desk.resize(&a, 300, 300, 4000);
-    desk.wait(10).tell(Event::HolderLost {
-        lease: other.id,
-        pid: None,
-    });
+    desk.wait(10).lost(&other);
     assert_eq!(desk.granted().held, mib(300));
     assert_eq!(desk.lease("a").unwrap().state, LeaseState::Granted);
     desk.wait(10).measure("a", 10);
     assert_eq!(desk.held("a"), mib(300), "it may fill it");
+}
+
+#[test]
+fn a_wish_for_less_that_is_not_seen_ends_no_lease() {
+    let (mut desk, a, _) = two_holders();
+    desk.resize(&a, 20, 20, 0);
+    desk.pass(6000);
+    assert!(decided!(desk, Lease(LeaseDecision::WishNotSeen { .. })));
+    let lease = desk.lease("a").unwrap();
+    assert_eq!((lease.state, lease.held), (LeaseState::Granted, mib(100)));
 }
 
 #[test]
@@ -559,8 +536,7 @@ fn wishes_for_less_that_never_come_true_do_not_spare_a_holder() {
         |step| 101 + step,
         |step| 300 - step % 2 * 90,
     ] {
-        let mut desk = Desk::new(params());
-        desk.sample(0);
+        let mut desk = Desk::sampled(params());
         desk.wait(10).request("batch", Class::Batch, 100, 300, 0);
         let lease = desk.granted();
         desk.wait(10).measure("batch", 300);
@@ -591,8 +567,7 @@ fn wishes_for_less_that_never_come_true_do_not_spare_a_holder() {
 /// The sample that shows an ended lease as an unmanaged process's is the first one that does: by the lower of two it would be free.
 #[test]
 fn what_an_unmeasurable_holder_keeps_is_nobodys_with_the_first_sample_after_its_end() {
-    let mut desk = Desk::new(params());
-    desk.sample(0);
+    let mut desk = Desk::sampled(params());
     desk.wait(10).request("a", Class::Interactive, 300, 300, 0);
     let a = desk.granted();
     desk.samples(300);
@@ -609,8 +584,7 @@ fn what_an_unmeasurable_holder_keeps_is_nobodys_with_the_first_sample_after_its_
 
 #[test]
 fn a_ghost_that_cannot_be_read_once_is_not_free() {
-    let mut desk = Desk::new(params());
-    desk.sample(0);
+    let mut desk = Desk::sampled(params());
     desk.wait(10).request("a", Class::Interactive, 300, 300, 0);
     let a = desk.granted();
     desk.samples(300);
@@ -654,7 +628,7 @@ fn an_operator_releases_an_ended_lease_whose_holder_says_nothing() {
     ] {
         let (mut desk, lease) = unanswered();
         desk.wait(5).measure("batch", 0);
-        assert_eq!(desk.held("batch"), mib(300), "nobody has heard");
+        assert_eq!(desk.held("batch"), mib(300), "not acknowledged");
         desk.release(&lease, peer);
         let done = Done::Decided(Decision::from(LeaseDecision::EndAcknowledged {
             lease: LeaseName {
@@ -682,12 +656,11 @@ fn an_operator_releases_an_ended_lease_whose_holder_says_nothing() {
     );
 }
 
-/// Or whoever always asks for more would never be asked for anything.
+/// Or a holder that always asks for more would never be asked for anything.
 #[test]
 fn who_waits_to_become_larger_is_asked_all_the_same_and_its_call_is_answered() {
     for pressed in [true, false] {
-        let mut desk = Desk::new(params());
-        desk.sample(0);
+        let mut desk = Desk::sampled(params());
         desk.request("other", Class::Interactive, 90, 90, 0);
         desk.wait(10).request("batch", Class::Batch, 100, 300, 0);
         let lease = desk.granted();
@@ -710,8 +683,7 @@ fn who_waits_to_become_larger_is_asked_all_the_same_and_its_call_is_answered() {
 #[test]
 fn processes_of_one_name_are_measured_and_credited_each_for_itself() {
     for uid in [1000, 1001] {
-        let mut desk = Desk::new(params());
-        desk.sample(0);
+        let mut desk = Desk::sampled(params());
         let ask = |desk: &mut Desk, sizes, uid, pid| {
             let ticket = desk.ticket();
             let request = of_process("vision", Class::Batch, sizes, uid, pid);
@@ -741,14 +713,10 @@ fn processes_of_one_name_are_measured_and_credited_each_for_itself() {
         assert_eq!(desk.granted().held, mib(100));
         assert_eq!(desk.snapshot().unaccounted, mib(0));
         // What is left of the first after its end is its own.
-        desk.tell(Event::HolderLost {
-            lease: other.id,
-            pid: None,
-        });
+        desk.lost(&other);
         assert_eq!(desk.lease("vision").unwrap().used, Some(mib(120)));
     }
-    let mut desk = Desk::new(params());
-    desk.sample(0);
+    let mut desk = Desk::sampled(params());
     desk.request("vision (pid 11)", Class::Batch, 1, 1, 0);
     assert!(matches!(desk.denial(), Denial::Invalid { field, .. } if field == "tenant"));
 }

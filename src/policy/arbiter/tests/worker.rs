@@ -4,30 +4,11 @@ use super::*;
 use crate::policy::{
     death::{DeathCertificate, DeathClass, DeathMemory, DeathVerdict},
     decision::WorkerDecision,
-    event::WorkerCommand,
     params::VariantParams,
     pressure::PressureLevel,
     reason::StopReason,
-    snapshot::WorkerState::{AwaitingMemory, BackingOff, Degraded, Ready, Starting, Stopped},
+    snapshot::WorkerState::{BackingOff, Degraded, Ready, Stopped},
 };
-
-fn ready(desk: &mut Desk, name: &str, used_mib: u64) {
-    desk.wait(10).tell(Event::WorkerReady {
-        worker: name.to_owned(),
-        pid: 7,
-    });
-    let told = desk.actions.clone();
-    desk.wait(1).measure(name, used_mib);
-    desk.actions.splice(0..0, told);
-}
-
-fn exits(desk: &mut Desk, name: &str, intended: bool) {
-    desk.wait(10).tell(Event::WorkerExited {
-        worker: name.to_owned(),
-        intended,
-        cause: "exit code 3".to_owned(),
-    });
-}
 
 fn dies(desk: &mut Desk, name: &str, class: DeathClass, needs_operator: bool) {
     desk.wait(10).tell(Event::WorkerDied {
@@ -43,15 +24,12 @@ fn dies(desk: &mut Desk, name: &str, class: DeathClass, needs_operator: bool) {
             ..DeathCertificate::default()
         }),
     });
-    exits(desk, name, false);
+    desk.wait(10).exits(name, false, "exit code 3");
 }
 
 #[test]
 fn an_unresponsive_worker_is_ended_once_it_is_the_process_that_runs() {
-    let mut params = params();
-    params.workers = vec![worker("tts", 30)];
-    let mut desk = Desk::new(params);
-    desk.sample(0);
+    let mut desk = Desk::with_workers(vec![worker("tts", 30)]);
     let unresponsive = |pid| Event::WorkerUnresponsive {
         worker: "tts".to_owned(),
         pid,
@@ -63,37 +41,27 @@ fn an_unresponsive_worker_is_ended_once_it_is_the_process_that_runs() {
     };
     desk.tell(unresponsive(7));
     assert!(!aborts(&desk), "it is still starting");
-    ready(&mut desk, "tts", 30);
+    desk.ready("tts", 30);
     desk.tell(unresponsive(6));
     assert!(!aborts(&desk), "another process");
     desk.tell(unresponsive(7));
     assert!(aborts(&desk));
-    exits(&mut desk, "tts", false);
+    desk.wait(10).exits("tts", false, "exit code 3");
     assert_eq!(desk.worker("tts").state, BackingOff, "as after any failure");
 }
 
 #[test]
 fn a_worker_that_would_die_in_the_same_way_again_waits_for_an_operator() {
-    let mut params = params();
-    params.workers = vec![worker("tts", 30)];
-    let mut desk = Desk::new(params);
-    desk.sample(0);
+    let mut desk = Desk::with_workers(vec![worker("tts", 30)]);
     dies(&mut desk, "tts", DeathClass::MissingLibrary, true);
     assert_eq!(desk.worker("tts").state, Degraded, "not even one start more");
-    assert!(
-        desk.decisions()
-            .any(|decision| matches!(decision, Decision::Worker(WorkerDecision::NeedsOperator { .. })))
-    );
+    assert!(decided!(desk, Worker(WorkerDecision::NeedsOperator { .. })));
     let death = desk.worker("tts").last_death.unwrap();
     assert_eq!((death.class, death.needs_operator), (DeathClass::MissingLibrary, true));
     assert_eq!(desk.held("tts"), Bytes::ZERO);
 
     // Cured and started by hand, it is a worker like any other.
-    desk.tell(Event::OperatorWorker {
-        ticket: Ticket(9),
-        worker: "tts".to_owned(),
-        command: WorkerCommand::Start,
-    });
+    desk.command("tts", WorkerCommand::Start);
     assert!(desk.starts("tts"));
     dies(&mut desk, "tts", DeathClass::SegmentationFault, false);
     assert_eq!(desk.worker("tts").state, BackingOff);
@@ -123,47 +91,10 @@ fn asr() -> WorkerParams {
 }
 
 #[test]
-fn workers_start_after_the_engine_one_after_the_other_by_their_order() {
-    let mut params = with_engine(params());
-    params.workers = vec![
-        WorkerParams {
-            start: StartParams {
-                start_order: 2,
-                ..asr().start
-            },
-            ..asr()
-        },
-        WorkerParams {
-            start: StartParams {
-                start_order: 1,
-                ..worker("tts", 30).start
-            },
-            ..worker("tts", 30)
-        },
-    ];
-    let mut desk = Desk::new(params);
-    desk.sample(0);
-    desk.tell(Event::EngineInspected { shape: shape() });
-    assert!(!desk.starts("tts"));
-    desk.engine_applies();
-    assert!(desk.starts("tts") && !desk.starts("asr"));
-    ready(&mut desk, "tts", 25);
-    assert!(desk.starts("asr"));
-    assert_eq!(desk.held("asr"), mib(50), "the peak is booked");
-    ready(&mut desk, "asr", 35);
-    assert_eq!(
-        desk.held("asr"),
-        mib(40),
-        "and comes down to the steady size when it is measured"
-    );
-}
-
-#[test]
 fn workers_do_not_wait_for_ever_for_an_engine_that_does_not_come() {
     let mut params = with_engine(params());
     params.workers = vec![worker("tts", 30)];
-    let mut desk = Desk::new(params);
-    desk.sample(0);
+    let mut desk = Desk::sampled(params);
     desk.pass(119_000);
     assert!(!desk.starts("tts"));
     desk.pass(1000);
@@ -171,67 +102,12 @@ fn workers_do_not_wait_for_ever_for_an_engine_that_does_not_come() {
 }
 
 #[test]
-fn a_worker_that_does_not_fit_waits_for_memory_and_that_costs_no_attempt() {
-    let mut params = params();
-    params.workers = vec![WorkerParams {
-        start: StartParams {
-            autostart: false,
-            ..worker("tts", 300).start
-        },
-        ..worker("tts", 300)
-    }];
-    let mut desk = Desk::new(params);
-    desk.sample(0);
-    desk.request("a", Class::AudioRealtime, 200, 200, 0);
-    let a = desk.granted();
-    let ticket = desk.ticket();
-    desk.tell(Event::OperatorWorker {
-        ticket,
-        worker: "tts".to_owned(),
-        command: WorkerCommand::Start,
-    });
-    assert!(!desk.starts("tts"));
-    assert_eq!(
-        (desk.worker("tts").state, desk.worker("tts").starts),
-        (AwaitingMemory, 0)
-    );
-    desk.wait(100).tell(Event::HolderLost { lease: a.id, pid: None });
-    assert!(desk.starts("tts"));
-    assert_eq!((desk.worker("tts").state, desk.worker("tts").starts), (Starting, 1));
-}
-
-#[test]
-fn a_worker_start_takes_from_the_engine() {
-    let mut params = params();
-    params.workers = vec![WorkerParams {
-        start: StartParams {
-            autostart: false,
-            ..worker("tts", 300).start
-        },
-        ..worker("tts", 300)
-    }];
-    let mut desk = Desk::with_engine_ready(params);
-    let ticket = desk.ticket();
-    desk.tell(Event::OperatorWorker {
-        ticket,
-        worker: "tts".to_owned(),
-        command: WorkerCommand::Start,
-    });
-    assert!(!desk.starts("tts"));
-    desk.engine_applies();
-    assert!(desk.starts("tts"));
-}
-
-#[test]
 fn a_worker_that_dies_comes_back_after_its_backoff_and_is_left_alone_after_too_many() {
-    let mut params = params();
-    params.workers = vec![worker("tts", 30)];
-    let mut desk = Desk::new(params);
-    desk.sample(0);
+    let mut desk = Desk::with_workers(vec![worker("tts", 30)]);
     assert!(desk.starts("tts"));
-    ready(&mut desk, "tts", 30);
+    desk.ready("tts", 30);
     for wait in [500, 1000, 2000] {
-        exits(&mut desk, "tts", false);
+        desk.wait(10).exits("tts", false, "exit code 3");
         assert_eq!(
             (desk.worker("tts").state, desk.snapshot().held),
             (BackingOff, Bytes::ZERO)
@@ -241,38 +117,28 @@ fn a_worker_that_dies_comes_back_after_its_backoff_and_is_left_alone_after_too_m
         desk.pass(1);
         assert!(desk.starts("tts"));
     }
-    exits(&mut desk, "tts", false);
+    desk.wait(10).exits("tts", false, "exit code 3");
     assert_eq!((desk.worker("tts").state, desk.worker("tts").failures), (Degraded, 4));
-    let given_up =
-        |decision: &Decision| matches!(decision, Decision::Worker(WorkerDecision::GivenUp { failures: 4, .. }));
-    assert!(desk.decisions().any(given_up));
-    let ticket = desk.ticket();
-    desk.tell(Event::OperatorWorker {
-        ticket,
-        worker: "tts".to_owned(),
-        command: WorkerCommand::Start,
-    });
+    assert!(decided!(desk, Worker(WorkerDecision::GivenUp { failures: 4, .. })));
+    desk.command("tts", WorkerCommand::Start);
     assert!(desk.starts("tts"));
 }
 
 #[test]
 fn a_worker_that_never_answers_is_stopped_and_counts_as_failed() {
-    let mut params = params();
-    params.workers = vec![worker("tts", 30)];
-    let mut desk = Desk::new(params);
-    desk.sample(0);
+    let mut desk = Desk::with_workers(vec![worker("tts", 30)]);
     desk.pass(5000);
     assert_eq!(desk.stop_reason("tts"), Some(StopReason::NotReady { within: ms(5000) }));
-    exits(&mut desk, "tts", true);
+    desk.wait(10).exits("tts", true, "exit code 3");
     assert_eq!(desk.worker("tts").state, BackingOff);
 }
 
-/// A budget without room: the engine has 132 MiB, ASR 40 MiB, somebody else the rest.
+/// A budget without room: the engine has 132 MiB, ASR 40 MiB, another tenant the rest.
 fn no_room() -> Desk {
     let mut params = params();
     params.workers = vec![asr()];
     let mut desk = Desk::with_engine_ready(params);
-    ready(&mut desk, "asr", 36);
+    desk.ready("asr", 36);
     desk.request("other", Class::AudioRealtime, 228, 228, 0);
     desk.granted();
     assert_eq!(desk.snapshot().free, Bytes::ZERO);
@@ -302,18 +168,9 @@ fn resized(desk: &mut Desk, variant: &str, used_mib: u64, error: Option<&str>) {
 fn a_larger_variant_is_booked_before_the_worker_is_asked_and_the_engine_gives_way() {
     let mut desk = no_room();
     ask_variant(&mut desk, "open", 1000);
-    assert!(
-        !desk
-            .actions
-            .iter()
-            .any(|action| matches!(action, Action::ResizeWorker { .. }))
-    );
+    assert!(!acts!(desk, Action::ResizeWorker { .. }));
     desk.engine_applies();
-    assert!(
-        desk.actions
-            .iter()
-            .any(|action| matches!(action, Action::ResizeWorker { variant, .. } if variant == "open"))
-    );
+    assert!(acts!(desk, Action::ResizeWorker { variant, .. } if variant == "open"));
     assert_eq!((desk.held("asr"), desk.try_answer()), (mib(104), None));
     resized(&mut desk, "open", 99, None);
     assert!(matches!(desk.answer(), Answer::Done { .. }));
@@ -349,23 +206,14 @@ fn an_unknown_worker_or_variant_is_refused() {
 
 #[test]
 fn an_idle_worker_of_a_lower_class_gives_way_and_comes_back() {
-    let mut params = params();
-    params.workers = vec![WorkerParams {
-        class: Class::Batch,
-        ..worker("indexer", 300)
-    }];
-    let mut desk = Desk::new(params);
-    desk.sample(0);
-    ready(&mut desk, "indexer", 300);
+    let mut desk = Desk::with_workers(vec![of_class(Class::Batch, worker("indexer", 300))]);
+    desk.ready("indexer", 300);
     desk.wait(10).request("voice", Class::AudioRealtime, 200, 200, 5000);
     assert!(desk.stops("indexer"));
-    exits(&mut desk, "indexer", true);
+    desk.wait(10).exits("indexer", true, "exit code 3");
     let voice = desk.granted();
     assert_eq!(desk.worker("indexer").state, Stopped);
-    desk.wait(10).tell(Event::HolderLost {
-        lease: voice.id,
-        pid: None,
-    });
+    desk.wait(10).lost(&voice);
     desk.samples(0);
     assert_eq!(desk.worker("indexer").state, Stopped, "not within the dwell");
     desk.wait(2000).sample(0);
@@ -382,43 +230,32 @@ fn the_dearer_of_two_stopped_workers_comes_back_first() {
         },
         ..worker(name, 150)
     };
-    let mut params = params();
-    params.workers = vec![with_reload("quick", 1), with_reload("slow", 20)];
-    let mut desk = Desk::new(params);
-    desk.sample(0);
-    ready(&mut desk, "quick", 150);
-    ready(&mut desk, "slow", 150);
+    let mut desk = Desk::with_workers(vec![with_reload("quick", 1), with_reload("slow", 20)]);
+    desk.ready("quick", 150);
+    desk.ready("slow", 150);
     desk.wait(10).request("voice", Class::AudioRealtime, 390, 390, 5000);
     assert!(desk.stops("quick"), "what costs least goes first");
-    exits(&mut desk, "quick", true);
+    desk.wait(10).exits("quick", true, "exit code 3");
     assert!(desk.stops("slow"));
-    exits(&mut desk, "slow", true);
+    desk.wait(10).exits("slow", true, "exit code 3");
     let voice = desk.granted();
-    desk.wait(10).tell(Event::HolderLost {
-        lease: voice.id,
-        pid: None,
-    });
+    desk.wait(10).lost(&voice);
     desk.wait(2000).sample(0);
     assert!(desk.starts("slow") && !desk.starts("quick"), "{:#?}", desk.actions);
-    ready(&mut desk, "slow", 150);
+    desk.ready("slow", 150);
     desk.wait(10).sample(150);
     assert!(desk.starts("quick"));
 }
 
 #[test]
 fn under_critical_pressure_an_idle_worker_becomes_smaller_before_it_is_stopped() {
-    let mut params = params();
-    params.workers = vec![asr()];
-    let mut desk = Desk::new(params);
-    desk.sample(0);
-    ready(&mut desk, "asr", 40);
+    let mut desk = Desk::with_workers(vec![asr()]);
+    desk.ready("asr", 40);
     ask_variant(&mut desk, "open", 0);
     resized(&mut desk, "open", 100, None);
     desk.samples(395);
     assert!(
-        desk.actions
-            .iter()
-            .any(|action| matches!(action, Action::ResizeWorker { variant, .. } if variant == "grammar")),
+        acts!(desk, Action::ResizeWorker { variant, .. } if variant == "grammar"),
         "{:#?}",
         desk.actions
     );
@@ -426,11 +263,7 @@ fn under_critical_pressure_an_idle_worker_becomes_smaller_before_it_is_stopped()
     assert_eq!(desk.held("asr"), mib(40));
     for _ in 0..50 {
         desk.wait(100).sample(38);
-        if desk
-            .actions
-            .iter()
-            .any(|action| matches!(action, Action::ResizeWorker { variant, .. } if variant == "open"))
-        {
+        if acts!(desk, Action::ResizeWorker { variant, .. } if variant == "open") {
             return;
         }
         assert_ne!(desk.worker("asr").state, Stopped);
@@ -442,12 +275,9 @@ fn under_critical_pressure_an_idle_worker_becomes_smaller_before_it_is_stopped()
 fn a_worker_is_stopped_for_what_is_missing_now_and_not_for_foresight() {
     let mut params = with_engine(params());
     params.shed.minimum_reclaim = mib(100);
-    params.workers = vec![WorkerParams {
-        class: Class::Batch,
-        ..worker("indexer", 150)
-    }];
+    params.workers = vec![of_class(Class::Batch, worker("indexer", 150))];
     let mut desk = Desk::with_engine_ready_in(params);
-    ready(&mut desk, "indexer", 150);
+    desk.ready("indexer", 150);
     desk.wait(60_000).sample(282);
     desk.measure("indexer", 150);
     desk.measure("llm", 132);
@@ -458,7 +288,7 @@ fn a_worker_is_stopped_for_what_is_missing_now_and_not_for_foresight() {
     let used = desk.engine_applies().whole_mib();
     assert_eq!(used, 28, "all that the engine has");
 
-    // It takes more: between the watermarks nobody is stopped, though the level stays for its dwell.
+    // It takes more: between the watermarks no worker is stopped, though the level stays for its dwell.
     for left in [45, 38, 36] {
         desk.wait(400).samples(400 - left);
         assert!(!desk.stops("indexer"), "{left} MiB are left: {:#?}", desk.actions);
@@ -473,19 +303,12 @@ fn who_is_stopped_is_chosen_for_what_is_missing_now() {
     let mut params = params();
     params.shed.minimum_reclaim = mib(100);
     params.workers = vec![
-        WorkerParams {
-            class: Class::Batch,
-            ..worker("indexer", 60)
-        },
-        WorkerParams {
-            class: Class::AudioRealtime,
-            ..worker("voice", 150)
-        },
+        of_class(Class::Batch, worker("indexer", 60)),
+        of_class(Class::AudioRealtime, worker("voice", 150)),
     ];
-    let mut desk = Desk::new(params);
-    desk.sample(0);
-    ready(&mut desk, "indexer", 60);
-    ready(&mut desk, "voice", 150);
+    let mut desk = Desk::sampled(params);
+    desk.ready("indexer", 60);
+    desk.ready("voice", 150);
     desk.wait(60_000).sample(210);
     desk.measure("indexer", 60);
     desk.measure("voice", 150);
@@ -498,42 +321,28 @@ fn who_is_stopped_is_chosen_for_what_is_missing_now() {
 
 #[test]
 fn an_operator_stops_and_starts_a_worker() {
-    let mut params = params();
-    params.workers = vec![worker("tts", 30)];
-    let mut desk = Desk::new(params);
-    desk.sample(0);
-    ready(&mut desk, "tts", 30);
-    let command = |desk: &mut Desk, command| {
-        let ticket = desk.ticket();
-        desk.wait(10).tell(Event::OperatorWorker {
-            ticket,
-            worker: "tts".to_owned(),
-            command,
-        });
-    };
-    command(&mut desk, WorkerCommand::Stop);
+    let mut desk = Desk::with_workers(vec![worker("tts", 30)]);
+    desk.ready("tts", 30);
+    desk.wait(10).command("tts", WorkerCommand::Stop);
     assert!(desk.stops("tts"));
-    exits(&mut desk, "tts", true);
+    desk.wait(10).exits("tts", true, "exit code 3");
     desk.pass(60_000);
     assert_eq!(desk.worker("tts").state, Stopped);
-    command(&mut desk, WorkerCommand::Start);
+    desk.wait(10).command("tts", WorkerCommand::Start);
     assert!(desk.starts("tts"));
-    ready(&mut desk, "tts", 30);
-    command(&mut desk, WorkerCommand::Recycle);
+    desk.ready("tts", 30);
+    desk.wait(10).command("tts", WorkerCommand::Recycle);
     assert!(desk.stops("tts"));
-    exits(&mut desk, "tts", true);
+    desk.wait(10).exits("tts", true, "exit code 3");
     assert!(desk.starts("tts"));
-    ready(&mut desk, "tts", 30);
+    desk.ready("tts", 30);
     assert_eq!(desk.worker("tts").state, Ready);
 }
 
 #[test]
 fn a_worker_that_only_says_that_it_has_become_smaller_is_named_and_stopped() {
-    let mut params = params();
-    params.workers = vec![asr()];
-    let mut desk = Desk::new(params);
-    desk.sample(0);
-    ready(&mut desk, "asr", 40);
+    let mut desk = Desk::with_workers(vec![asr()]);
+    desk.ready("asr", 40);
     ask_variant(&mut desk, "open", 0);
     resized(&mut desk, "open", 100, None);
     desk.samples(395);
@@ -549,11 +358,8 @@ fn a_worker_that_only_says_that_it_has_become_smaller_is_named_and_stopped() {
 
 #[test]
 fn a_kill_at_the_limit_of_its_group_raises_what_a_worker_is_expected_to_need() {
-    let mut params = params();
-    params.workers = vec![worker("asr", 100)];
-    let mut desk = Desk::new(params);
-    desk.sample(0);
-    ready(&mut desk, "asr", 90);
+    let mut desk = Desk::with_workers(vec![worker("asr", 100)]);
+    desk.ready("asr", 90);
     let died = |class| {
         Box::new(DeathCertificate {
             worker: "asr".to_owned(),
@@ -589,42 +395,31 @@ fn a_kill_at_the_limit_of_its_group_raises_what_a_worker_is_expected_to_need() {
         certificate: died(DeathClass::MemcgOom),
     });
     assert!(learned(&desk).unwrap() > once, "and again, when that was not enough");
-    let raised = |decision: &Decision| matches!(decision, Decision::Worker(WorkerDecision::PeakRaised { .. }));
-    assert!(desk.decisions().any(raised));
+    assert!(decided!(desk, Worker(WorkerDecision::PeakRaised { .. })));
 }
 
 /// One size of a worker was seen to need more than its file says; the other one keeps what its file says.
 #[test]
 fn each_variant_has_a_peak_of_its_own() {
-    let mut params = params();
-    params.workers = vec![asr()];
-    let mut desk = Desk::new(params);
-    desk.sample(0);
+    let mut desk = Desk::with_workers(vec![asr()]);
     let configured = desk.held("asr");
     let peak = |desk: &mut Desk, peak: u64, used: u64| {
-        desk.wait(10).tell(Event::PeakMeasured {
-            worker: "asr".to_owned(),
-            peak: mib(peak),
-        });
+        desk.wait(10).peak("asr", peak);
         desk.measure("asr", used);
     };
-    ready(&mut desk, "asr", 40);
+    desk.ready("asr", 40);
     peak(&mut desk, 42, 40);
     ask_variant(&mut desk, "open", 0);
     resized(&mut desk, "open", 100, None);
     peak(&mut desk, 180, 100);
-    resized_back(&mut desk);
+    ask_variant(&mut desk, "grammar", 0);
+    resized(&mut desk, "grammar", 40, None);
     // The kernel's memory is of the larger size, and says nothing of the smaller one.
     peak(&mut desk, 180, 40);
     ask_variant(&mut desk, "open", 0);
     assert_eq!(desk.held("asr"), mib(198), "1.1 times 180");
-    exits(&mut desk, "asr", false);
+    desk.wait(10).exits("asr", false, "exit code 3");
     desk.pass(1000);
     assert!(desk.starts("asr"), "{:#?}", desk.actions);
     assert_eq!(desk.held("asr"), configured);
-}
-
-fn resized_back(desk: &mut Desk) {
-    ask_variant(desk, "grammar", 0);
-    resized(desk, "grammar", 40, None);
 }
