@@ -4,7 +4,6 @@
 //! program called as `child`.
 #![expect(
     clippy::unwrap_used,
-    clippy::expect_used,
     clippy::indexing_slicing,
     clippy::print_stdout,
     clippy::print_stderr,
@@ -285,11 +284,14 @@ fn weights_on_the_device_and_plain_kernels_answer_the_same() {
     }
 }
 
+/// Folder of the driver, its settings, and the reason that is given.
+type Case<'a> = (&'a Path, &'a [(&'a str, &'a str)], &'a str);
+
 fn a_gpu_that_does_not_compute_is_refused_with_its_reason_or_left_for_the_cpu() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
     let path = written(folder.path(), 0, Architecture::Qwen3);
     let nowhere = folder.path().join("nowhere");
-    let cases: [(&Path, &[(&str, &str)], &str); 5] = [
+    let cases: [Case<'_>; 5] = [
         (&nowhere, &[], "libcuda is not installed"),
         (
             &driver,

@@ -71,12 +71,12 @@ pub fn load_clients(path: &Path) -> Result<Vec<ClientConfig>, LoadError> {
         if error::is_too_deep(&text) {
             return Err(LoadErrorKind::TooDeep);
         }
-        check(raw::parse(&text)?, &text)
+        check(&raw::parse(&text)?, &text)
     };
     read().map_err(|kind| LoadError::new(path, kind))
 }
 
-fn check(raw: RawClients, text: &str) -> Result<Vec<ClientConfig>, LoadErrorKind> {
+fn check(raw: &RawClients, text: &str) -> Result<Vec<ClientConfig>, LoadErrorKind> {
     let mut checker = Checker::default();
     if raw.clients.len() > CLIENTS_MAX {
         checker.fault(

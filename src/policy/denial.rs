@@ -202,7 +202,7 @@ pub enum Problem {
     Exited {
         cause: String,
     },
-    Stopping(StopReason),
+    Stopping(Box<StopReason>),
     #[serde(untagged)]
     Text(String),
 }

@@ -65,7 +65,7 @@ impl PagePool {
 
     /// What the pool is to be emptied of: all that it keeps, where less than `short` is available without it. The kernel would
     /// take it too, while somebody waits.
-    pub(super) fn to_empty(&mut self, short: Bytes, now: Timestamp) -> Option<Bytes> {
+    pub(super) fn bytes_to_empty(&mut self, short: Bytes, now: Timestamp) -> Option<Bytes> {
         let (pool, low) = self.last?;
         let rests = self.emptied_at.is_some_and(|at| now < at + PAUSE);
         (pool >= LEAST && low < short && !rests).then(|| {
@@ -119,16 +119,24 @@ mod tests {
         let mut pool = PagePool::default();
         let at = Timestamp::from_millis;
         let short = Bytes::from_mib(500);
-        assert_eq!(pool.to_empty(short, at(1)), None);
+        assert_eq!(pool.bytes_to_empty(short, at(1)), None);
         pool.observe(&sample(100, 300, 500));
-        assert_eq!(pool.to_empty(short, at(100)), None, "enough is there");
+        assert_eq!(pool.bytes_to_empty(short, at(100)), None, "enough is there");
         pool.observe(&sample(200, 63, 100));
-        assert_eq!(pool.to_empty(short, at(200)), None, "the pool has next to nothing");
+        assert_eq!(
+            pool.bytes_to_empty(short, at(200)),
+            None,
+            "the pool has next to nothing"
+        );
         pool.observe(&sample(300, 300, 499));
-        assert_eq!(pool.to_empty(short, at(300)), Some(Bytes::from_mib(300)));
-        assert_eq!(pool.to_empty(short, at(5299)), None);
-        assert_eq!(pool.to_empty(short, at(5300)), Some(Bytes::from_mib(300)));
+        assert_eq!(pool.bytes_to_empty(short, at(300)), Some(Bytes::from_mib(300)));
+        assert_eq!(pool.bytes_to_empty(short, at(5299)), None);
+        assert_eq!(pool.bytes_to_empty(short, at(5300)), Some(Bytes::from_mib(300)));
         pool.observe(&Sample::default());
-        assert_eq!(pool.to_empty(short, at(60_000)), None, "the pool is not read any more");
+        assert_eq!(
+            pool.bytes_to_empty(short, at(60_000)),
+            None,
+            "the pool is not read any more"
+        );
     }
 }

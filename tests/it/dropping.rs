@@ -25,7 +25,7 @@ fn plan(resident: impl IntoIterator<Item = u32>, kv: u32, kv_type: KvType) -> En
 
 fn open(path: &Path, plan: &EnginePlan, threads: usize) -> Model {
     let options = ModelOptions {
-        threads,
+        compute: threads.into(),
         name: None,
         context: Some(Tokens::new(512)),
         kv_backing: Backing::OnTouch,

@@ -177,7 +177,7 @@ fn published_kv_sizes_are_those_of_the_plan() {
     // The published 109 MiB are 2000 tokens of one byte per element: 2 × 28 × 8 × 128 × 2000. Ours has a scale of 2 bytes for each 32
     // elements besides, and 2048 tokens: 34 / 32 × 2048 / 2000 as much, 119 MiB, and whole pages.
     let small = of_config(LLAMA_3_2_3B, &["--context", "2048", "--kv-type", "q8"]);
-    assert_eq!(2 * 28 * 8 * 128 * 2000 >> 20, 109);
+    assert_eq!((2 * 28 * 8 * 128 * 2000) >> 20, 109);
     assert_eq!(small["model"]["kvBytesPerToken"], 2 * 28 * 8 * 128 * 34 / 32);
     let kv = bytes_of(&small, "kv") - 2 * 28 * 8 * 128 * 34 / 32 * 2048;
     assert!(kv < 2 << 20, "{kv}");

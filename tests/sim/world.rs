@@ -36,7 +36,7 @@ use crate::{
 /// Something that will happen.
 #[derive(Clone, Debug)]
 pub(crate) enum Happening {
-    Deliver(Event),
+    Deliver(Box<Event>),
     Sample,
     Measure(String),
     EngineCommand {
@@ -164,7 +164,7 @@ impl World {
         };
         world.begin();
         for (at, calibration) in device::choose_speeds(seed) {
-            world.after(at, Happening::Deliver(Event::EngineCalibrated(calibration)));
+            world.after(at, Happening::Deliver(Box::new(Event::EngineCalibrated(calibration))));
         }
         world
     }
@@ -173,7 +173,7 @@ impl World {
         self.plan_sample(Duration::ZERO);
         if let Some(shape) = self.device.shape.clone() {
             let wait = millis(&mut self.rng, 0, 50);
-            self.after(wait, Happening::Deliver(Event::EngineInspected { shape }));
+            self.after(wait, Happening::Deliver(Box::new(Event::EngineInspected { shape })));
             self.after(Duration::from_millis(500), Happening::Generate);
         }
         for index in 0..self.tenants.len() {
@@ -362,7 +362,7 @@ impl World {
 
     fn happen(&mut self, happening: Happening) -> Option<Event> {
         match happening {
-            Happening::Deliver(event) => Some(event),
+            Happening::Deliver(event) => Some(*event),
             Happening::Sample => self.read_machine(),
             Happening::Measure(tenant) => self.measure(tenant),
             Happening::EngineCommand { life } => {
@@ -456,7 +456,7 @@ impl World {
     }
 
     fn deliver(&mut self, event: Event) {
-        self.after(Duration::ZERO, Happening::Deliver(event));
+        self.after(Duration::ZERO, Happening::Deliver(Box::new(event)));
     }
 
     fn ticket(&mut self) -> Ticket {
@@ -534,14 +534,14 @@ impl World {
             && let Some(old) = self.old_sample.clone()
         {
             let wait = millis(&mut self.rng, 0, 50);
-            self.after(wait, Happening::Deliver(Event::Sampled(old)));
+            self.after(wait, Happening::Deliver(Box::new(Event::Sampled(old))));
         }
         if self.faults.late_samples.strikes(&mut self.rng, 0.2) {
             if self.rng.random_bool(0.3) {
                 return None;
             }
             let wait = millis(&mut self.rng, 1, 400);
-            self.after(wait, Happening::Deliver(Event::Sampled(sample)));
+            self.after(wait, Happening::Deliver(Box::new(Event::Sampled(sample))));
             return None;
         }
         Some(Event::Sampled(sample))
@@ -569,7 +569,7 @@ impl World {
         };
         if lost {
             let wait = millis(&mut self.rng, 1, 300);
-            self.after(wait, Happening::Deliver(event));
+            self.after(wait, Happening::Deliver(Box::new(event)));
             return None;
         }
         Some(event)

@@ -240,7 +240,7 @@ impl Arbiter {
             self.decide(MemoryDecision::Released(release));
         }
         let short = self.state.params.pressure.elevated_below;
-        if let Some(bytes) = self.page_pool.to_empty(short, self.state.now) {
+        if let Some(bytes) = self.page_pool.bytes_to_empty(short, self.state.now) {
             self.out.push(Action::EmptyPagePool { bytes });
         }
         self.out.push(Action::SampleAfter {

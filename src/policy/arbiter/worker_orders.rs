@@ -199,7 +199,7 @@ impl Arbiter {
         else {
             return;
         };
-        let denial = Denial::invalid(name, "worker", &name, Problem::Stopping(reason.clone()));
+        let denial = Denial::invalid(name, "worker", &name, Problem::Stopping(Box::new(reason.clone())));
         self.deny_all(tickets, &denial);
         self.forget_wants_of(lease, &denial);
         self.state.ledger.set_moving(lease, true);

@@ -82,7 +82,9 @@ fn a_code_of_nvmap_is_that_of_its_allocation() {
 
 #[test]
 fn each_record_of_the_kernel_log_names_its_process() {
-    let expected: [(&str, &[(u32, &str, bool)]); 6] = [
+    /// A file, and the number and name of each process that was killed, and whether for the limit of its control group.
+    type Expected = (&'static str, &'static [(u32, &'static str, bool)]);
+    let expected: [Expected; 6] = [
         // Its author has cut the process id away.
         ("oom_global_drive-thor_truncated.txt", &[]),
         (

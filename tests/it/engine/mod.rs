@@ -47,7 +47,7 @@ fn plan(resident: impl IntoIterator<Item = u32>, kv: u32, chunk: u32) -> EngineP
 
 fn options(threads: usize) -> ModelOptions {
     ModelOptions {
-        threads,
+        compute: threads.into(),
         name: None,
         context: Some(Tokens::new(512)),
         kv_backing: Backing::OnTouch,

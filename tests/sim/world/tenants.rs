@@ -150,7 +150,10 @@ impl World {
         tenant.asking.insert(ticket);
         if self.faults.cancelled_requests.strikes(&mut self.rng, 0.2) {
             let wait = millis(&mut self.rng, 1, 1000);
-            self.after(wait, Happening::Deliver(Event::LeaseRequestCancelled { ticket }));
+            self.after(
+                wait,
+                Happening::Deliver(Box::new(Event::LeaseRequestCancelled { ticket })),
+            );
             // Its caller is gone: a lease that is granted all the same runs out.
             self.tenants[index].asking.clear();
         }
@@ -344,7 +347,7 @@ impl World {
                 generation: lease.generation,
                 peer,
             };
-            self.after(wait, Happening::Deliver(event));
+            self.after(wait, Happening::Deliver(Box::new(event)));
         }
         if self.tenants[index].is_deaf() || self.faults.lost_streams.strikes(&mut self.rng, 0.3) {
             // It hears of it when its stream is back, when a renewal is refused, or goes when its term is over.
@@ -420,10 +423,10 @@ impl World {
             let wait = millis(&mut self.rng, 1, 50);
             self.after(
                 wait,
-                Happening::Deliver(Event::HolderLost {
+                Happening::Deliver(Box::new(Event::HolderLost {
                     lease: lease.id,
                     pid: process,
-                }),
+                })),
             );
         }
     }

@@ -415,8 +415,8 @@ unsafe fn small_total<S: Set, T: Small>(quants: [__m256i; 4], y: *const u8) -> _
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn eight_halves(four: Four, second: usize) -> __m256 {
-    // SAFETY: the caller's promise.
     let half = |row: usize, at: usize| {
+        // SAFETY: the caller's promise.
         i64::from(u16::from_le(unsafe {
             four[row].add(at).cast::<u16>().read_unaligned()
         }))

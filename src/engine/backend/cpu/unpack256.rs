@@ -338,8 +338,8 @@ fn words<const SIGNED: bool>(bytes: [__m256i; 2]) -> [__m256i; 4] {
 #[inline]
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn halves(four: Four, at: usize) -> __m256 {
-    // SAFETY: the caller's promise.
     let half = |row: usize| {
+        // SAFETY: the caller's promise.
         i64::from(u16::from_le(unsafe {
             four[row].add(at).cast::<u16>().read_unaligned()
         }))

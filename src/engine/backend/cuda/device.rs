@@ -158,7 +158,7 @@ fn limit(spec: &Spec, kv: &KvShape) -> Option<String> {
     let attention = &spec.attention;
     let dim = attention.head_dim;
     if spec.attention_layers() > 0 {
-        if dim > 256 || dim % 8 != 0 {
+        if dim > 256 || !dim.is_multiple_of(8) {
             return Some(format!("heads have {dim} elements: at most 256, a multiple of 8"));
         }
         if kv.block_tokens.get() != 64 {

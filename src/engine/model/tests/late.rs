@@ -7,6 +7,7 @@ use std::{
 };
 
 use super::*;
+use crate::engine::LoadErrorKind;
 use crate::engine::backend::{Backend, Buffer, DeviceError, Fence, Operation, Region, cpu::Cpu};
 
 /// The CPU, executing late.

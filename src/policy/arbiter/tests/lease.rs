@@ -482,7 +482,7 @@ fn one_user_does_not_fill_the_queue_with_calls_to_grow_either() {
     for (number, lease) in leases.iter().enumerate() {
         // Asked again and again it is one call that waits.
         for again in 0..3 {
-            desk.resize(&lease, 200, 200 + again, 5000);
+            desk.resize(lease, 200, 200 + again, 5000);
         }
         let waiting = u32::try_from(number).unwrap() + 1;
         assert_eq!(desk.snapshot().waiting, waiting.min(2));

@@ -84,7 +84,7 @@ fn a_worker_goes_on_with_its_settings_until_it_is_started_again() {
     desk.tell(Event::OperatorWorker {
         ticket,
         worker: "asr".to_owned(),
-        command: crate::policy::event::WorkerCommand::Recycle,
+        command: WorkerCommand::Recycle,
     });
     desk.wait(10).sample(0);
     desk.tell(Event::WorkerExited {
