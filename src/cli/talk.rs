@@ -25,7 +25,7 @@ use crate::speech::{
 pub struct Talk {
     /// What is said: a WAV file.
     pub recording: PathBuf,
-    /// The Wyoming door: `tcp://host:port` or `unix:///path`.
+    /// Address of the Wyoming API: `tcp://host:port` or `unix:///path`.
     #[arg(long, default_value = "tcp://127.0.0.1:10300", value_name = "URI")]
     pub uri: Endpoint,
     /// Where the spoken answer goes, as a WAV file.
@@ -53,7 +53,7 @@ pub(super) async fn run(global: &Global, args: &Talk) -> Result<(), CliError> {
     let client = WyomingClient::new(args.uri.clone(), ClientTimeouts::default());
     let failed = |error: ClientError| CliError::failed("cannot talk", error);
     let mut exchange = client.open().await.map_err(failed)?;
-    ask_for_the_road(&mut exchange).await.map_err(failed)?;
+    request_pipeline(&mut exchange).await.map_err(failed)?;
     let spoken = utter(&mut exchange, &recording).await.map_err(failed)?;
     if let Some(out) = &args.out {
         let wav = spoken
@@ -92,13 +92,13 @@ pub(super) async fn run(global: &Global, args: &Talk) -> Result<(), CliError> {
     }
 }
 
-/// Asks for the whole road from speech to speech.
-pub(super) async fn ask_for_the_road(exchange: &mut Exchange) -> Result<(), ClientError> {
-    let road = RunPipeline {
+/// Requests the whole pipeline from speech to speech.
+pub(super) async fn request_pipeline(exchange: &mut Exchange) -> Result<(), ClientError> {
+    let pipeline = RunPipeline {
         start_stage: "asr".to_owned(),
         end_stage: "tts".to_owned(),
     };
-    exchange.send(Event::RunPipeline(road)).await
+    exchange.send(Event::RunPipeline(pipeline)).await
 }
 
 /// Says a recording, and takes the answer to its end.
@@ -163,7 +163,7 @@ fn milliseconds(time: Option<Duration>) -> String {
     time.map_or_else(|| "never".to_owned(), |time| format!("{} ms", time.as_millis()))
 }
 
-/// Longest recording that is read; the door has a limit of its own.
+/// Longest recording that is read; the API has a limit of its own.
 const RECORDING_MAX: Duration = Duration::from_secs(600);
 
 /// Samples per message: 64 ms at 16 kHz.

@@ -19,7 +19,7 @@ use crate::{
         demo::watch,
         output::{self, Column, Table},
         stage::{Process, Stage},
-        talk::{Spoken, ask_for_the_road, utter},
+        talk::{Spoken, request_pipeline, utter},
     },
     rpc::v1::{
         EngineState, GetStatusRequest, GetStatusResponse, WorkerState, operator_service_client::OperatorServiceClient,
@@ -61,7 +61,7 @@ const NEIGHBOUR_STAYS: Duration = Duration::from_secs(2);
 /// Time between two neighbours, in which the engine grows back.
 const NEIGHBOUR_GONE: Duration = Duration::from_secs(2);
 
-/// Pause between two times that the door is asked what it is.
+/// Pause between two times that the API is asked for its description.
 const DESCRIBE_EVERY: Duration = Duration::from_millis(20);
 
 /// The longest that one step may take.
@@ -87,11 +87,11 @@ pub(super) async fn run(args: &VoiceArgs, format: Output) -> Result<(), String> 
     let channel = watch::connect(&stage.socket(), PATIENCE).await.map_err(&problem)?;
     let mut operator = OperatorServiceClient::new(channel);
     daemon::until(&mut operator, PATIENCE, ready).await.map_err(&problem)?;
-    let door = stage.socket().with_file_name("wyoming.sock");
-    let client = WyomingClient::new(Endpoint::Unix(door), ClientTimeouts::default());
+    let socket = stage.socket().with_file_name("wyoming.sock");
+    let client = WyomingClient::new(Endpoint::Unix(socket), ClientTimeouts::default());
     let recordings = recordings(&client).await.map_err(&problem)?;
     let mut exchange = client.open().await.map_err(|error| problem(in_one_line(&error)))?;
-    ask_for_the_road(&mut exchange)
+    request_pipeline(&mut exchange)
         .await
         .map_err(|error| problem(in_one_line(&error)))?;
 

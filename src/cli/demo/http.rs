@@ -34,7 +34,7 @@ pub(super) enum HttpError {
     },
 }
 
-/// A client of the OpenAI-compatible doors.
+/// A client of the OpenAI-compatible API.
 #[derive(Clone, Debug)]
 pub(super) struct Http {
     agent: ureq::Agent,
@@ -48,7 +48,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 const BOUNDARY: &str = "cotenant-demo-7f3d1c";
 
 impl Http {
-    /// A client of the doors at `address`.
+    /// A client of the API at `address`.
     pub(super) fn new(address: SocketAddr) -> Self {
         let agent = ureq::Agent::config_builder()
             .timeout_global(Some(PATIENCE))

@@ -1,7 +1,7 @@
 //! `cotenant demo`: the whole system on real processes, with a verdict.
 //!
 //! The real daemon on a temporary folder; the demo model; two real speech workers; a spoken question through the
-//! doors that products use; a recogniser that needs more memory while the LLM speaks; a neighbour that takes memory
+//! APIs that products use; a recogniser that needs more memory while the LLM speaks; a neighbour that takes memory
 //! without asking; a worker that another process kills. What is claimed at the end was seen from outside: by the daemon's
 //! clients and by the kernel's own figures for its processes.
 
