@@ -19,6 +19,7 @@
 
 mod call;
 pub mod client;
+mod connection;
 mod convert;
 pub mod deaths;
 mod generate;

@@ -1,4 +1,4 @@
-//! gRPC over TCP for fleets: TLS, and nobody without a certificate of the client CA.
+//! gRPC over TCP for fleets, by mutual TLS.
 
 use std::{io, net::SocketAddr, time::Duration};
 
@@ -11,8 +11,8 @@ use tonic::transport::{Certificate, Identity, Server as Transport, ServerTlsConf
 use tracing::{debug, warn};
 
 use super::{
+    connection::{ACCEPT_AGAIN_AFTER, Connection},
     roles::Role,
-    server::{ACCEPT_AGAIN_AFTER, Connection},
     slots::{Bounds, Slots},
 };
 

@@ -71,7 +71,7 @@ fn history(path: &Path, threads: usize, resident: &[u32], chunk: u32, parts: &[(
             rows.push(model.forward(tokens, &mut go()).unwrap().to_vec());
         }
         let held = model.breakdown();
-        assert_eq!(model.kv_precision(), *kv_type);
+        assert_eq!(model.plan().kv_type, *kv_type);
         assert!(held.total <= model.shape().plan_bytes(model.plan()), "{held:?}");
         let resident = model.kernel_resident();
         assert!(resident <= held.used() - held.header, "{resident} of {}", held.used());

@@ -55,9 +55,7 @@ fn house(workers: &str) -> House {
         // An answer that outgrows the floor may be cut short while memory is taken; those that are asked here do not.
         demo_model(32_768).replace("kv_floor: 128", "kv_floor: 1024"),
     ));
-    if let Some(release) = std::env::var_os("COTENANT_RELEASE_BIN") {
-        house.program = release.into_string().unwrap();
-    }
+    house.prefer_release();
     house
 }
 

@@ -34,6 +34,7 @@ async fn no_client_misses_anything_while_a_neighbour_takes_memory_again_and_agai
         tts(),
         asr()
     ));
+    house.prefer_release();
     house.neighbour = Some(NEIGHBOUR);
     let daemon = house.start().await;
     let before = daemon.whole().await;

@@ -81,7 +81,8 @@ async fn the_predicted_memory_of_a_model_is_within_3_percent_of_what_the_kernel_
             println!("{name}, {context} tokens: predicted {predicted}, measured {measured}, {off} per mille apart");
             assert!(
                 off <= 30,
-                "{name}, {context} tokens: predicted {predicted}, measured {measured}"
+                "{name}, {context} tokens: predicted {predicted}, measured {measured}\n{}",
+                house.log()
             );
             daemon.end().await;
         }
