@@ -419,6 +419,7 @@ workers:
 {}{}{}http: {{listen: none}}
 grpc: {{socket: {folder}/cotenant.sock, abstract_name: none}}
 journal: {{path: {folder}/journal.ndjson}}
+safe_profile: {{crashes: 0}}
 state_dir: {folder}/state
 runtime_dir: {folder}/run
 log: {{filter: info, format: text}}

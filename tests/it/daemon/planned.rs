@@ -82,7 +82,7 @@ async fn the_predicted_memory_of_a_model_is_within_3_percent_of_what_the_kernel_
             assert!(
                 off <= 30,
                 "{name}, {context} tokens: predicted {predicted}, measured {measured}\n{}",
-                house.log()
+                house.events()
             );
             daemon.end().await;
         }
