@@ -64,7 +64,7 @@ struct RawClient {
 /// Reads and checks the file of keys at `path`.
 ///
 /// # Errors
-/// As [`load`](super::load), and when others than its owner may read it. No error shows a key.
+/// As [`load`](super::load()), and when others than its owner may read it. No error shows a key.
 pub fn load_clients(path: &Path) -> Result<Vec<ClientConfig>, LoadError> {
     let read = || {
         let text = error::read_private(path)?;
