@@ -1,14 +1,15 @@
-//! Generates `cotenant.v1` from the proto files beside it, without protoc, and names the commit of a release build.
+//! Generates `cotenant.v1` and `grpc.health.v1` from the proto files beside it, without protoc, and names the commit of a release build.
 
 use std::{env, error::Error, fs, path::PathBuf, process::Command};
 
 use prost::Message;
 
-/// The files of the package, relative to this folder.
-const FILES: [&str; 3] = [
+/// Relative to this folder.
+const FILES: [&str; 4] = [
     "cotenant/v1/lease.proto",
     "cotenant/v1/llm.proto",
     "cotenant/v1/operator.proto",
+    "grpc/health/v1/health.proto",
 ];
 
 fn main() -> Result<(), Box<dyn Error>> {

@@ -24,10 +24,10 @@
 //! no field that they need is missing.
 
 mod book;
-mod compare;
 mod entry;
 mod own;
 mod read;
+mod rebuilt;
 mod render;
 mod replay;
 mod why;
@@ -35,10 +35,10 @@ mod write;
 
 pub use self::{
     book::{BookError, BookFile, SavedBook},
-    compare::{Comparison, Differing, Tally, compare},
     entry::{Content, JournalEntry, Start},
     own::open_own,
     read::{Contents, ReadError, read},
+    rebuilt::Rebuilt,
     render::{name, render, render_action, render_decision, render_lease_end},
     replay::{Difference, Outcome, Run, replay},
     why::{Chosen, Why, WhyError, answer_to, why},

@@ -28,6 +28,10 @@
 //! | [`daemon`] | composition root, control loop, adapters |
 //! | [`cli`] | the command line |
 
+// Files that tests share with benchmarks name the library.
+#[cfg(test)]
+extern crate self as cotenant;
+
 pub mod causes;
 pub mod cli;
 pub mod config;

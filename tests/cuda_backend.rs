@@ -10,12 +10,19 @@
     reason = "test helpers may fail loudly, and figures are shown with a failure"
 )]
 
+#[path = "../benches/developer/weights.rs"]
+mod weights;
+
 use std::{
-    env, fs,
+    collections::BTreeMap,
+    env, fs, mem,
     path::{Path, PathBuf},
     process::{Command, ExitCode, Output},
+    sync::atomic::{AtomicUsize, Ordering},
+    thread,
 };
 
+use crate::weights::Weights as _;
 use candle_core::quantized::GgmlDType;
 use cotenant::{
     engine::{
@@ -44,8 +51,13 @@ fn main() -> ExitCode {
     if arguments.next().as_deref() == Some("child") {
         return child(&arguments.collect::<Vec<_>>());
     }
-    let tests: [(&str, fn()); 4] = [
+    let tests: [(&str, fn()); 9] = [
         named!(a_call_that_fails_once_or_for_good_is_an_error_and_leaves_nothing),
+        named!(a_leak_and_a_panic_are_found),
+        named!(a_long_context_takes_no_more_addresses_than_it_is_limited_to),
+        named!(a_token_takes_few_launches_one_wait_and_no_allocation),
+        named!(the_book_has_what_the_driver_has),
+        named!(weights_lie_where_an_integrated_device_reads_them_faster),
         named!(models_answer_as_on_the_cpu_whenever_the_driver_executes),
         named!(weights_on_the_device_and_plain_kernels_answer_the_same),
         named!(a_gpu_that_does_not_compute_is_refused_with_its_reason_or_left_for_the_cpu),
@@ -144,8 +156,10 @@ fn history(path: &Path, compute: Compute) -> Result<(String, Vec<Vec<f32>>), Str
         prefill_chunk: Tokens::new(16),
         kv_type,
     };
+    let number = |name: &str| env::var(name).ok().map(|text| text.parse::<u32>().unwrap());
     let options = ModelOptions {
         compute,
+        context: number("CONTEXT").map(Tokens::new),
         ..ModelOptions::for_threads(1)
     };
     let mut model = Model::open(path, &plan(parts, 128, KvType::F16), &options).map_err(|error| told_error(&error))?;
@@ -164,12 +178,37 @@ fn history(path: &Path, compute: Compute) -> Result<(String, Vec<Vec<f32>>), Str
         }
         Ok::<(), String>(())
     };
-    step(&mut model, &text(37, 3))?;
-    if env::var_os("SHORT").is_some() {
-        change(&mut model, &plan(0, 64, KvType::Q8))?;
-        step(&mut model, &text(1, 7))?;
+    if let Some(tokens) = number("TOKENS") {
+        step(&mut model, &text(1, 3))?;
+        (0..tokens).try_for_each(|token| step(&mut model, &text(1, token)))?;
         return Ok((model.backend_name(), rows));
     }
+    if let Ok(resident) = env::var("BOOK") {
+        // What it holds then is left, so that the driver counts it.
+        step(&mut model, &text(5, 3))?;
+        change(
+            &mut model,
+            &plan(parts * resident.parse::<u32>().unwrap() / 4, 700, KvType::Q8),
+        )?;
+        step(&mut model, &text(1, 7))?;
+        let book = model.breakdown();
+        println!("book {}", (book.total - book.header - book.ring).get());
+        mem::forget(model);
+        return Ok((String::new(), rows));
+    }
+    if env::var_os("SHORT").is_some() {
+        step(&mut model, &text(9, 3))?;
+        change(&mut model, &plan(0, 64, KvType::Q8))?;
+        step(&mut model, &text(1, 7))?;
+        let name = model.backend_name();
+        match env::var("PLANTED").as_deref() {
+            Ok("leak") => mem::forget(model),
+            Ok(planted) => assert_ne!(planted, "panic"),
+            Err(_) => {}
+        }
+        return Ok((name, rows));
+    }
+    step(&mut model, &text(37, 3))?;
     step(&mut model, &text(1, 7))?;
     step(&mut model, &text(3, 9))?;
     // Streamed, in part and all of it.
@@ -343,45 +382,220 @@ fn is_clean(notes: &[Value]) -> bool {
         && of("exit").iter().all(|note| note["contexts_left"] == 0)
 }
 
-/// Each function fails at its first, second, middle and last call, once or from then on.
-fn a_call_that_fails_once_or_for_good_is_an_error_and_leaves_nothing() {
-    let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
-    let path = written(folder.path(), 0, Architecture::Qwen3);
-    let log = folder.path().join("log");
-    let case = |fault: &str| {
-        fs::remove_file(&log).ok();
+/// A child with a short history, and what goes wrong in it beside faults that are planted in the driver.
+struct Sweep {
+    driver: PathBuf,
+    folder: tempfile::TempDir,
+    path: PathBuf,
+    cases: AtomicUsize,
+}
+
+impl Sweep {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        Self {
+            driver: driver(),
+            path: written(folder.path(), 0, Architecture::Qwen3),
+            folder,
+            cases: AtomicUsize::new(0),
+        }
+    }
+
+    /// What the driver has noted of a child with a fault of the driver and one of its own, and what is wrong with it.
+    fn case(&self, fault: &str, planted: &str) -> (Vec<Value>, Option<String>) {
+        let number = self.cases.fetch_add(1, Ordering::Relaxed);
+        let log = self.folder.path().join(number.to_string());
         let settings = [
             ("FAKE_CUDA_FAULTS", fault),
             ("FAKE_CUDA_LOG", log.to_str().unwrap()),
             ("SHORT", "1"),
+            ("PLANTED", planted),
         ];
-        (run(&driver, &settings, &[path.to_str().unwrap(), "cuda"]), noted(&log))
-    };
-    let (sound, notes) = case("");
-    assert!(sound.status.success() && is_clean(&notes), "{} {notes:?}", told(&sound));
-    let exit = notes.iter().find(|note| note["event"] == "exit").unwrap();
-    let calls = exit["calls"].as_object().unwrap();
+        // What is timed decides nothing, so that every case makes the same calls.
+        let output = run(
+            &self.driver,
+            &settings,
+            &[self.path.to_str().unwrap(), "cuda", "mapped"],
+        );
+        let (notes, text) = (noted(&log), told(&output));
+        // What fails while memory is given back is nobody's error.
+        let ended = matches!(output.status.code(), Some(0 | 3)) && !text.contains("panicked");
+        let may_leave = fault.ends_with('!') || fault.split('@').next().is_some_and(gives_back);
+        let is_wrong = !ended || !(may_leave || is_clean(&notes));
+        let wrong = is_wrong.then(|| format!("{fault} {planted}: {:?} {text} {notes:?}", output.status));
+        (notes, wrong)
+    }
+}
+
+/// What the sweep is there for, planted in the child.
+fn a_leak_and_a_panic_are_found() {
+    let sweep = Sweep::new();
+    for planted in ["leak", "panic"] {
+        assert!(sweep.case("", planted).1.is_some(), "{planted}");
+    }
+}
+
+/// Each function fails at its first, second, middle and last call, once or from then on.
+fn a_call_that_fails_once_or_for_good_is_an_error_and_leaves_nothing() {
+    let sweep = Sweep::new();
+    let (notes, wrong) = sweep.case("", "");
+    assert_eq!(wrong, None);
+    let calls = calls(&notes);
     assert!(calls.len() > 30, "{calls:?}");
-    let (mut cases, mut wrong) = (0, Vec::new());
-    for (name, count) in calls {
+    let mut faults = Vec::new();
+    for (name, count) in &calls {
         let count = count.as_u64().unwrap();
         let mut at = vec![1, 2, count / 2, count];
         at.retain(|at| (1..=count).contains(at));
         at.dedup();
         for (at, code) in at.iter().flat_map(|at| [(at, "2"), (at, "719!")]) {
-            let fault = format!("{name}@{at}={code}");
-            let (output, notes) = case(&fault);
-            let text = told(&output);
-            cases += 1;
-            // What fails while memory is given back is nobody's error.
-            let ended = matches!(output.status.code(), Some(0 | 3)) && !text.contains("panicked");
-            let clean = code == "719!" || gives_back(name) || is_clean(&notes);
-            if !ended || !clean {
-                wrong.push(format!("{fault}: {:?} {text} {notes:?}", output.status));
-            }
+            faults.push(format!("{name}@{at}={code}"));
         }
     }
-    assert!(wrong.is_empty(), "{} of {cases}:\n{}", wrong.len(), wrong.join("\n"));
+    let wrong_of = &|faults: &[String]| -> Vec<String> {
+        let cases = faults.iter().map(|fault| sweep.case(fault, "").1);
+        cases.flatten().collect()
+    };
+    let wrong: Vec<String> = thread::scope(|scope| {
+        let halves = faults.chunks(faults.len().div_ceil(2));
+        let halves: Vec<_> = halves.map(|half| scope.spawn(move || wrong_of(half))).collect();
+        halves.into_iter().flat_map(|half| half.join().unwrap()).collect()
+    });
+    let (cases, wrong_cases) = (faults.len(), wrong.len());
+    assert!(wrong.is_empty(), "{wrong_cases} of {cases}:\n{}", wrong.join("\n"));
+}
+
+/// How often each function was called until the process ended.
+fn calls(notes: &[Value]) -> BTreeMap<String, Value> {
+    let exit = notes.iter().find(|note| note["event"] == "exit").unwrap();
+    let calls = exit["calls"].as_object().unwrap();
+    calls
+        .iter()
+        .map(|(name, count)| (name.clone(), count.clone()))
+        .collect()
+}
+
+/// Counts calls of some tokens, and compares them with those of more: what a token takes.
+fn a_token_takes_few_launches_one_wait_and_no_allocation() {
+    let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
+    let (path, log) = (folder.path().join("model.gguf"), folder.path().join("log"));
+    let types = TypeMix::All(GgmlDType::Q8_0);
+    let four = Synthetic {
+        layers: 32,
+        head_dim: 256,
+        rotary: 64,
+        recurrent: (1, 2, 128),
+        ..Synthetic::tiny(Architecture::Qwen35, types, 7)
+    };
+    let six = Synthetic {
+        layers: 28,
+        head_dim: 128,
+        rotary: 128,
+        ..Synthetic::tiny(Architecture::Qwen3, types, 7)
+    };
+    for (name, model, most) in [("Qwen3.5-4B", four, 245), ("Qwen3-0.6B", six, 257)] {
+        model.write(&path).unwrap();
+        let counted = |tokens: u32| {
+            fs::remove_file(&log).ok();
+            let settings = [
+                ("FAKE_CUDA_LOG", log.to_str().unwrap()),
+                ("TOKENS", &tokens.to_string()),
+            ];
+            // What is timed would make calls of its own.
+            let output = run(&driver, &settings, &[path.to_str().unwrap(), "cuda", "mapped"]);
+            assert!(output.status.success(), "{}", told(&output));
+            calls(&noted(&log))
+        };
+        let (few, more) = (counted(2), counted(6));
+        let of_token = |names: &[&str]| {
+            let count = |calls: &BTreeMap<String, Value>| -> u64 {
+                names.iter().filter_map(|name| calls.get(*name)?.as_u64()).sum()
+            };
+            let (all, each) = (count(&more) - count(&few), 4);
+            assert_eq!(all % each, 0, "{names:?}");
+            all / each
+        };
+        let launches = of_token(&["cuLaunchKernel"]);
+        let others = of_token(&["cuMemcpyHtoDAsync_v2", "cuMemcpyDtoDAsync_v2", "cuMemsetD32Async"]);
+        println!("{name}: {launches} launches, {others} copies and fills for a token");
+        assert!(launches <= most, "{name}: {launches} launches");
+        // Those for events are ends of segments.
+        let waits = of_token(&["cuStreamSynchronize", "cuCtxSynchronize"]);
+        let allocations = of_token(&["memory", "cuMemHostRegister_v2", "cuMemAddressReserve", "cuEventCreate"]);
+        assert_eq!((waits, allocations), (1, 0), "{name}");
+    }
+}
+
+/// What the book says of a model with all of it resident, half and nothing, beside what the driver has given to the context.
+fn the_book_has_what_the_driver_has() {
+    let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
+    let (path, log) = (folder.path().join("model.gguf"), folder.path().join("log"));
+    let model = Synthetic {
+        layers: 8,
+        feed_forward: 1024,
+        vocabulary: 2048,
+        ..Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 7)
+    };
+    model.write(&path).unwrap();
+    for resident in ["4", "2", "0"] {
+        fs::remove_file(&log).ok();
+        let settings = [
+            ("FAKE_CUDA_LOG", log.to_str().unwrap()),
+            ("FAKE_CUDA_DEVICE", "hopper"),
+            ("FAKE_CUDA_CONTEXT", "8388608"),
+            ("BOOK", resident),
+        ];
+        let output = run(&driver, &settings, &[path.to_str().unwrap(), "cuda", "device"]);
+        assert!(output.status.success(), "{}", told(&output));
+        let text = told(&output);
+        let book = text.lines().find_map(|line| line.strip_prefix("book ")).unwrap();
+        let book: f64 = book.parse().unwrap();
+        let notes = noted(&log);
+        let left = notes.iter().find(|note| note["event"] == "context_left").unwrap();
+        let driver = left["left"]["bytes"].as_f64().unwrap() + 8_388_608.0;
+        println!("{resident}/4 resident: {book} on the book, {driver} of the driver");
+        assert!(
+            (book - driver).abs() <= driver / 100.0,
+            "{book} on the book, {driver} of the driver"
+        );
+    }
+}
+
+/// The kernel is timed in both kinds of memory.
+fn weights_lie_where_an_integrated_device_reads_them_faster() {
+    let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
+    let path = written(folder.path(), 0, Architecture::Qwen3);
+    for (device, slower, memory) in [("orin", "30", "device"), ("hopper", "0", "device")] {
+        let settings = [
+            ("FAKE_CUDA_DEVICE", device),
+            ("FAKE_CUDA_MAPPED_MS", slower),
+            ("TOKENS", "1"),
+        ];
+        let output = run(&driver, &settings, &[path.to_str().unwrap(), "cuda", "auto"]);
+        let name = format!(", {memory} memory");
+        assert!(told(&output).contains(&name), "{device}: {}", told(&output));
+    }
+}
+
+/// An integrated device reserves 8 GiB of addresses at once: a cache of 16 GiB is not asked for where the context is limited.
+fn a_long_context_takes_no_more_addresses_than_it_is_limited_to() {
+    let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
+    let path = folder.path().join("model.gguf");
+    let model = Synthetic {
+        context_max: 1 << 23,
+        ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7)
+    };
+    model.write(&path).unwrap();
+    let with = |settings: &[(&str, &str)]| run(&driver, settings, &[path.to_str().unwrap(), "cuda"]);
+    let refused = with(&[("TOKENS", "1")]);
+    assert_eq!(refused.status.code(), Some(3), "{}", told(&refused));
+    assert!(
+        told(&refused).contains("the KV cache (address space alone)"),
+        "{}",
+        told(&refused)
+    );
+    let limited = with(&[("TOKENS", "1"), ("CONTEXT", "4096")]);
+    assert!(limited.status.success(), "{}", told(&limited));
 }
 
 /// A call that fails then has given nothing back.

@@ -15,6 +15,7 @@ mod storm;
 mod tenants;
 #[cfg(test)]
 mod tests;
+mod weights;
 
 use std::{alloc::System, ffi::OsString, process::ExitCode};
 

@@ -5,6 +5,7 @@ use std::{
     process::{Command, ExitCode, Output},
 };
 
+use crate::weights::Weights as _;
 use cotenant::engine::{
     spec::Architecture,
     synthetic::{Synthetic, TypeMix},

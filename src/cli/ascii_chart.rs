@@ -1,7 +1,7 @@
 //! Chart of memory by owner over time, for a terminal.
 
 use crate::{
-    cli::chart::{Chart, ChartPoint, clipped, mib_step, seconds},
+    cli::chart::{Chart, ChartPoint, clipped, mib_step},
     units::{Bytes, Timestamp},
 };
 
@@ -47,7 +47,7 @@ impl Chart {
             }
             text.truncate(text.trim_end_matches(' ').len());
             if row == budget_row {
-                text.push_str(&format!(" session {} MiB", self.budget.whole_mib()));
+                text.push_str(&format!(" {} {} MiB", self.budget_name, self.budget.whole_mib()));
             }
             text.push('\n');
         }
@@ -55,12 +55,12 @@ impl Chart {
         text.push('└');
         text.push_str(&"─".repeat(columns));
         text.push('\n');
-        let end = seconds(to);
-        let gap = (AXIS_WIDTH + columns).saturating_sub(AXIS_WIDTH + seconds(from).len() + end.len());
+        let end = self.time(to);
+        let gap = (AXIS_WIDTH + columns).saturating_sub(AXIS_WIDTH + self.time(from).len() + end.len());
         text.push_str(&format!(
             "{}{}{}{end}\n",
             " ".repeat(AXIS_WIDTH),
-            seconds(from),
+            self.time(from),
             " ".repeat(gap)
         ));
         for (index, owner) in owners.iter().enumerate().rev() {
@@ -73,7 +73,7 @@ impl Chart {
         let mut marks: Vec<_> = self.marks.iter().collect();
         marks.sort_by_key(|mark| mark.at);
         for mark in marks {
-            let line = format!("  {:>7} {}", seconds(mark.at), mark.label);
+            let line = format!("  {:>7} {}", self.time(mark.at), mark.label);
             text.push_str(&clipped(&line, width.max(20)));
             text.push('\n');
         }

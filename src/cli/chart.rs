@@ -3,7 +3,10 @@
 //! Between two points the value of the earlier one holds, as a book does. Everything is computed in whole pixels; text
 //! is left to the viewer's own fonts, so nothing has to be installed to draw.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
 
 use plotters::{
     backend::SVGBackend,
@@ -76,6 +79,10 @@ pub(super) struct Chart {
     pub points: Vec<ChartPoint>,
     /// What all owners together may hold.
     pub budget: Bytes,
+    /// What that is called.
+    pub budget_name: &'static str,
+    /// The start of the chart's time since 1970, where times are those of the clock (UTC) rather than seconds.
+    pub epoch: Option<Duration>,
     /// What happened.
     pub marks: Vec<ChartMark>,
     /// Owners from the bottom to the top of the stack; those not named follow in the order of their names.
@@ -150,13 +157,21 @@ impl Chart {
         self.points.iter().map(ChartPoint::total).fold(self.budget, Bytes::max)
     }
 
+    /// A time as the chart shows it: `12.3 s`, or `15:04:05`.
+    #[must_use]
+    pub(super) fn time(&self, at: Timestamp) -> String {
+        let Some(epoch) = self.epoch else { return seconds(at) };
+        let second = (epoch + at.since_start()).as_secs() % (24 * 3600);
+        format!("{:02}:{:02}:{:02}", second / 3600, second / 60 % 60, second % 60)
+    }
+
     /// The chart as an SVG file of its own.
     ///
     /// # Errors
     /// When the drawing library fails, which writing to memory excludes.
     pub(super) fn to_svg(&self) -> Result<String, ChartError> {
         let mut svg = String::new();
-        let labels = lay_out_labels(&self.marks, |at| self.frame(0).x(at));
+        let labels = lay_out_labels(&self.marks, |at| self.time(at), |at| self.frame(0).x(at));
         let lanes = labels.iter().map(|label| label.lane + 1).max().unwrap_or(0);
         let frame = self.frame(lanes);
         let size = (PICTURE_WIDTH, frame.bottom.unsigned_abs() + BELOW_PLOT);
@@ -209,15 +224,18 @@ impl Chart {
         }
         let centred = text_style(TEXT_SIZE, SOFT).pos(Pos::new(HPos::Center, VPos::Top));
         let step = second_step(frame.to.saturating_since(frame.from).as_secs());
-        let first = frame.from.since_start().as_secs().next_multiple_of(step);
-        for second in (first..=frame.to.since_start().as_secs()).step_by(usize::try_from(step).unwrap_or(1)) {
-            let x = frame.x(Timestamp::from_millis(second * 1000));
+        let epoch = self.epoch.map_or(0, |epoch| epoch.as_secs());
+        let second_of = |at: Timestamp| epoch + at.since_start().as_secs();
+        let first = second_of(frame.from).next_multiple_of(step);
+        for second in (first..=second_of(frame.to)).step_by(usize::try_from(step).unwrap_or(1)) {
+            let at = Timestamp::from_millis((second - epoch) * 1000);
+            let x = frame.x(at);
             canvas.draw(&PathElement::new([(x, frame.bottom), (x, frame.bottom + 5)], AXIS))?;
-            canvas.draw(&Text::new(
-                format!("{second} s"),
-                (x, frame.bottom + 9),
-                centred.clone(),
-            ))?;
+            let label = match self.epoch {
+                None => format!("{second} s"),
+                Some(_) => self.time(at),
+            };
+            canvas.draw(&Text::new(label, (x, frame.bottom + 9), centred.clone()))?;
         }
         Ok(())
     }
@@ -246,7 +264,7 @@ impl Chart {
         Ok(())
     }
 
-    /// The points that can be told apart: of those within one pixel the one with the largest total.
+    /// The points that can be distinguished: of those within one pixel the one with the largest total.
     fn columns(&self, frame: &Frame) -> Vec<(i32, &ChartPoint)> {
         let mut columns: Vec<(i32, &ChartPoint)> = Vec::new();
         for point in &self.points {
@@ -270,7 +288,7 @@ impl Chart {
         let style = text_style(TEXT_SIZE, BUDGET)
             .font_bold()
             .pos(Pos::new(HPos::Left, VPos::Center));
-        let label = format!("session {} MiB", self.budget.whole_mib());
+        let label = format!("{} {} MiB", self.budget_name, self.budget.whole_mib());
         canvas.draw(&Text::new(label, (PLOT_RIGHT + 12, y), style))?;
         Ok(())
     }
@@ -376,12 +394,16 @@ struct PlacedLabel<'a> {
 /// Places the labels above the plot, so that none lies on another and no line runs through one.
 ///
 /// An earlier label lies above the later ones that begin under it: lanes descend to the right like stairs.
-fn lay_out_labels(marks: &[ChartMark], x_of: impl Fn(Timestamp) -> i32) -> Vec<PlacedLabel<'_>> {
+fn lay_out_labels(
+    marks: &[ChartMark],
+    time_of: impl Fn(Timestamp) -> String,
+    x_of: impl Fn(Timestamp) -> i32,
+) -> Vec<PlacedLabel<'_>> {
     let mut sorted: Vec<&ChartMark> = marks.iter().collect();
     sorted.sort_by_key(|mark| mark.at);
     let mut placed: Vec<PlacedLabel<'_>> = Vec::new();
     for mark in sorted.into_iter().rev() {
-        let text = clipped(&format!("{} {}", seconds(mark.at), mark.label), LABEL_CHARS);
+        let text = clipped(&format!("{} {}", time_of(mark.at), mark.label), LABEL_CHARS);
         let width = text_width(&text);
         let x = x_of(mark.at);
         let text_x = (x - 1).min(PICTURE_RIGHT - width);
@@ -489,7 +511,7 @@ impl Bold for TextStyle<'_> {
 }
 
 /// `12.3 s`.
-pub(super) fn seconds(at: Timestamp) -> String {
+fn seconds(at: Timestamp) -> String {
     let tenths = (at.as_micros() + 50_000) / 100_000;
     format!("{}.{} s", tenths / 10, tenths % 10)
 }
@@ -521,7 +543,9 @@ pub(super) fn mib_step(most: Bytes) -> Bytes {
 
 /// Distance of the times below: a round number, so that about six to twelve of them fit.
 pub(super) fn second_step(span: u64) -> u64 {
-    const ROUND: [u64; 12] = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600];
+    const ROUND: [u64; 16] = [
+        1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 10_800, 21_600, 43_200,
+    ];
     ROUND
         .into_iter()
         .find(|step| span / step <= 12)
@@ -611,6 +635,8 @@ pub(super) mod tests {
                 .map(|(millis, owners)| ChartPoint { at: at(millis), owners })
                 .into(),
             budget: Bytes::from_mib(448),
+            budget_name: "session",
+            epoch: None,
             marks: vec![
                 mark(400, MarkKind::Note, "lease asr#1 granted"),
                 mark(2200, MarkKind::Note, "question spoken, heard, answered, spoken"),
@@ -654,7 +680,7 @@ pub(super) mod tests {
     fn labels_lie_neither_on_each_other_nor_on_a_line() {
         let chart = sample();
         let frame = chart.frame(0);
-        let labels = lay_out_labels(&chart.marks, |at| frame.x(at));
+        let labels = lay_out_labels(&chart.marks, seconds, |at| frame.x(at));
         for label in &labels {
             let span = label.text_x..label.text_x + text_width(&label.text);
             for other in labels.iter().filter(|other| other.mark != label.mark) {
@@ -666,6 +692,17 @@ pub(super) mod tests {
                 assert!(!crossed, "the line of `{}` runs through `{}`", other.text, label.text);
             }
         }
+    }
+
+    #[test]
+    fn times_of_a_journal_are_those_of_the_clock() {
+        let chart = Chart {
+            epoch: Some(Duration::from_secs(1_790_000_000)),
+            ..sample()
+        };
+        assert_eq!(chart.time(Timestamp::from_millis(21_600)), "14:13:41");
+        let svg = chart.to_svg().unwrap();
+        assert!(svg.contains("14:13:30") && !svg.contains("20 s"), "{svg}");
     }
 
     #[test]
@@ -690,6 +727,7 @@ pub(super) mod tests {
         assert_eq!(mib_step(Bytes::from_mib(448)), Bytes::from_mib(64));
         assert_eq!(mib_step(Bytes::from_gib(12)), Bytes::from_mib(2048));
         assert_eq!((second_step(22), second_step(60), second_step(0)), (2, 5, 1));
+        assert_eq!(second_step(24 * 3600), 7200);
     }
 
     #[test]

@@ -122,7 +122,7 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> u8 {
         &machine_facts(&config, &root, &host),
         &KernelRoots::default(),
     );
-    // Told with its worker, below.
+    // Reported with its worker, below.
     found.retain(|found| found.rule != "port_taken");
     sheet.section("machine", "this machine");
     sheet.line(&format!(
@@ -206,7 +206,7 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> u8 {
 
 fn machine_facts(config: &Config, root: &ProbeRoot, host: &Host) -> MachineFacts {
     let nvmap = Path::new("/dev/nvmap");
-    let limited = config.workers.iter().any(|worker| worker.limits.memory.is_some());
+    let limited = config.workers.iter().any(|worker| worker.confinement.memory.is_some());
     let groups = Groups::look(&KernelRoots::default());
     MachineFacts {
         // The allocator of a Jetson's GPU, which has the memory of the processor.

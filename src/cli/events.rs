@@ -4,7 +4,10 @@ use clap::Args;
 use serde_json::Value;
 
 use super::{Global, Output, exit::CliError, output, quantity, show};
-use crate::rpc::v1::{WatchEventsRequest, operator_service_client::OperatorServiceClient};
+use crate::rpc::{
+    json,
+    v1::{WatchEventsRequest, operator_service_client::OperatorServiceClient},
+};
 
 /// Prints what happened and what was done about it.
 ///
@@ -39,10 +42,10 @@ pub(super) async fn run(global: &Global, events: &Events) -> Result<(), CliError
             // The answer to a request repeats the decision before it, for the client alone.
             Output::Table if std::mem::replace(&mut before, entry.summary.clone()) == entry.summary => {}
             Output::Table => output::write(&show::entry_text(&entry))?,
-            Output::Ndjson => output::write_json(global.output, &show::entry_json(&entry))?,
+            Output::Ndjson => output::write_json(global.output, &json::entry(&entry))?,
             // One document cannot be written piece by piece; with --follow it would never end.
-            Output::Json if events.follow => output::write_json(Output::Ndjson, &show::entry_json(&entry))?,
-            Output::Json => collected.push(show::entry_json(&entry)),
+            Output::Json if events.follow => output::write_json(Output::Ndjson, &json::entry(&entry))?,
+            Output::Json => collected.push(json::entry(&entry)),
         }
     }
     if global.output == Output::Json && !events.follow {

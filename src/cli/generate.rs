@@ -10,9 +10,12 @@ use super::{
     exit::{self, CliError},
     output, show,
 };
-use crate::rpc::v1::{
-    ChatMessage, ChatRole, ContextShift, Conversation, FinishReason, GenerateRequest, KvType, SamplingOptions,
-    context_shift, generate_request, generate_response, llm_service_client::LlmServiceClient,
+use crate::rpc::{
+    json::word,
+    v1::{
+        ChatMessage, ChatRole, ContextShift, Conversation, FinishReason, GenerateRequest, KvType, SamplingOptions,
+        context_shift, generate_request, generate_response, llm_service_client::LlmServiceClient,
+    },
 };
 
 /// Generates text with the LLM.
@@ -117,7 +120,7 @@ pub(super) async fn run(global: &Global, generate: Generate) -> Result<(), CliEr
                 let total = usage.total_time.unwrap_or_default();
                 let usage_json = json!({
                     "promptTokens": usage.prompt_tokens,
-                    "kvType": show::word(usage.kv_type().as_str_name(), "KV_TYPE_"),
+                    "kvType": word(usage.kv_type().as_str_name(), "KV_TYPE_"),
                     "completionTokens": usage.completion_tokens,
                     "droppedTokens": usage.dropped_tokens,
                     "timeToFirstToken": format!("{}.{:06}s", first.seconds, first.nanos / 1000),

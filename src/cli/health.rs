@@ -7,18 +7,18 @@ use std::{
 
 use clap::Args;
 use serde_json::json;
-use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient};
 
 use super::{
     Global, Output,
     exit::{self, CliError},
     output,
 };
+use crate::rpc::health_v1::{HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient};
 
 /// Asks whether the supervisor, or a part of it, answers.
 #[derive(Debug, Args)]
 pub struct Health {
-    /// Name of the part: `cotenant.engine`, `cotenant.pressure`, `cotenant.worker.asr`; without it, the whole.
+    /// Name of the part: `cotenant.engine`, `cotenant.pressure`, `cotenant.reboot`, `cotenant.worker.asr`; without it, the whole.
     #[arg(long, default_value = "", hide_default_value = true, value_name = "NAME")]
     service: String,
     /// Keep asking until it serves, or --timeout is over.
@@ -87,7 +87,7 @@ async fn ask(global: &Global, service: &str) -> Found {
             act: format!("the supervisor has no service `{service}`"),
             source: None,
             hint: Some(
-                "services: `cotenant.engine`, `cotenant.pressure`, and `cotenant.worker.NAME` for each worker"
+                "services: `cotenant.engine`, `cotenant.pressure`, `cotenant.reboot`, and `cotenant.worker.NAME` for each worker"
                     .to_owned(),
             ),
             code: exit::health::FAILED,

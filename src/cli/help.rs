@@ -9,7 +9,7 @@ const GROUPS: [(&str, &[&str]); 7] = [
     ("Run", &["serve", "demo", "worker", "completions"]),
     ("Plan", &["check", "plan", "catalogue", "calibrate"]),
     ("Use", &["generate", "talk", "hold"]),
-    ("Look", &["status", "top", "leases", "events", "health"]),
+    ("Look", &["status", "top", "plot", "leases", "events", "health"]),
     ("Explain", &["why", "postmortem", "replay"]),
     (
         "Intervene",

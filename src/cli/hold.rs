@@ -1,8 +1,8 @@
 //! `cotenant hold`: a lease for a program that does not know leases.
 //!
-//! The program is told that memory is short by a FIFO in `$MEMORY_PRESSURE_WATCH`, as systemd has it, and its memory is
-//! measured here as the supervisor measures it. When the lease is over (ended by the supervisor, or nobody was there
-//! for a term) the program is ended too, before the term is over: memory that nobody leased is nobody's to use.
+//! The program is notified that memory is short by a FIFO in `$MEMORY_PRESSURE_WATCH`, as systemd has it, and its memory is
+//! measured here as the supervisor measures it. When the lease is over (ended by the supervisor, or without a supervisor
+//! for a term) the program is ended too, before the term is over: memory without a lease may not be used.
 //!
 //! A target is answered once the program has read that memory is short, and not before: one that has not may fill its
 //! lease in the next moment, however little it uses now.
@@ -432,7 +432,7 @@ impl Keeper {
         let _ = global.call(leases.release_lease(release)).await;
     }
 
-    /// Ends the program, at the latest with the term: nobody renews the lease meanwhile.
+    /// Ends the program, at the latest with the term: the lease is not renewed meanwhile.
     async fn end_program(&mut self) {
         let grace = GRACE.min(self.of_term());
         if let Some(program) = &mut self.program {
@@ -474,7 +474,7 @@ impl Program {
         })
     }
 
-    /// Tells it that memory is short. A full FIFO has told it already.
+    /// Tells it that memory is short. A full FIFO has notified it already.
     fn tell(&self) {
         let _ = unistd::write(&self.fifo, b"\n");
     }
@@ -544,7 +544,7 @@ fn used() -> Option<Bytes> {
     Some(processes::sum(&proc, table.tree(std::process::id())).used)
 }
 
-/// Whether another stream would be told the same.
+/// Whether another stream would be refused in the same way.
 fn is_final(status: &Status) -> bool {
     matches!(
         status.code(),
@@ -679,7 +679,7 @@ mod tests {
     fn what_is_not_down_yet_is_said_once_and_not_to_each_answer() {
         let (say, mut said) = mpsc::channel(ANSWERS_MAX);
         let mut keeper = keeper(None);
-        // Nobody uses less than this.
+        // No process uses less than this.
         hears(&mut keeper, &say, target(7, 1));
         assert_eq!(said.try_recv().unwrap().state(), TargetState::Deferred);
         for _ in 0..3 {
@@ -716,7 +716,7 @@ mod tests {
         let renew_at = Instant::now() + TERM / 3;
         let left = |keeper: &Keeper| (keeper.pause(renew_at), keeper.left());
         assert!(left(&keeper).0 > TERM / 4, "renewed in turn");
-        // The last that was heard is long ago: nobody waits for the next renewal to see that.
+        // The last that was heard is long ago: that is seen without the next renewal.
         keeper.heard = Instant::now()
             .checked_sub(TERM - GRACE - Duration::from_millis(10))
             .unwrap();

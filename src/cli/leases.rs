@@ -9,7 +9,10 @@ use super::{
     exit::{self, CliError},
     output, show,
 };
-use crate::rpc::v1::{Lease, ListLeasesRequest, ReleaseLeaseRequest, lease_service_client::LeaseServiceClient};
+use crate::rpc::{
+    json,
+    v1::{Lease, ListLeasesRequest, ReleaseLeaseRequest, lease_service_client::LeaseServiceClient},
+};
 
 /// Lists leases, or releases one.
 #[derive(Debug, Args)]
@@ -37,12 +40,12 @@ pub(super) async fn run(global: &Global, leases: Leases) -> Result<(), CliError>
             match global.output {
                 Output::Table => output::write(&show::leases_table(&leases)),
                 Output::Json => {
-                    let leases: Value = leases.iter().map(show::lease_json).collect();
+                    let leases: Value = leases.iter().map(json::lease).collect();
                     output::write_json(global.output, &leases)
                 }
                 Output::Ndjson => leases
                     .iter()
-                    .try_for_each(|lease| output::write_json(global.output, &show::lease_json(lease))),
+                    .try_for_each(|lease| output::write_json(global.output, &json::lease(lease))),
             }
         }
         Verb::Release { name } => {

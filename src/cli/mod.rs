@@ -22,6 +22,7 @@ mod leases;
 mod operate;
 pub mod output;
 mod plan;
+mod plot;
 mod postmortem;
 mod quantity;
 mod replay;
@@ -99,6 +100,8 @@ pub enum Command {
     Status,
     /// Show the same as it changes, on a terminal.
     Top(top::Top),
+    /// Draw memory by owner over time, from the journal.
+    Plot(plot::Plot),
     /// List leases, or release one.
     Leases(leases::Leases),
     /// Print events and actions of the supervisor.
@@ -192,6 +195,7 @@ fn run(cli: Cli) -> Result<ExitCode, CliError> {
         Command::Health(verb) => runtime()?.block_on(async { Ok(health::run(&global, &verb).await) }),
         Command::Postmortem(verb) => postmortem::run(&global, &verb),
         Command::Replay(verb) => replay::run(&global, &verb),
+        Command::Plot(verb) => done(plot::run(&global, &verb)),
         Command::Why(verb) => why::run(&global, &verb),
         Command::TextHelper => Ok(engine::helper::serve_stdin()),
         Command::AudioDecoder => {

@@ -2,18 +2,15 @@
 
 use std::{path::PathBuf, process::ExitCode};
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use serde_json::json;
 
 use super::{
     Global, Output,
     exit::{self, CliError},
-    output::{self, Column, Table},
+    output,
 };
-use crate::{
-    journal::{self, Comparison, JournalEntry, Outcome, Run, Tally},
-    policy::params::ResidencyMode,
-};
+use crate::journal::{self, Outcome, Run};
 
 /// Feeds a journal's events through the arbiter again.
 #[derive(Debug, Args)]
@@ -21,30 +18,6 @@ pub struct Replay {
     /// The journal; several files of one run, oldest first.
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
-    /// Say instead what this mode would have decided at every event, and what that had cost.
-    #[arg(long, value_enum, value_name = "MODE")]
-    policy: Option<Mode>,
-}
-
-/// What the engine gives up first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Mode {
-    /// Context and speed by what each costs.
-    Balanced,
-    /// Layers before context.
-    MaxContext,
-    /// Context before layers.
-    MaxSpeed,
-}
-
-impl From<Mode> for ResidencyMode {
-    fn from(mode: Mode) -> Self {
-        match mode {
-            Mode::Balanced => Self::Balanced,
-            Mode::MaxContext => Self::MaxContext,
-            Mode::MaxSpeed => Self::MaxSpeed,
-        }
-    }
 }
 
 pub(super) fn run(global: &Global, replay: &Replay) -> Result<ExitCode, CliError> {
@@ -66,9 +39,6 @@ pub(super) fn run(global: &Global, replay: &Replay) -> Result<ExitCode, CliError
         }
         entries.extend(contents.entries);
     }
-    if let Some(mode) = replay.policy {
-        return compare(global, &entries, mode.into());
-    }
     let runs = journal::replay(&entries);
     match global.output {
         Output::Table => {
@@ -84,106 +54,6 @@ pub(super) fn run(global: &Global, replay: &Replay) -> Result<ExitCode, CliError
     let same = !runs.is_empty() && runs.iter().all(|run| run.outcome == Outcome::Same);
     Ok(ExitCode::from(if same { exit::OK } else { exit::FAILED }))
 }
-
-fn compare(global: &Global, entries: &[JournalEntry], mode: ResidencyMode) -> Result<ExitCode, CliError> {
-    let runs = journal::compare(entries, mode);
-    match global.output {
-        Output::Table => {
-            for run in &runs {
-                output::write(&describe_comparison(run, mode))?;
-            }
-        }
-        Output::Json => {
-            let all = runs.iter().map(|run| comparison_json(run, mode)).collect();
-            output::write_json(global.output, &all)?;
-        }
-        Output::Ndjson => runs
-            .iter()
-            .try_for_each(|run| output::write_json(global.output, &comparison_json(run, mode)))?,
-    }
-    let fed = runs.iter().any(|run| run.events > 0);
-    Ok(ExitCode::from(if fed { exit::OK } else { exit::FAILED }))
-}
-
-fn describe_comparison(run: &Comparison, mode: ResidencyMode) -> String {
-    let mut text = format!(
-        "run {}: {} events, {} decisions, {} of which {mode} would have made otherwise\n",
-        run.boot_id,
-        run.events,
-        run.decisions,
-        run.differing.len()
-    );
-    for differing in run.differing.iter().take(SHOWN) {
-        text.push_str(&format!(
-            "  line {}  {}\n",
-            differing.event.sequence,
-            journal::render(&differing.event)
-        ));
-        for (title, actions) in [("recorded", &differing.recorded), ("instead ", &differing.other)] {
-            if actions.is_empty() {
-                text.push_str(&format!("    {title}  nothing\n"));
-            }
-            for action in actions {
-                text.push_str(&format!("    {title}  {}\n", journal::render_action(action)));
-            }
-        }
-    }
-    if run.differing.len() > SHOWN {
-        text.push_str(&format!(
-            "  … and {} more; all of them with -o json\n",
-            run.differing.len() - SHOWN
-        ));
-    }
-    let mut table = Table::new([
-        Column::Text(""),
-        Column::Figure("SHED"),
-        Column::Figure("KV TOKENS"),
-        Column::Figure("TOKENS/S LOST"),
-        Column::Figure("DENIED"),
-        Column::Figure("STOPPED"),
-    ]);
-    for (name, tally) in [("recorded", &run.recorded), ("instead", &run.other)] {
-        let tokens = tally.milli_tokens_per_s;
-        table.row([
-            name.to_owned(),
-            tally.shed.to_string(),
-            tally.context.to_string(),
-            format!("{}.{}", tokens / 1000, tokens % 1000 / 100),
-            tally.denied.to_string(),
-            tally.stopped.to_string(),
-        ]);
-    }
-    text.push_str(&table.render());
-    text
-}
-
-fn comparison_json(run: &Comparison, mode: ResidencyMode) -> serde_json::Value {
-    let tally = |tally: &Tally| {
-        json!({
-            "shedBytes": tally.shed,
-            "kvTokens": tally.context,
-            "milliTokensPerSecondLost": tally.milli_tokens_per_s,
-            "denied": tally.denied,
-            "workersStopped": tally.stopped,
-        })
-    };
-    json!({
-        "bootId": run.boot_id,
-        "mode": mode,
-        "events": run.events,
-        "decisions": run.decisions,
-        "differing": run.differing.iter().map(|differing| json!({
-            "event": differing.event,
-            "recorded": differing.recorded,
-            "instead": differing.other,
-        })).collect::<Vec<_>>(),
-        "recorded": tally(&run.recorded),
-        "instead": tally(&run.other),
-    })
-}
-
-/// Decisions that the table shows (our choice: a screen).
-const SHOWN: usize = 10;
 
 fn describe(run: &Run) -> String {
     let mut so_far = format!("run {}: {} events, {} actions", run.boot_id, run.events, run.actions);

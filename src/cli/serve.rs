@@ -69,7 +69,7 @@ pub(super) fn run(args: &ServeArgs) -> ExitCode {
         .worker_threads(threads)
         .enable_all()
         .on_thread_start(move || {
-            // Threads that wait for disks come later, and nobody waits for them.
+            // Threads that wait for disks come later, and nothing waits for them.
             if started.fetch_add(1, Ordering::Relaxed) < threads {
                 standby::lock_stack();
                 if let Err(error) = standby::be_prompt() {

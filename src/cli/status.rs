@@ -1,7 +1,10 @@
 //! `cotenant status`: budget, pressure, engine, workers and leases.
 
 use super::{Global, Output, exit::CliError, output, show};
-use crate::rpc::v1::{GetStatusRequest, operator_service_client::OperatorServiceClient};
+use crate::rpc::{
+    json,
+    v1::{GetStatusRequest, operator_service_client::OperatorServiceClient},
+};
 
 pub(super) async fn status(global: &Global) -> Result<(), CliError> {
     let mut client = OperatorServiceClient::new(global.connect().await?);
@@ -10,6 +13,6 @@ pub(super) async fn status(global: &Global) -> Result<(), CliError> {
         .await?;
     match global.output {
         Output::Table => output::write(&show::status_text(&status)),
-        Output::Json | Output::Ndjson => output::write_json(global.output, &show::status_json(&status)),
+        Output::Json | Output::Ndjson => output::write_json(global.output, &json::status(&status)),
     }
 }

@@ -15,7 +15,7 @@ use super::{
     settings::Watermark,
     size::{self, SizeError},
 };
-use crate::units::Bytes;
+use crate::{policy::lease::Class, units::Bytes};
 
 /// Reads values and collects what is wrong with them. Every reader returns `None` both for a missing and for a
 /// faulty value; the fault is kept.
@@ -119,6 +119,11 @@ impl Checker {
                 None
             }
         }
+    }
+
+    /// A class, by its name.
+    pub(super) fn class(&mut self, path: &str, text: &Text) -> Option<Class> {
+        self.one_of(path, text, &Class::ALL.map(|class| (class.name(), class)))
     }
 
     /// One of several words.

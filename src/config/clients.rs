@@ -107,18 +107,7 @@ fn check(raw: &RawClients, text: &str) -> Result<Vec<ClientConfig>, LoadErrorKin
         clients.push(ClientConfig {
             name,
             key: Secret(key),
-            class: checker
-                .one_of(
-                    &at("class"),
-                    &raw.class,
-                    &[
-                        ("audio-realtime", Class::AudioRealtime),
-                        ("interactive", Class::Interactive),
-                        ("llm-elastic", Class::LlmElastic),
-                        ("batch", Class::Batch),
-                    ],
-                )
-                .unwrap_or(Class::Interactive),
+            class: checker.class(&at("class"), &raw.class).unwrap_or(Class::Interactive),
             requests_max: checker
                 .number(&at("requests_max"), &raw.requests_max, 1..=1000)
                 .unwrap_or(16),

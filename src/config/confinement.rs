@@ -1,9 +1,9 @@
 //! Settings of a worker's limits, sandbox, start and rest.
 
-use std::{collections::BTreeMap, ops::RangeInclusive, path::PathBuf, time::Duration};
+use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
 use super::{
-    Config, Fault, IdleConfig, LeaseHolder, LimitsConfig, SandboxConfig,
+    Config, Confinement, Fault, FileAccess, IdleConfig, LeaseHolder, Resource, SyscallFilter,
     checker::{Checker, DAY, SECOND, SIZE_MAX},
     raw::{RawIdle, RawLimits, RawSandbox, RawWorker, Text},
 };
@@ -35,33 +35,47 @@ pub(super) fn idle(checker: &mut Checker, raw: &RawIdle, at: &str, has_variants:
     idle
 }
 
-/// Checks the resource limits.
-pub(super) fn limits(checker: &mut Checker, raw: &RawLimits, at: &str) -> LimitsConfig {
+/// Checks what it may use and touch.
+pub(super) fn confinement(checker: &mut Checker, raw: &RawWorker, at: &str) -> Confinement {
+    let limits = format!("{at}.limits");
+    let (user, group) = (
+        checker.word(&format!("{at}.user"), &raw.user),
+        checker.word(&format!("{at}.group"), &raw.group),
+    );
+    Confinement {
+        user,
+        group,
+        resources: resources(checker, &raw.limits, &limits),
+        memory: checker.size(
+            &format!("{limits}.memory"),
+            &raw.limits.memory,
+            Bytes::from_mib(1)..=SIZE_MAX,
+        ),
+        ..sandbox(checker, &raw.sandbox, &format!("{at}.sandbox"))
+    }
+}
+
+fn resources(checker: &mut Checker, raw: &RawLimits, at: &str) -> BTreeMap<Resource, Option<u64>> {
     let mut resources = BTreeMap::new();
-    let sizes = [
-        ("address_space", &raw.address_space, Bytes::from_mib(1)),
-        ("core", &raw.core, Bytes::ZERO),
-        ("file_size", &raw.file_size, Bytes::ZERO),
-        ("memlock", &raw.memlock, Bytes::ZERO),
-    ];
-    for (name, text, least) in sizes {
-        let key = format!("{at}.{name}");
+    for (resource, text, least) in [
+        (Resource::AddressSpace, &raw.address_space, Bytes::from_mib(1)),
+        (Resource::Core, &raw.core, Bytes::ZERO),
+        (Resource::FileSize, &raw.file_size, Bytes::ZERO),
+        (Resource::LockedMemory, &raw.memlock, Bytes::ZERO),
+    ] {
+        let key = format!("{at}.{}", resource.name());
         let limit = or_none(text, || checker.size(&key, text, least..=SIZE_MAX).map(Bytes::get));
-        resources.extend(limit.map(|limit| (name, limit)));
+        resources.extend(limit.map(|limit| (resource, limit)));
     }
-    let counts: [(_, _, RangeInclusive<u64>); 2] = [
-        ("open_files", &raw.open_files, 16..=COUNT_MAX),
-        ("processes", &raw.processes, 1..=COUNT_MAX),
-    ];
-    for (name, text, range) in counts {
-        let key = format!("{at}.{name}");
-        let limit = or_none(text, || checker.number(&key, text, range));
-        resources.extend(limit.map(|limit| (name, limit)));
+    for (resource, text, least) in [
+        (Resource::OpenFiles, &raw.open_files, 16),
+        (Resource::Processes, &raw.processes, 1),
+    ] {
+        let key = format!("{at}.{}", resource.name());
+        let limit = or_none(text, || checker.number(&key, text, least..=COUNT_MAX));
+        resources.extend(limit.map(|limit| (resource, limit)));
     }
-    LimitsConfig {
-        memory: checker.size(&format!("{at}.memory"), &raw.memory, Bytes::from_mib(1)..=SIZE_MAX),
-        resources,
-    }
+    resources
 }
 
 /// `none` as no limit, a faulty or missing value as nothing said.
@@ -72,27 +86,28 @@ fn or_none(text: &Text, read: impl FnOnce() -> Option<u64>) -> Option<Option<u64
     read().map(Some)
 }
 
-/// Checks the walls.
-pub(super) fn sandbox(checker: &mut Checker, raw: &RawSandbox, at: &str) -> SandboxConfig {
+/// Files and system calls.
+fn sandbox(checker: &mut Checker, raw: &RawSandbox, at: &str) -> Confinement {
     let mut paths = |name: &str, list: &[String]| -> Vec<PathBuf> {
         list.iter()
             .enumerate()
             .filter_map(|(index, path)| checker.directory(&format!("{at}.{name}[{index}]"), &Text(Some(path.clone()))))
             .collect()
     };
-    SandboxConfig {
+    let access = FileAccess {
         read: paths("read", &raw.read),
         write: paths("write", &raw.write),
-        restricted_calls: checker
-            .one_of(
-                &format!("{at}.syscalls"),
-                &raw.syscalls,
-                &[("all", false), ("restricted", true)],
-            )
-            .unwrap_or(false),
+    };
+    let calls = [("all", SyscallFilter::All), ("restricted", SyscallFilter::Restricted)];
+    Confinement {
+        files: Some(access).filter(|access| *access != FileAccess::default()),
+        syscalls: checker
+            .one_of(&format!("{at}.syscalls"), &raw.syscalls, &calls)
+            .unwrap_or_default(),
         required: checker
             .switch(&format!("{at}.required"), &raw.required)
             .unwrap_or(false),
+        ..Confinement::default()
     }
 }
 

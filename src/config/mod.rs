@@ -25,10 +25,10 @@ pub use clients::{ClientConfig, Secret, load_clients};
 pub use error::{Fault, LoadError, LoadErrorKind, load_private, load_text};
 pub use load::load;
 pub use settings::{
-    BudgetConfig, Config, Endpoint, FILE_MAX, GrpcConfig, GrpcLimits, HttpConfig, IdleConfig, IdsConfig, JournalConfig,
-    Keyless, KvMemory, LeaseConfig, LeaseHolder, LimitsConfig, LlmConfig, LogConfig, LogFormat, OthersRole, PeerBounds,
-    PressureConfig, PressureWatch, ReadyCheck, ReadyConfig, RemoteRole, RestartConfig, RolesConfig, SafeProfileConfig,
-    SandboxConfig, SheddingConfig, TcpConfig, VocabularyConfig, Watermark, Watermarks, WorkerConfig, WorkerMemory,
-    WorkerProtocol, WorkerRole, WorkerVariant, WyomingConfig, WyomingListen,
+    BudgetConfig, Config, Confinement, FILE_MAX, FileAccess, GrpcConfig, GrpcLimits, HttpConfig, IdleConfig, IdsConfig,
+    JournalConfig, Keyless, KvMemory, LeaseConfig, LeaseHolder, Listen, LlmConfig, LogConfig, LogFormat, OthersRole,
+    PeerBounds, PressureConfig, PressureWatch, Readiness, ReadyConfig, RemoteRole, Resource, RolesConfig,
+    SafeProfileConfig, SheddingConfig, SyscallFilter, TcpConfig, VocabularyConfig, Watermark, Watermarks, WorkerConfig,
+    WorkerMemory, WorkerProtocol, WorkerRole, WyomingConfig, WyomingListen,
 };
 pub use size::{SizeError, parse_duration, parse_size};

@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use super::{Config, Fault, LeaseHolder, RestartConfig, Watermark, WorkerConfig};
+use super::{Config, Fault, LeaseHolder, Watermark, WorkerConfig};
 use crate::{
     policy::params::{
-        EngineParams, LeaseParams, ParamFault, Params, PressureParams, RestParams, RestartParams, ShedParams,
-        StartParams, VariantParams, WorkerParams,
+        EngineParams, LeaseParams, ParamFault, Params, PressureParams, RestParams, ShedParams, StartParams,
+        WorkerParams,
     },
     units::Bytes,
 };
@@ -73,7 +73,7 @@ impl Config {
                 mode: llm.mode,
                 load_timeout: llm.load_timeout,
                 apply_timeout: llm.apply_timeout,
-                restart: restart(&llm.restart),
+                restart: llm.restart,
             }),
             workers: (0..)
                 .zip(&self.workers)
@@ -148,16 +148,7 @@ fn worker(config: &WorkerConfig, start_order: u32, before_llm: &[String]) -> Wor
         class: config.class,
         steady: config.memory.steady,
         peak: config.memory.peak,
-        variants: config
-            .memory
-            .variants
-            .iter()
-            .map(|variant| VariantParams {
-                name: variant.name.clone(),
-                steady: variant.bytes,
-                peak: variant.peak,
-            })
-            .collect(),
+        variants: config.memory.variants.clone(),
         shrinks_to: config.pressure.shrinks_to,
         pinned: config.pinned,
         stop_grace: config.stop_grace,
@@ -167,7 +158,7 @@ fn worker(config: &WorkerConfig, start_order: u32, before_llm: &[String]) -> Wor
             autostart: config.autostart,
             start_order,
             ready_timeout: config.ready.timeout.saturating_add(READY_BACKSTOP),
-            restart: restart(&config.restart),
+            restart: config.restart,
             after: config.after.clone(),
             before_engine: before_llm.contains(&config.name),
             ..StartParams::default()
@@ -196,16 +187,6 @@ fn model(config: &WorkerConfig) -> String {
 /// FNV-1a of 64 bits: the same in every version of this program.
 const FNV_OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
 const FNV_PRIME: u64 = 0x0100_0000_01b3;
-
-fn restart(config: &RestartConfig) -> RestartParams {
-    RestartParams {
-        intensity: config.intensity,
-        window: config.window,
-        backoff_min: config.backoff,
-        backoff_max: config.backoff_max,
-        stable_after: config.stable_after,
-    }
-}
 
 /// What policy allows a worker beyond `ready.timeout`: our choice, longer than a busy machine keeps a thread waiting. The
 /// worker's own supervision ends the wait, since it can tell what the last attempt ran into; the arbiter's deadline is for

@@ -19,311 +19,71 @@ pub(super) struct Text(pub(super) Option<String>);
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Table(pub(super) BTreeMap<String, String>);
 
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub(super) struct RawConfig {
-    pub(super) budget: RawBudget,
-    pub(super) shedding: RawShedding,
-    pub(super) leases: RawLeases,
-    pub(super) llm: Option<RawLlm>,
-    pub(super) workers: Vec<RawWorker>,
-    pub(super) http: RawHttp,
-    pub(super) wyoming: RawWyoming,
-    pub(super) grpc: RawGrpc,
-    pub(super) journal: RawJournal,
-    pub(super) safe_profile: RawSafeProfile,
-    pub(super) state_dir: Text,
-    pub(super) runtime_dir: Text,
-    pub(super) log: RawLog,
+/// Declares parts of the file. A key without a type is a scalar.
+macro_rules! raw {
+    ($($(#[$attribute:meta])? $part:ident { $($key:ident $(: $type:ty)?),+ $(,)? })+) => {$(
+        #[derive(Debug, Default, Deserialize)]
+        #[serde(deny_unknown_fields, default)]
+        $(#[$attribute])?
+        pub(super) struct $part {
+            $(pub(super) $key: raw!(@type $($type)?),)+
+        }
+    )+};
+    (@type) => { Text };
+    (@type $type:ty) => { $type };
 }
 
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub(super) struct RawBudget {
-    pub(super) total: Text,
-    pub(super) reserve: Text,
-    pub(super) scope: Text,
-    pub(super) watermarks: RawWatermarks,
-    pub(super) dwell: Text,
-    pub(super) grace: Text,
-    pub(super) hysteresis: Text,
-    pub(super) fill_rate_max: Text,
-    pub(super) sample_min: Text,
-    pub(super) sample_max: Text,
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub(super) struct RawWatermarks {
-    pub(super) elevated: Text,
-    pub(super) critical: Text,
-    pub(super) last_resort: Text,
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub(super) struct RawShedding {
-    pub(super) reclaim_min: Text,
-    pub(super) settle: Text,
-    pub(super) deadlines: RawDeadlines,
-    pub(super) verify_timeout: Text,
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, default, rename_all = "kebab-case")]
-pub(super) struct RawDeadlines {
-    pub(super) audio_realtime: Text,
-    pub(super) interactive: Text,
-    pub(super) llm_elastic: Text,
-    pub(super) batch: Text,
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub(super) struct RawLeases {
-    pub(super) term_min: Text,
-    pub(super) term_max: Text,
-    pub(super) wait_max: Text,
-    pub(super) queue_max: Text,
-    pub(super) per_user_max: Text,
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub(super) struct RawLlm {
-    pub(super) path: Text,
-    pub(super) name: Text,
-    pub(super) threads: Text,
-    pub(super) device: Text,
-    pub(super) cuda: RawCuda,
-    pub(super) context: Text,
-    pub(super) vocabulary: Text,
-    pub(super) answer_tokens_max: Text,
-    pub(super) answer_time_max: Text,
-    pub(super) kv_floor: Text,
-    pub(super) kv_memory: Text,
-    pub(super) kv_type: Text,
-    pub(super) kv_type_least: Text,
-    pub(super) prefill_chunk: Text,
-    pub(super) prefill_chunk_max: Text,
-    pub(super) mode: Text,
-    pub(super) resident_layers_min: Text,
-    pub(super) after: Vec<String>,
-    pub(super) load_timeout: Text,
-    pub(super) apply_timeout: Text,
-    pub(super) restart: RawRestart,
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub(super) struct RawCuda {
-    pub(super) memory: Text,
-    pub(super) kernels: Text,
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub(super) struct RawWorker {
-    pub(super) name: Text,
-    pub(super) role: Text,
-    pub(super) argv: Vec<String>,
-    pub(super) env: Table,
-    pub(super) working_dir: Text,
-    pub(super) protocol: Text,
-    pub(super) model: Text,
-    pub(super) socket: Text,
-    pub(super) port: Text,
-    pub(super) ready: RawReady,
-    pub(super) class: Text,
-    pub(super) memory: RawMemory,
-    pub(super) restart: RawRestart,
-    pub(super) stop_grace: Text,
-    pub(super) oom_score_adj: Text,
-    pub(super) autostart: Text,
-    pub(super) pinned: Text,
-    pub(super) after: Vec<String>,
-    pub(super) lease: Text,
-    pub(super) idle: RawIdle,
-    pub(super) wake_timeout: Text,
-    pub(super) answer_timeout: Text,
-    pub(super) user: Text,
-    pub(super) group: Text,
-    pub(super) limits: RawLimits,
-    pub(super) sandbox: RawSandbox,
-    pub(super) pressure: RawPressure,
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub(super) struct RawIdle {
-    pub(super) shrink_after: Text,
-    pub(super) stop_after: Text,
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub(super) struct RawLimits {
-    pub(super) memory: Text,
-    pub(super) address_space: Text,
-    pub(super) core: Text,
-    pub(super) file_size: Text,
-    pub(super) memlock: Text,
-    pub(super) open_files: Text,
-    pub(super) processes: Text,
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub(super) struct RawSandbox {
-    pub(super) read: Vec<String>,
-    pub(super) write: Vec<String>,
-    pub(super) syscalls: Text,
-    pub(super) required: Text,
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub(super) struct RawPressure {
-    pub(super) watch: Text,
-    pub(super) shrinks_to: Text,
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub(super) struct RawReady {
-    pub(super) kind: Text,
-    pub(super) timeout: Text,
-    pub(super) path: Text,
-    pub(super) status: Text,
-    pub(super) text: Text,
-    pub(super) pattern: Text,
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub(super) struct RawMemory {
-    pub(super) steady: Text,
-    pub(super) peak: Text,
-    pub(super) recycle_above: Text,
-    pub(super) variants: Vec<RawVariant>,
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub(super) struct RawVariant {
-    pub(super) name: Text,
-    pub(super) bytes: Text,
-    pub(super) peak: Text,
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub(super) struct RawRestart {
-    pub(super) intensity: Text,
-    pub(super) window: Text,
-    pub(super) stable_after: Text,
-    pub(super) backoff: Text,
-    pub(super) backoff_max: Text,
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub(super) struct RawHttp {
-    pub(super) listen: Text,
-    pub(super) allowed_hosts: Vec<String>,
-    pub(super) keys_file: Text,
-    pub(super) keyless: Option<Vec<Text>>,
-    pub(super) models: Table,
-    pub(super) voices: Table,
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub(super) struct RawWyoming {
-    pub(super) listen: Vec<String>,
-    pub(super) languages: Vec<String>,
-    pub(super) system: Text,
-    pub(super) wait_max: Text,
-    pub(super) audio_max: Text,
-    pub(super) connections_max: Text,
-    pub(super) conversations_max: Text,
-    pub(super) history_max: Text,
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub(super) struct RawGrpc {
-    pub(super) socket: Text,
-    pub(super) abstract_name: Text,
-    pub(super) tcp: Option<RawTcp>,
-    pub(super) roles: RawRoles,
-    pub(super) limits: RawGrpcLimits,
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub(super) struct RawTcp {
-    pub(super) listen: Text,
-    pub(super) cert: Text,
-    pub(super) key: Text,
-    pub(super) client_ca: Text,
-    pub(super) role: Text,
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub(super) struct RawRoles {
-    pub(super) operators: RawIds,
-    pub(super) watchdogs: RawIds,
-    pub(super) tenants: RawIds,
-    pub(super) viewers: RawIds,
-    pub(super) others: Text,
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub(super) struct RawIds {
-    pub(super) uids: Vec<Text>,
-    pub(super) gids: Vec<Text>,
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub(super) struct RawGrpcLimits {
-    pub(super) message_max: Text,
-    pub(super) calls_per_connection: Text,
-    pub(super) connections: RawBounds,
-    pub(super) streams: RawBounds,
-    pub(super) reader_patience: Text,
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub(super) struct RawBounds {
-    pub(super) per_process: Text,
-    pub(super) per_user: Text,
-    pub(super) total: Text,
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub(super) struct RawJournal {
-    pub(super) path: Text,
-    pub(super) max_size: Text,
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub(super) struct RawSafeProfile {
-    pub(super) crashes: Text,
-    pub(super) within: Text,
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub(super) struct RawLog {
-    pub(super) filter: Text,
-    pub(super) format: Text,
+raw! {
+    RawConfig {
+        budget: RawBudget, shedding: RawShedding, leases: RawLeases, llm: Option<RawLlm>, workers: Vec<RawWorker>,
+        http: RawHttp, wyoming: RawWyoming, grpc: RawGrpc, journal: RawJournal, safe_profile: RawSafeProfile,
+        state_dir, runtime_dir, log: RawLog,
+    }
+    RawBudget {
+        total, reserve, scope, watermarks: RawWatermarks, dwell, grace, hysteresis, fill_rate_max, sample_min,
+        sample_max,
+    }
+    RawWatermarks { elevated, critical, last_resort }
+    RawShedding { reclaim_min, settle, deadlines: RawDeadlines, verify_timeout }
+    #[serde(rename_all = "kebab-case")]
+    RawDeadlines { audio_realtime, interactive, llm_elastic, batch }
+    RawLeases { term_min, term_max, wait_max, queue_max, per_user_max }
+    RawLlm {
+        path, name, threads, device, cuda: RawCuda, context, vocabulary, answer_tokens_max, answer_time_max, kv_floor,
+        kv_memory, kv_type, kv_type_least, prefill_chunk, prefill_chunk_max, mode, resident_layers_min,
+        after: Vec<String>, load_timeout, apply_timeout, restart: RawRestart,
+    }
+    RawCuda { memory, kernels }
+    RawWorker {
+        name, role, argv: Vec<String>, env: Table, working_dir, protocol, model, socket, port, ready: RawReady, class,
+        memory: RawMemory, restart: RawRestart, stop_grace, oom_score_adj, autostart, pinned, after: Vec<String>,
+        lease, idle: RawIdle, wake_timeout, answer_timeout, user, group, limits: RawLimits, sandbox: RawSandbox,
+        pressure: RawPressure,
+    }
+    RawIdle { shrink_after, stop_after }
+    RawLimits { memory, address_space, core, file_size, memlock, open_files, processes }
+    RawSandbox { read: Vec<String>, write: Vec<String>, syscalls, required }
+    RawPressure { watch, shrinks_to }
+    RawReady { kind, timeout, path, status, text, pattern }
+    RawMemory { steady, peak, recycle_above, variants: Vec<RawVariant> }
+    RawVariant { name, bytes, peak }
+    RawRestart { intensity, window, stable_after, backoff, backoff_max }
+    RawHttp {
+        listen, allowed_hosts: Vec<String>, keys_file, keyless: Option<Vec<Text>>, models: Table, voices: Table,
+    }
+    RawWyoming {
+        listen: Vec<String>, languages: Vec<String>, system, wait_max, audio_max, connections_max, conversations_max,
+        history_max,
+    }
+    RawGrpc { socket, abstract_name, tcp: Option<RawTcp>, roles: RawRoles, limits: RawGrpcLimits }
+    RawTcp { listen, cert, key, client_ca, role }
+    RawRoles { operators: RawIds, watchdogs: RawIds, tenants: RawIds, viewers: RawIds, others }
+    RawIds { uids: Vec<Text>, gids: Vec<Text> }
+    RawGrpcLimits { message_max, calls_per_connection, connections: RawBounds, streams: RawBounds, reader_patience }
+    RawBounds { per_process, per_user, total }
+    RawJournal { path, max_size }
+    RawSafeProfile { crashes, within }
+    RawLog { filter, format }
 }
 
 /// Reads the form of a file. A file without content is an empty mapping.

@@ -4,8 +4,8 @@
 //! decided on.
 
 use super::{
-    BudgetConfig, Config, GrpcConfig, GrpcLimits, HttpConfig, JournalConfig, LeaseConfig, LlmConfig, LogConfig,
-    RolesConfig, SafeProfileConfig, SheddingConfig, Watermarks, WorkerConfig, WyomingConfig,
+    BudgetConfig, Config, Confinement, GrpcConfig, GrpcLimits, HttpConfig, JournalConfig, LeaseConfig, LlmConfig,
+    LogConfig, RolesConfig, SafeProfileConfig, SheddingConfig, Watermarks, WorkerConfig, WyomingConfig,
 };
 use crate::policy::{compute::DeviceSettings, event::ChangedKeys, params::ClassDeadlines};
 
@@ -37,6 +37,25 @@ struct Merge {
     seen: Vec<(String, bool)>,
 }
 
+/// Builds a struct of settings field by field: those behind `live` are taken over, those behind `fixed` kept. A field goes
+/// by its own name below `at`, or by the one behind `as`.
+macro_rules! merged {
+    (
+        $merge:ident, $at:expr, $old:expr, $new:expr,
+        $type:ident { $($how:ident: $($field:ident $(as $key:literal)?),+;)* $(@ $($part:ident = $value:expr),+;)? }
+    ) => {
+        $type {
+            $($($field: {
+                let key = merged!(key $at, $field $($key)?);
+                $merge.$how(&key, &$old.$field, &$new.$field)
+            },)+)*
+            $($($part: $value,)+)?
+        }
+    };
+    (key $at:expr, $field:ident) => { format!("{}{}", $at, stringify!($field)) };
+    (key $at:expr, $field:ident $key:literal) => { format!("{}{}", $at, $key) };
+}
+
 impl Merge {
     /// A setting that is taken over.
     fn live<T: Clone + PartialEq>(&mut self, key: &str, old: &T, new: &T) -> T {
@@ -59,137 +78,69 @@ impl Merge {
     }
 
     fn config(&mut self, old: &Config, new: &Config) -> Config {
-        Config {
-            budget: self.budget(&old.budget, &new.budget),
-            shedding: self.shedding(&old.shedding, &new.shedding),
-            leases: self.leases(old.leases, new.leases),
-            llm: match (&old.llm, &new.llm) {
-                (Some(old), Some(new)) => Some(self.llm(old, new)),
-                (old, new) => self.fixed("llm", old, new),
-            },
-            workers: self.workers(&old.workers, &new.workers),
-            http: HttpConfig {
-                listen: self.fixed("http.listen", &old.http.listen, &new.http.listen),
-                allowed_hosts: self.live("http.allowed_hosts", &old.http.allowed_hosts, &new.http.allowed_hosts),
-                keys_file: self.live("http.keys_file", &old.http.keys_file, &new.http.keys_file),
-                keyless: self.live("http.keyless", &old.http.keyless, &new.http.keyless),
-                models: self.live("http.models", &old.http.models, &new.http.models),
-                voices: self.live("http.voices", &old.http.voices, &new.http.voices),
-            },
-            wyoming: self.wyoming(&old.wyoming, &new.wyoming),
-            grpc: self.grpc(&old.grpc, &new.grpc),
-            journal: match (&old.journal, &new.journal) {
-                (Some(old), Some(new)) => Some(JournalConfig {
-                    path: self.fixed("journal.path", &old.path, &new.path),
-                    max_size: self.fixed("journal.max_size", &old.max_size, &new.max_size),
+        merged!(self, "", old, new, Config {
+            @ budget = self.budget(&old.budget, &new.budget),
+                shedding = self.shedding(old.shedding, new.shedding),
+                leases = merged!(self, "leases.", old.leases, new.leases, LeaseConfig {
+                    live: term_min, term_max, wait_max, queue_max, per_user_max;
                 }),
-                (old, new) => self.fixed("journal.path", old, new),
-            },
-            safe_profile: SafeProfileConfig {
-                crashes: self.fixed(
-                    "safe_profile.crashes",
-                    &old.safe_profile.crashes,
-                    &new.safe_profile.crashes,
-                ),
-                within: self.fixed(
-                    "safe_profile.within",
-                    &old.safe_profile.within,
-                    &new.safe_profile.within,
-                ),
-            },
-            state_dir: self.fixed("state_dir", &old.state_dir, &new.state_dir),
-            runtime_dir: self.fixed("runtime_dir", &old.runtime_dir, &new.runtime_dir),
-            log: LogConfig {
-                filter: self.live("log.filter", &old.log.filter, &new.log.filter),
-                format: self.fixed("log.format", &old.log.format, &new.log.format),
-            },
-        }
+                llm = match (&old.llm, &new.llm) {
+                    (Some(old), Some(new)) => Some(self.llm(old, new)),
+                    (old, new) => self.fixed("llm", old, new),
+                },
+                workers = self.workers(&old.workers, &new.workers),
+                http = merged!(self, "http.", old.http, new.http, HttpConfig {
+                    fixed: listen;
+                    live: allowed_hosts, keys_file, keyless, models, voices;
+                }),
+                wyoming = merged!(self, "wyoming.", old.wyoming, new.wyoming, WyomingConfig {
+                    fixed: listen, languages, system, wait_max, audio_max, connections_max, conversations_max, history_max;
+                }),
+                grpc = self.grpc(&old.grpc, &new.grpc),
+                journal = match (&old.journal, &new.journal) {
+                    (Some(old), Some(new)) => {
+                        Some(merged!(self, "journal.", old, new, JournalConfig { fixed: path, max_size; }))
+                    }
+                    (old, new) => self.fixed("journal.path", old, new),
+                },
+                safe_profile = merged!(self, "safe_profile.", old.safe_profile, new.safe_profile, SafeProfileConfig {
+                    fixed: crashes, within;
+                }),
+                state_dir = self.fixed("state_dir", &old.state_dir, &new.state_dir),
+                runtime_dir = self.fixed("runtime_dir", &old.runtime_dir, &new.runtime_dir),
+                log = merged!(self, "log.", old.log, new.log, LogConfig { live: filter; fixed: format; });
+        })
     }
 
     fn budget(&mut self, old: &BudgetConfig, new: &BudgetConfig) -> BudgetConfig {
-        let (was, is) = (&old.watermarks, &new.watermarks);
-        BudgetConfig {
-            total: self.live("budget.total", &old.total, &new.total),
-            reserve: self.live("budget.reserve", &old.reserve, &new.reserve),
-            scope: self.fixed("budget.scope", &old.scope, &new.scope),
-            watermarks: Watermarks {
-                elevated: self.live("budget.watermarks.elevated", &was.elevated, &is.elevated),
-                critical: self.live("budget.watermarks.critical", &was.critical, &is.critical),
-                last_resort: self.live("budget.watermarks.last_resort", &was.last_resort, &is.last_resort),
-            },
-            hysteresis: self.live("budget.hysteresis", &old.hysteresis, &new.hysteresis),
-            dwell: self.live("budget.dwell", &old.dwell, &new.dwell),
-            grace: self.live("budget.grace", &old.grace, &new.grace),
-            fill_rate_mib_per_s: self.live(
-                "budget.fill_rate_max",
-                &old.fill_rate_mib_per_s,
-                &new.fill_rate_mib_per_s,
-            ),
-            sample_min: self.live("budget.sample_min", &old.sample_min, &new.sample_min),
-            sample_max: self.live("budget.sample_max", &old.sample_max, &new.sample_max),
-        }
+        merged!(self, "budget.", old, new, BudgetConfig {
+            live: total, reserve;
+            fixed: scope;
+            live: hysteresis, dwell, grace, fill_rate_mib_per_s as "fill_rate_max", sample_min, sample_max;
+            @ watermarks = merged!(self, "budget.watermarks.", old.watermarks, new.watermarks, Watermarks {
+                live: elevated, critical, last_resort;
+            });
+        })
     }
 
-    fn shedding(&mut self, old: &SheddingConfig, new: &SheddingConfig) -> SheddingConfig {
-        let (was, is) = (&old.deadlines, &new.deadlines);
-        SheddingConfig {
-            reclaim_min: self.live("shedding.reclaim_min", &old.reclaim_min, &new.reclaim_min),
-            settle: self.live("shedding.settle", &old.settle, &new.settle),
-            deadlines: ClassDeadlines {
-                audio_realtime: self.live(
-                    "shedding.deadlines.audio-realtime",
-                    &was.audio_realtime,
-                    &is.audio_realtime,
-                ),
-                interactive: self.live("shedding.deadlines.interactive", &was.interactive, &is.interactive),
-                llm_elastic: self.live("shedding.deadlines.llm-elastic", &was.llm_elastic, &is.llm_elastic),
-                batch: self.live("shedding.deadlines.batch", &was.batch, &is.batch),
-            },
-            verify_timeout: self.live("shedding.verify_timeout", &old.verify_timeout, &new.verify_timeout),
-        }
-    }
-
-    fn leases(&mut self, old: LeaseConfig, new: LeaseConfig) -> LeaseConfig {
-        LeaseConfig {
-            term_min: self.live("leases.term_min", &old.term_min, &new.term_min),
-            term_max: self.live("leases.term_max", &old.term_max, &new.term_max),
-            wait_max: self.live("leases.wait_max", &old.wait_max, &new.wait_max),
-            queue_max: self.live("leases.queue_max", &old.queue_max, &new.queue_max),
-            per_user_max: self.live("leases.per_user_max", &old.per_user_max, &new.per_user_max),
-        }
+    fn shedding(&mut self, old: SheddingConfig, new: SheddingConfig) -> SheddingConfig {
+        merged!(self, "shedding.", old, new, SheddingConfig {
+            live: reclaim_min, settle, verify_timeout;
+            @ deadlines = merged!(self, "shedding.deadlines.", old.deadlines, new.deadlines, ClassDeadlines {
+                live: audio_realtime as "audio-realtime", interactive, llm_elastic as "llm-elastic", batch;
+            });
+        })
     }
 
     fn llm(&mut self, old: &LlmConfig, new: &LlmConfig) -> LlmConfig {
-        LlmConfig {
-            path: self.fixed("llm.path", &old.path, &new.path),
-            name: self.fixed("llm.name", &old.name, &new.name),
-            threads: self.fixed("llm.threads", &old.threads, &new.threads),
-            device: DeviceSettings {
-                choice: self.fixed("llm.device", &old.device.choice, &new.device.choice),
-                memory: self.fixed("llm.cuda.memory", &old.device.memory, &new.device.memory),
-                kernels: self.fixed("llm.cuda.kernels", &old.device.kernels, &new.device.kernels),
-            },
-            context: self.fixed("llm.context", &old.context, &new.context),
-            vocabulary: self.fixed("llm.vocabulary", &old.vocabulary, &new.vocabulary),
-            answer_tokens_max: self.fixed("llm.answer_tokens_max", &old.answer_tokens_max, &new.answer_tokens_max),
-            answer_time_max: self.fixed("llm.answer_time_max", &old.answer_time_max, &new.answer_time_max),
-            kv_floor: self.fixed("llm.kv_floor", &old.kv_floor, &new.kv_floor),
-            kv_memory: self.fixed("llm.kv_memory", &old.kv_memory, &new.kv_memory),
-            kv_type: self.fixed("llm.kv_type", &old.kv_type, &new.kv_type),
-            kv_type_least: self.fixed("llm.kv_type_least", &old.kv_type_least, &new.kv_type_least),
-            prefill_chunk: self.fixed("llm.prefill_chunk", &old.prefill_chunk, &new.prefill_chunk),
-            prefill_chunk_max: self.fixed("llm.prefill_chunk_max", &old.prefill_chunk_max, &new.prefill_chunk_max),
-            mode: self.fixed("llm.mode", &old.mode, &new.mode),
-            resident_layers_min: self.fixed(
-                "llm.resident_layers_min",
-                &old.resident_layers_min,
-                &new.resident_layers_min,
-            ),
-            after: self.fixed("llm.after", &old.after, &new.after),
-            load_timeout: self.fixed("llm.load_timeout", &old.load_timeout, &new.load_timeout),
-            apply_timeout: self.fixed("llm.apply_timeout", &old.apply_timeout, &new.apply_timeout),
-            restart: self.fixed("llm.restart", &old.restart, &new.restart),
-        }
+        merged!(self, "llm.", old, new, LlmConfig {
+            fixed: path, name, threads, context, vocabulary, answer_tokens_max, answer_time_max, kv_floor, kv_memory,
+                kv_type, kv_type_least, prefill_chunk, prefill_chunk_max, mode, resident_layers_min, after, load_timeout,
+                apply_timeout, restart;
+            @ device = merged!(self, "llm.", old.device, new.device, DeviceSettings {
+                fixed: choice as "device", memory as "cuda.memory", kernels as "cuda.kernels";
+            });
+        })
     }
 
     /// Workers of the same name; one that is new or gone needs a restart, and so does another order.
@@ -213,84 +164,44 @@ impl Merge {
     }
 
     fn worker(&mut self, old: &WorkerConfig, new: &WorkerConfig) -> WorkerConfig {
-        let key = |key: &str| format!("workers.{}.{key}", old.name);
-        WorkerConfig {
-            name: old.name.clone(),
-            role: self.fixed(&key("role"), &old.role, &new.role),
-            argv: self.live(&key("argv"), &old.argv, &new.argv),
-            env: self.live(&key("env"), &old.env, &new.env),
-            working_dir: self.live(&key("working_dir"), &old.working_dir, &new.working_dir),
-            protocol: self.fixed(&key("protocol"), &old.protocol, &new.protocol),
-            model: self.fixed(&key("model"), &old.model, &new.model),
-            endpoint: self.live(&key("socket"), &old.endpoint, &new.endpoint),
-            ready: self.live(&key("ready"), &old.ready, &new.ready),
-            class: self.live(&key("class"), &old.class, &new.class),
-            memory: self.live(&key("memory"), &old.memory, &new.memory),
-            restart: self.live(&key("restart"), &old.restart, &new.restart),
-            stop_grace: self.live(&key("stop_grace"), &old.stop_grace, &new.stop_grace),
-            oom_score_adj: self.live(&key("oom_score_adj"), &old.oom_score_adj, &new.oom_score_adj),
-            autostart: self.fixed(&key("autostart"), &old.autostart, &new.autostart),
-            pinned: self.live(&key("pinned"), &old.pinned, &new.pinned),
-            after: self.fixed(&key("after"), &old.after, &new.after),
-            lease: self.fixed(&key("lease"), &old.lease, &new.lease),
-            idle: self.live(&key("idle"), &old.idle, &new.idle),
-            wake_timeout: self.fixed(&key("wake_timeout"), &old.wake_timeout, &new.wake_timeout),
-            answer_timeout: self.fixed(&key("answer_timeout"), &old.answer_timeout, &new.answer_timeout),
-            user: self.live(&key("user"), &old.user, &new.user),
-            group: self.live(&key("group"), &old.group, &new.group),
-            limits: self.live(&key("limits"), &old.limits, &new.limits),
-            sandbox: self.live(&key("sandbox"), &old.sandbox, &new.sandbox),
-            pressure: self.live(&key("pressure"), &old.pressure, &new.pressure),
-        }
+        let at = format!("workers.{}.", old.name);
+        merged!(self, at, old, new, WorkerConfig {
+            fixed: role;
+            live: argv, env, working_dir;
+            fixed: protocol, model;
+            live: listen as "socket", ready, class, memory, restart, stop_grace, oom_score_adj;
+            fixed: autostart;
+            live: pinned;
+            fixed: after, lease;
+            live: idle;
+            fixed: wake_timeout, answer_timeout;
+            live: pressure;
+            @ name = old.name.clone(),
+                confinement = self.confinement(&at, &old.confinement, &new.confinement);
+        })
     }
 
-    fn wyoming(&mut self, old: &WyomingConfig, new: &WyomingConfig) -> WyomingConfig {
-        WyomingConfig {
-            listen: self.fixed("wyoming.listen", &old.listen, &new.listen),
-            languages: self.fixed("wyoming.languages", &old.languages, &new.languages),
-            system: self.fixed("wyoming.system", &old.system, &new.system),
-            wait_max: self.fixed("wyoming.wait_max", &old.wait_max, &new.wait_max),
-            audio_max: self.fixed("wyoming.audio_max", &old.audio_max, &new.audio_max),
-            connections_max: self.fixed("wyoming.connections_max", &old.connections_max, &new.connections_max),
-            conversations_max: self.fixed(
-                "wyoming.conversations_max",
-                &old.conversations_max,
-                &new.conversations_max,
-            ),
-            history_max: self.fixed("wyoming.history_max", &old.history_max, &new.history_max),
-        }
+    fn confinement(&mut self, at: &str, old: &Confinement, new: &Confinement) -> Confinement {
+        let limits = |it: &Confinement| (it.memory, it.resources.clone());
+        let (memory, resources) = self.live(&format!("{at}limits"), &limits(old), &limits(new));
+        let sandbox = |it: &Confinement| (it.files.clone(), it.syscalls, it.required);
+        let (files, syscalls, required) = self.live(&format!("{at}sandbox"), &sandbox(old), &sandbox(new));
+        merged!(self, at, old, new, Confinement {
+            live: user, group;
+            @ memory = memory, resources = resources, files = files, syscalls = syscalls, required = required;
+        })
     }
 
     fn grpc(&mut self, old: &GrpcConfig, new: &GrpcConfig) -> GrpcConfig {
-        let (was, is) = (&old.roles, &new.roles);
-        let (limited, limits) = (&old.limits, &new.limits);
-        GrpcConfig {
-            socket: self.fixed("grpc.socket", &old.socket, &new.socket),
-            abstract_name: self.fixed("grpc.abstract_name", &old.abstract_name, &new.abstract_name),
-            tcp: self.fixed("grpc.tcp", &old.tcp, &new.tcp),
-            roles: RolesConfig {
-                operators: self.fixed("grpc.roles.operators", &was.operators, &is.operators),
-                watchdogs: self.fixed("grpc.roles.watchdogs", &was.watchdogs, &is.watchdogs),
-                tenants: self.fixed("grpc.roles.tenants", &was.tenants, &is.tenants),
-                viewers: self.fixed("grpc.roles.viewers", &was.viewers, &is.viewers),
-                others: self.fixed("grpc.roles.others", &was.others, &is.others),
-            },
-            limits: GrpcLimits {
-                message_max: self.fixed("grpc.limits.message_max", &limited.message_max, &limits.message_max),
-                calls_per_connection: self.fixed(
-                    "grpc.limits.calls_per_connection",
-                    &limited.calls_per_connection,
-                    &limits.calls_per_connection,
-                ),
-                connections: self.fixed("grpc.limits.connections", &limited.connections, &limits.connections),
-                streams: self.fixed("grpc.limits.streams", &limited.streams, &limits.streams),
-                reader_patience: self.fixed(
-                    "grpc.limits.reader_patience",
-                    &limited.reader_patience,
-                    &limits.reader_patience,
-                ),
-            },
-        }
+        merged!(self, "grpc.", old, new, GrpcConfig {
+            fixed: socket, abstract_name, tcp;
+            @ roles = merged!(self, "grpc.roles.", old.roles, new.roles, RolesConfig {
+                    fixed: operators, watchdogs, tenants, viewers, others;
+                }),
+                limits = merged!(self, "grpc.limits.", old.limits, new.limits, GrpcLimits {
+                    fixed: message_max, calls_per_connection, connections, streams, reader_patience;
+                });
+        })
     }
 }
 

@@ -7,7 +7,7 @@ use crate::{
         compute::DeviceSettings,
         kv_type::KvType,
         lease::Class,
-        params::{ClassDeadlines, ResidencyMode, Scope},
+        params::{ClassDeadlines, ResidencyMode, RestartParams, Scope, VariantParams},
     },
     units::{Bytes, Layers, Tokens},
 };
@@ -162,12 +162,12 @@ pub struct LeaseConfig {
     pub per_user_max: u32,
 }
 
-/// When KV capacity that is held becomes memory. What is held is on the book in either case, and nobody else gets it.
+/// When KV capacity that is held becomes memory. What is held is on the book in either case, and no other holder gets it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvMemory {
     /// As tokens come: growing takes microseconds, and programs that are no tenants may take what looks available. Default.
     AsNeeded,
-    /// At once: everybody sees it as used, and growing takes as long as the kernel needs for the pages.
+    /// At once: it counts as used for every program, and growing takes as long as the kernel needs for the pages.
     AtOnce,
 }
 
@@ -224,7 +224,7 @@ pub struct LlmConfig {
     /// How long the engine may take over a change before it is asked again. Default 2 s, 100 ms to 10 min.
     pub apply_timeout: Duration,
     /// When it may be loaded again after a failure.
-    pub restart: RestartConfig,
+    pub restart: RestartParams,
 }
 
 /// What a worker does.
@@ -255,7 +255,7 @@ pub enum WorkerProtocol {
 
 /// Where a worker listens.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Endpoint {
+pub enum Listen {
     /// A TCP port on loopback that the supervisor picks before each start; `${PORT}` in argv and env stands for it.
     FreePort,
     /// Nowhere.
@@ -269,7 +269,7 @@ pub enum Endpoint {
 
 /// When a worker counts as ready.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ReadyCheck {
+pub enum Readiness {
     /// Its endpoint accepts a connection. Default where there is an endpoint.
     Connect,
     /// It answers Wyoming's `describe`. Default for Wyoming.
@@ -282,7 +282,7 @@ pub enum ReadyCheck {
         status: u16,
     },
     /// A line of its output contains this text.
-    Log(String),
+    LogLine(String),
     /// A line of its output matches this regular expression.
     LogPattern(String),
     /// It sends `READY=1` to `NOTIFY_SOCKET`, as sd_notify(3) does.
@@ -291,53 +291,35 @@ pub enum ReadyCheck {
     Started,
 }
 
+impl Readiness {
+    /// Whether it cannot be seen later.
+    #[must_use]
+    pub const fn is_shown_once(&self) -> bool {
+        matches!(self, Self::LogLine(_) | Self::LogPattern(_) | Self::Notify)
+    }
+}
+
 /// When a worker counts as ready, and how long that may take.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReadyConfig {
     /// What is looked at.
-    pub check: ReadyCheck,
+    pub check: Readiness,
     /// How long it may take. Default 60 s, 100 ms to 30 min.
     pub timeout: Duration,
 }
 
-/// One way to run a worker, with what it holds then.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct WorkerVariant {
-    /// Its name; unique within the worker. `${VARIANT}` in argv and env stands for it.
-    pub name: String,
-    /// What the worker holds at rest in this variant. Required.
-    pub bytes: Bytes,
-    /// The most it holds on the way there or while it serves a request. Default 1.25 × `bytes`.
-    pub peak: Bytes,
-}
-
 /// What a worker needs.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct WorkerMemory {
     /// What it holds at rest. Required where there are no variants; with variants, it is that of the first.
     pub steady: Bytes,
     /// The most it holds while it loads or serves a request. Default 1.25 × `steady`, not below it.
     pub peak: Bytes,
     /// Ways to run it, the one to start with first; empty when there is one way only.
-    pub variants: Vec<WorkerVariant>,
+    pub variants: Vec<VariantParams>,
     /// Measured memory above which it takes nothing new, ends what it does, and is restarted; `None` when that
     /// never happens. Default: the largest peak.
     pub recycle_above: Option<Bytes>,
-}
-
-/// When a worker that ended may start again.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RestartConfig {
-    /// Ends within `window` after which it stays down. Default 3, 0 (never start again) to 100.
-    pub intensity: u32,
-    /// Default 60 s, 1 s to 24 h.
-    pub window: Duration,
-    /// How long it must have run well before its ends are forgotten. Default 60 s, 0 s to 24 h.
-    pub stable_after: Duration,
-    /// Wait before the first new start; doubled for each further one. Default 500 ms, 1 ms to 1 h.
-    pub backoff: Duration,
-    /// Longest wait. Default 30 s, not below `backoff`, up to 24 h.
-    pub backoff_max: Duration,
 }
 
 /// A child process.
@@ -356,10 +338,10 @@ pub struct WorkerConfig {
     pub working_dir: Option<PathBuf>,
     /// What it speaks.
     pub protocol: WorkerProtocol,
-    /// What it is told as its model, with `openai-http`. Default: its name.
+    /// The model name sent to it, with `openai-http`. Default: its name.
     pub model: String,
     /// Where it listens.
-    pub endpoint: Endpoint,
+    pub listen: Listen,
     /// When it counts as ready.
     pub ready: ReadyConfig,
     /// How urgent its work is. Default `audio-realtime` for `asr` and `tts`, else `batch`.
@@ -367,7 +349,7 @@ pub struct WorkerConfig {
     /// What it needs.
     pub memory: WorkerMemory,
     /// When it may start again.
-    pub restart: RestartConfig,
+    pub restart: RestartParams,
     /// Time between SIGTERM and SIGKILL. Default 1 s, 0 s to 10 min.
     pub stop_grace: Duration,
     /// How gladly the kernel's OOM killer takes it. Default 300, −1000 to 1000.
@@ -386,24 +368,18 @@ pub struct WorkerConfig {
     pub wake_timeout: Duration,
     /// How long its answer may keep a request waiting, also between two pieces of it. Default 30 s, 100 ms to 10 min.
     pub answer_timeout: Duration,
-    /// Name or number of the user it runs as. Default: the supervisor's.
-    pub user: Option<String>,
-    /// Name or number of its group. Default: the user's own.
-    pub group: Option<String>,
-    /// What it may use.
-    pub limits: LimitsConfig,
-    /// What it may touch.
-    pub sandbox: SandboxConfig,
-    /// How it is told that memory is short.
+    /// What it may use and touch.
+    pub confinement: Confinement,
+    /// How it is notified that memory is short.
     pub pressure: PressureConfig,
 }
 
-/// How a worker is told that memory is short, by systemd's memory pressure protocol.
+/// How a worker is notified that memory is short, by systemd's memory pressure protocol.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PressureConfig {
     /// What `$MEMORY_PRESSURE_WATCH` names.
     pub watch: PressureWatch,
-    /// What it comes down to when it is told; below `memory.steady`. `None` when it cannot be counted on.
+    /// What it comes down to when it is notified; below `memory.steady`. `None` when it cannot be counted on.
     pub shrinks_to: Option<Bytes>,
 }
 
@@ -435,7 +411,7 @@ pub struct HttpConfig {
     pub listen: Option<SocketAddr>,
     /// Host names besides those of this machine under which it is served, and whose pages may use it. Default none.
     pub allowed_hosts: Vec<String>,
-    /// File with the clients and their keys; without it everybody is served. Default none.
+    /// File with the clients and their keys; without it every client is served. Default none.
     pub keys_file: Option<PathBuf>,
     /// What is served without a key where clients have keys. Default `health`.
     pub keyless: Vec<Keyless>,
@@ -452,7 +428,7 @@ pub struct WyomingConfig {
     pub listen: Vec<WyomingListen>,
     /// Languages that the LLM is said to know. Default `en`.
     pub languages: Vec<String>,
-    /// What the LLM is told before each conversation. Default nothing.
+    /// System prompt of each conversation. Default nothing.
     pub system: Option<String>,
     /// How long a request waits for a worker or an engine that is being started, before it is refused. Default 5 s,
     /// 0 s to 1 min.
@@ -545,7 +521,7 @@ pub struct RolesConfig {
     pub tenants: IdsConfig,
     /// Read.
     pub viewers: IdsConfig,
-    /// Everybody else. Default: nothing.
+    /// All other users. Default: nothing.
     pub others: OthersRole,
 }
 
@@ -663,24 +639,73 @@ pub struct IdleConfig {
     pub stop_after: Option<Duration>,
 }
 
-/// Resource limits of a worker; what is not set is the supervisor's own.
+/// What a worker may use and touch.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct LimitsConfig {
-    /// Limit of its control group, page cache included; nothing of it is swapped. 1 MiB or more.
+pub struct Confinement {
+    /// Limit of its control group, page cache included; it may not swap. `None` sets no limit. 1 MiB or more.
     pub memory: Option<Bytes>,
-    /// Limits of setrlimit(2) by key; `None` is no limit.
-    pub resources: BTreeMap<&'static str, Option<u64>>,
+    /// Resource limits, soft and hard alike; `None` is no limit.
+    pub resources: BTreeMap<Resource, Option<u64>>,
+    /// Name or number of the user it runs as; the supervisor's when `None`.
+    pub user: Option<String>,
+    /// Name or number of its group; the user's own when `None`.
+    pub group: Option<String>,
+    /// The only files it may touch beside those that every program needs; all that its user may when `None`.
+    pub files: Option<FileAccess>,
+    /// Whether system calls that no speech worker needs are refused.
+    pub syscalls: SyscallFilter,
+    /// Whether it is not started where something of this cannot be put into force.
+    pub required: bool,
 }
 
-/// Files and system calls of a worker.
+/// Files and folders, each with all below it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct SandboxConfig {
-    /// Beside the system's own, the only paths that it may read; with `write` empty and this empty, all.
+pub struct FileAccess {
+    /// May be read and executed.
     pub read: Vec<PathBuf>,
-    /// The only paths that it may change.
+    /// May be read, executed and changed.
     pub write: Vec<PathBuf>,
-    /// Whether system calls that no speech worker needs are refused. Default false.
-    pub restricted_calls: bool,
-    /// Whether it is not started where a limit or a wall cannot be put into force. Default false.
-    pub required: bool,
+}
+
+/// Which system calls a worker may make.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SyscallFilter {
+    /// All that its user may.
+    #[default]
+    All,
+    /// All but those that trace others, change mounts, the clock, modules, swap or the kernel itself. The memory of
+    /// processes outside is out of reach, and root keeps no capability beyond files, signals and ports.
+    Restricted,
+}
+
+/// A limit of setrlimit(2).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Resource {
+    /// Bytes of address space.
+    AddressSpace,
+    /// Bytes of a core file.
+    Core,
+    /// Bytes of the largest file it may write.
+    FileSize,
+    /// Bytes it may lock.
+    LockedMemory,
+    /// Open files.
+    OpenFiles,
+    /// Processes and threads of its user.
+    Processes,
+}
+
+impl Resource {
+    /// As in the configuration.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::AddressSpace => "address_space",
+            Self::Core => "core",
+            Self::FileSize => "file_size",
+            Self::LockedMemory => "memlock",
+            Self::OpenFiles => "open_files",
+            Self::Processes => "processes",
+        }
+    }
 }

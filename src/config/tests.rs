@@ -86,11 +86,12 @@ fn every_key_of_the_example_is_read_when_it_is_switched_on() {
 
 #[test]
 fn the_example_names_every_key() {
-    for key in include_str!("raw.rs").lines().filter_map(|line| {
-        let field = line.trim().strip_prefix("pub(super) ")?;
-        let (name, _) = field.split_once(": ")?;
-        (!name.contains(' ')).then_some(name)
-    }) {
+    let (_, keys) = include_str!("raw.rs").split_once("\nraw! {").unwrap();
+    let (keys, _) = keys.split_once("\n}").unwrap();
+    let keys = keys
+        .split(['{', '}', ',', '\n'])
+        .map(|key| key.split(':').next().unwrap().trim());
+    for key in keys.filter(|key| !key.is_empty() && !key.starts_with(|c: char| c == '#' || c.is_uppercase())) {
         let written = [format!("{key}:"), format!("{}:", key.replace('_', "-"))];
         let special = ["port", "text", "path", "kind", "status", "pattern"].contains(&key)
             && EXAMPLE.contains(&format!("`{key}`"));
@@ -244,26 +245,26 @@ workers:
   - {name: batch, argv: [a], memory: {steady: 100MiB}}
 ";
     let [asr, tts, vision, batch] = Config::parse(text).unwrap().workers.try_into().unwrap();
-    assert_eq!(asr.endpoint, Endpoint::Socket("/tmp/run/asr.sock".into()));
+    assert_eq!(asr.listen, Listen::Socket("/tmp/run/asr.sock".into()));
     assert_eq!(
         (&asr.ready.check, asr.class),
-        (&ReadyCheck::Describe, Class::AudioRealtime)
+        (&Readiness::Describe, Class::AudioRealtime)
     );
     assert_eq!(asr.memory.peak, Bytes::from_mib(125));
     assert_eq!(
-        (&tts.endpoint, &tts.ready.check),
-        (&Endpoint::FreePort, &ReadyCheck::Connect)
+        (&tts.listen, &tts.ready.check),
+        (&Listen::FreePort, &Readiness::Connect)
     );
     assert_eq!(tts.memory.peak, Bytes::from_mib(101));
     assert_eq!(
-        (&vision.endpoint, &vision.ready.check),
-        (&Endpoint::Port(8080), &ReadyCheck::Connect)
+        (&vision.listen, &vision.ready.check),
+        (&Listen::Port(8080), &Readiness::Connect)
     );
     assert_eq!(vision.argv, ["a", "8080"]);
     assert_eq!(vision.env["B"], "no");
     assert_eq!(
-        (&batch.endpoint, &batch.ready.check),
-        (&Endpoint::Nowhere, &ReadyCheck::Started)
+        (&batch.listen, &batch.ready.check),
+        (&Listen::Nowhere, &Readiness::Started)
     );
     assert_eq!(batch.class, Class::Batch);
 }
@@ -275,12 +276,12 @@ fn a_worker_of_another_user_listens_on_a_port_unless_it_has_a_place_for_a_socket
             "workers:\n  - {{name: asr, role: asr, user: speech, argv: [a, '{argument}'], memory: {{steady: 1MiB}}{more}}}\n"
         )
     };
-    let endpoint = |text: &str| Config::parse(text).unwrap().workers.remove(0).endpoint;
-    assert_eq!(endpoint(&with("tcp://127.0.0.1:${PORT}", "")), Endpoint::FreePort);
+    let endpoint = |text: &str| Config::parse(text).unwrap().workers.remove(0).listen;
+    assert_eq!(endpoint(&with("tcp://127.0.0.1:${PORT}", "")), Listen::FreePort);
     let place = "/srv/speech/asr.sock";
     assert_eq!(
         endpoint(&with("unix://${SOCKET}", &format!(", socket: {place}"))),
-        Endpoint::Socket(place.into())
+        Listen::Socket(place.into())
     );
     let told = report(&with("unix://${SOCKET}", ""));
     assert!(

@@ -8,7 +8,7 @@ use std::{
 };
 
 use super::{
-    BudgetConfig, Config, Endpoint, Fault, HttpConfig, JournalConfig, Keyless, KvMemory, LeaseConfig, LlmConfig,
+    BudgetConfig, Config, Fault, HttpConfig, JournalConfig, Keyless, KvMemory, LeaseConfig, Listen, LlmConfig,
     LoadErrorKind, LogConfig, LogFormat, SafeProfileConfig, SheddingConfig, VocabularyConfig, Watermarks, WorkerRole,
     WyomingListen,
     checker::{Checker, DAY, HOUR, MILLI, MILLIS_100, MINUTE, SECOND, SIZE_MAX, humane},
@@ -121,15 +121,15 @@ impl Config {
         }
         for (index, worker) in self.workers.iter().enumerate() {
             claim(format!("name `{}`", worker.name), format!("workers[{index}].name"));
-            match &worker.endpoint {
-                Endpoint::Socket(socket) => {
+            match &worker.listen {
+                Listen::Socket(socket) => {
                     claim(
                         format!("socket `{}`", socket.display()),
                         format!("workers[{index}].socket"),
                     );
                 }
-                Endpoint::Port(port) => claim(format!("port `{port}`"), format!("workers[{index}].port")),
-                Endpoint::FreePort | Endpoint::Nowhere => {}
+                Listen::Port(port) => claim(format!("port `{port}`"), format!("workers[{index}].port")),
+                Listen::FreePort | Listen::Nowhere => {}
             }
         }
         faults
@@ -511,7 +511,7 @@ const ANSWER_TOKENS_MAX: u32 = 4096;
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(300);
 /// The largest prefill chunk, as the engine's.
 const CHUNK_MAX: u32 = 4096;
-/// Each position costs a reading of the file; more faults than this are told without one.
+/// Each position costs a reading of the file; more faults than this are reported without one.
 const POSITIONS_MAX: usize = 100;
 const HTTP_PORT: u16 = 8410;
 const STATE_DIR: &str = "/var/lib/cotenant";

@@ -3,14 +3,17 @@
 use std::{collections::BTreeSet, ops::RangeInclusive, path::Path, time::Duration};
 
 use super::{
-    Endpoint, PressureConfig, PressureWatch, ReadyCheck, ReadyConfig, RestartConfig, WorkerConfig, WorkerMemory,
-    WorkerProtocol, WorkerRole, WorkerVariant,
+    Listen, PressureConfig, PressureWatch, Readiness, ReadyConfig, WorkerConfig, WorkerMemory, WorkerProtocol,
+    WorkerRole,
     checker::{Checker, DAY, HOUR, MILLI, MILLIS_100, SECOND, SIZE_MAX, placeholders},
     confinement,
     raw::{self, RawMemory, RawPressure, RawReady, RawRestart, RawWorker, Text},
 };
 use crate::{
-    policy::{lease::Class, params::RestartParams},
+    policy::{
+        lease::Class,
+        params::{RestartParams, VariantParams},
+    },
     units::Bytes,
 };
 
@@ -96,22 +99,11 @@ fn worker(checker: &mut Checker, raw: &RawWorker, at: &str, runtime_dir: &Path) 
         ready: ready(checker, &raw.ready, &key("ready"), protocol, &endpoint),
         protocol,
         model: model(checker, raw, at, protocol).unwrap_or_else(|| name.clone()),
-        endpoint,
-        class: checker
-            .one_of(
-                &key("class"),
-                &raw.class,
-                &[
-                    ("audio-realtime", Class::AudioRealtime),
-                    ("interactive", Class::Interactive),
-                    ("llm-elastic", Class::LlmElastic),
-                    ("batch", Class::Batch),
-                ],
-            )
-            .unwrap_or(match role {
-                WorkerRole::Asr | WorkerRole::Tts => Class::AudioRealtime,
-                WorkerRole::Other => Class::Batch,
-            }),
+        listen: endpoint,
+        class: checker.class(&key("class"), &raw.class).unwrap_or(match role {
+            WorkerRole::Asr | WorkerRole::Tts => Class::AudioRealtime,
+            WorkerRole::Other => Class::Batch,
+        }),
         pressure: pressure(checker, &raw.pressure, &key("pressure"), &memory),
         restart: restart(checker, &raw.restart, &key("restart")),
         stop_grace: checker
@@ -137,16 +129,13 @@ fn worker(checker: &mut Checker, raw: &RawWorker, at: &str, runtime_dir: &Path) 
                 Duration::from_millis(100)..=Duration::from_secs(600),
             )
             .unwrap_or(ANSWER_TIMEOUT),
-        user: checker.word(&key("user"), &raw.user),
-        group: checker.word(&key("group"), &raw.group),
-        limits: confinement::limits(checker, &raw.limits, &key("limits")),
-        sandbox: confinement::sandbox(checker, &raw.sandbox, &key("sandbox")),
+        confinement: confinement::confinement(checker, raw, at),
         memory,
         name,
     }
 }
 
-/// What an OpenAI-compatible server is told as its model.
+/// The model name sent to an OpenAI-compatible server.
 fn model(checker: &mut Checker, raw: &RawWorker, at: &str, protocol: WorkerProtocol) -> Option<String> {
     let key = format!("{at}.model");
     if raw.model.0.is_some() && protocol != WorkerProtocol::OpenaiHttp {
@@ -175,7 +164,7 @@ fn endpoint(
     protocol: WorkerProtocol,
     name: &str,
     runtime_dir: &Path,
-) -> Endpoint {
+) -> Listen {
     let (socket_key, port_key) = (format!("{at}.socket"), format!("{at}.port"));
     if raw.socket.0.is_some() && raw.port.0.is_some() {
         checker.fault(
@@ -183,7 +172,7 @@ fn endpoint(
             "there is a `socket` and a `port`",
             Some("keep one: a worker listens in one place"),
         );
-        return Endpoint::Nowhere;
+        return Listen::Nowhere;
     }
     if raw.socket.0.is_some() {
         if protocol.is_http() {
@@ -195,27 +184,27 @@ fn endpoint(
         }
         return checker
             .socket(&socket_key, &raw.socket)
-            .map_or(Endpoint::Nowhere, Endpoint::Socket);
+            .map_or(Listen::Nowhere, Listen::Socket);
     }
     match (raw.port.0.as_deref(), protocol) {
-        (Some("auto"), _) => Endpoint::FreePort,
-        (None, protocol) if protocol.is_http() => Endpoint::FreePort,
+        (Some("auto"), _) => Listen::FreePort,
+        (None, protocol) if protocol.is_http() => Listen::FreePort,
         (Some(_), _) => checker
             .number(&port_key, &raw.port, 1..=u16::MAX)
-            .map_or(Endpoint::Nowhere, Endpoint::Port),
+            .map_or(Listen::Nowhere, Listen::Port),
         // Another user may not create a socket in a folder of ours.
-        (None, WorkerProtocol::Wyoming) if raw.user.0.is_some() => Endpoint::FreePort,
+        (None, WorkerProtocol::Wyoming) if raw.user.0.is_some() => Listen::FreePort,
         (None, WorkerProtocol::Wyoming) => {
             let socket = runtime_dir.join(format!("{name}.sock"));
             checker.socket_fits(&format!("{at}.name"), &socket);
-            Endpoint::Socket(socket)
+            Listen::Socket(socket)
         }
-        (None, _) => Endpoint::Nowhere,
+        (None, _) => Listen::Nowhere,
     }
 }
 
 /// Program, arguments and environment, with their placeholders.
-fn command(checker: &mut Checker, raw: &RawWorker, at: &str, endpoint: &Endpoint) {
+fn command(checker: &mut Checker, raw: &RawWorker, at: &str, endpoint: &Listen) {
     let key = format!("{at}.argv");
     match raw.argv.first() {
         None => checker.fault(
@@ -259,8 +248,8 @@ fn command(checker: &mut Checker, raw: &RawWorker, at: &str, endpoint: &Endpoint
             );
         }
     }
-    let has_port = matches!(endpoint, Endpoint::FreePort | Endpoint::Port(_));
-    if *endpoint == Endpoint::FreePort && !mentioned.contains("PORT") && !raw.argv.is_empty() {
+    let has_port = matches!(endpoint, Listen::FreePort | Listen::Port(_));
+    if *endpoint == Listen::FreePort && !mentioned.contains("PORT") && !raw.argv.is_empty() {
         checker.fault(
             &key,
             "the worker is not told its port",
@@ -274,7 +263,7 @@ fn command(checker: &mut Checker, raw: &RawWorker, at: &str, endpoint: &Endpoint
             Some("write `port: auto`"),
         );
     }
-    if mentioned.contains("SOCKET") && !matches!(endpoint, Endpoint::Socket(_)) {
+    if mentioned.contains("SOCKET") && !matches!(endpoint, Listen::Socket(_)) {
         checker.fault(
             &key,
             "`${SOCKET}` is used, but the worker has no socket",
@@ -294,13 +283,7 @@ fn command(checker: &mut Checker, raw: &RawWorker, at: &str, endpoint: &Endpoint
     }
 }
 
-fn ready(
-    checker: &mut Checker,
-    raw: &RawReady,
-    at: &str,
-    protocol: WorkerProtocol,
-    endpoint: &Endpoint,
-) -> ReadyConfig {
+fn ready(checker: &mut Checker, raw: &RawReady, at: &str, protocol: WorkerProtocol, endpoint: &Listen) -> ReadyConfig {
     #[derive(Clone, Copy, PartialEq, Eq)]
     enum Kind {
         Connect,
@@ -312,7 +295,7 @@ fn ready(
     }
     let default = match (protocol, endpoint) {
         (WorkerProtocol::Wyoming, _) => Kind::Describe,
-        (_, Endpoint::Nowhere) => Kind::Started,
+        (_, Listen::Nowhere) => Kind::Started,
         _ => Kind::Connect,
     };
     let kind_key = format!("{at}.kind");
@@ -337,10 +320,10 @@ fn ready(
             Some("write `protocol: wyoming`"),
         );
     }
-    if kind == Kind::Http && !matches!(endpoint, Endpoint::FreePort | Endpoint::Port(_)) {
+    if kind == Kind::Http && !matches!(endpoint, Listen::FreePort | Listen::Port(_)) {
         checker.fault(&kind_key, "`http` needs a port", Some("write `port: auto`"));
     }
-    if kind == Kind::Connect && *endpoint == Endpoint::Nowhere {
+    if kind == Kind::Connect && *endpoint == Listen::Nowhere {
         checker.fault(
             &kind_key,
             "`connect` needs a socket or a port",
@@ -366,8 +349,8 @@ fn ready(
         }
     }
     let check = match kind {
-        Kind::Connect => ReadyCheck::Connect,
-        Kind::Describe => ReadyCheck::Describe,
+        Kind::Connect => Readiness::Connect,
+        Kind::Describe => Readiness::Describe,
         Kind::Http => {
             let path = raw.path.0.clone().unwrap_or_else(|| "/health".to_owned());
             if !path.starts_with('/') || path.chars().any(|c| c.is_control() || c == ' ') {
@@ -378,7 +361,7 @@ fn ready(
                 );
             }
             let status = checker.number(&format!("{at}.status"), &raw.status, 100..=599);
-            ReadyCheck::Http {
+            Readiness::Http {
                 path,
                 status: status.unwrap_or(200),
             }
@@ -398,7 +381,7 @@ fn ready(
             if raw.text.0.is_some() {
                 checker.fault(&key, "there is a `text` and a `pattern`", Some("keep one of the two"));
             }
-            ReadyCheck::LogPattern(pattern)
+            Readiness::LogPattern(pattern)
         }
         Kind::Log => {
             let text = raw.text.0.clone().unwrap_or_default();
@@ -409,10 +392,10 @@ fn ready(
                     Some("write what the line contains, for example `text: Ready`"),
                 );
             }
-            ReadyCheck::Log(text)
+            Readiness::LogLine(text)
         }
-        Kind::Notify => ReadyCheck::Notify,
-        Kind::Started => ReadyCheck::Started,
+        Kind::Notify => Readiness::Notify,
+        Kind::Started => Readiness::Started,
     };
     ReadyConfig {
         check,
@@ -428,7 +411,7 @@ fn ready(
 
 fn memory(checker: &mut Checker, raw: &RawMemory, at: &str) -> WorkerMemory {
     let (steady_key, peak_key) = (format!("{at}.steady"), format!("{at}.peak"));
-    let mut variants: Vec<WorkerVariant> = Vec::new();
+    let mut variants: Vec<VariantParams> = Vec::new();
     for (index, variant) in raw.variants.iter().enumerate() {
         let at = format!("{at}.variants[{index}]");
         let (name_key, bytes_key) = (format!("{at}.name"), format!("{at}.bytes"));
@@ -444,9 +427,9 @@ fn memory(checker: &mut Checker, raw: &RawMemory, at: &str) -> WorkerMemory {
                 Some("give each variant its own name"),
             );
         }
-        variants.push(WorkerVariant {
+        variants.push(VariantParams {
             name,
-            bytes: bytes.unwrap_or_default(),
+            steady: bytes.unwrap_or_default(),
             peak,
         });
     }
@@ -462,7 +445,7 @@ fn memory(checker: &mut Checker, raw: &RawMemory, at: &str) -> WorkerMemory {
         }
         let largest = variants.iter().map(|variant| variant.peak).max().unwrap_or_default();
         return WorkerMemory {
-            steady: first.bytes,
+            steady: first.steady,
             peak: first.peak,
             recycle_above: confinement::recycle_above(checker, &raw.recycle_above, at, largest),
             variants,
@@ -483,7 +466,7 @@ fn memory(checker: &mut Checker, raw: &RawMemory, at: &str) -> WorkerMemory {
     }
 }
 
-/// How it is told that memory is short, and what that can be counted on to bring.
+/// How it is notified that memory is short, and what that can be counted on to bring.
 fn pressure(checker: &mut Checker, raw: &RawPressure, at: &str, memory: &WorkerMemory) -> PressureConfig {
     let watch = checker
         .one_of(
@@ -523,7 +506,7 @@ fn pressure(checker: &mut Checker, raw: &RawPressure, at: &str, memory: &WorkerM
     PressureConfig { watch, shrinks_to }
 }
 
-/// The peak as written or, while nobody has measured it, a quarter above the size at rest.
+/// The peak as written or, before it is measured, a quarter above the size at rest.
 fn peak(checker: &mut Checker, at: &str, raw: &Text, steady: Option<Bytes>) -> Bytes {
     let steady = steady.unwrap_or_default();
     let Some(peak) = checker.size(at, raw, WORKER_SIZES) else {
@@ -539,7 +522,7 @@ fn peak(checker: &mut Checker, at: &str, raw: &Text, steady: Option<Bytes>) -> B
     peak
 }
 
-pub(super) fn restart(checker: &mut Checker, raw: &RawRestart, at: &str) -> RestartConfig {
+pub(super) fn restart(checker: &mut Checker, raw: &RawRestart, at: &str) -> RestartParams {
     let key = |name: &str| format!("{at}.{name}");
     let defaults = RestartParams::default();
     let backoff = checker
@@ -553,7 +536,7 @@ pub(super) fn restart(checker: &mut Checker, raw: &RawRestart, at: &str) -> Rest
             Some("raise `backoff_max` or lower `backoff`"),
         );
     }
-    RestartConfig {
+    RestartParams {
         intensity: checker
             .number(&key("intensity"), &raw.intensity, 0..=100)
             .unwrap_or(defaults.intensity),
@@ -563,7 +546,7 @@ pub(super) fn restart(checker: &mut Checker, raw: &RawRestart, at: &str) -> Rest
         stable_after: checker
             .duration(&key("stable_after"), &raw.stable_after, Duration::ZERO..=DAY)
             .unwrap_or(defaults.stable_after),
-        backoff,
+        backoff_min: backoff,
         backoff_max: backoff_max.unwrap_or_else(|| defaults.backoff_max.max(backoff)),
     }
 }

@@ -209,7 +209,7 @@ impl ControlHandle {
         }
     }
 
-    /// Requests in flight at each worker, and every change of them. The loop makes events of it: told from where they
+    /// Requests in flight at each worker, and every change of them. The loop makes events of it: sent from where they
     /// happen, two of them could overtake each other.
     pub(super) fn work(&self) -> watch::Receiver<BTreeMap<String, u32>> {
         self.work.subscribe()
@@ -349,7 +349,7 @@ impl Supervisor for ControlHandle {
             .map(|(pid, _)| *pid);
         let is_it = match runs_as {
             Some(_) => of == Some(tenant),
-            // It is about to run: its process may ask before it is told of here, and descends from ours.
+            // It is about to run: its process may ask before it is reported here, and descends from ours.
             None if worker.state == WorkerState::Starting => of.is_none() && pid.is_some_and(is_descendant),
             // The arbiter knows what it has to say.
             None => true,

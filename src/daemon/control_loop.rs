@@ -230,14 +230,11 @@ mod tests {
     use std::{cell::Cell, rc::Rc, time::Duration};
 
     use super::*;
-    use crate::{
-        policy::{
-            lease::{Class, LeaseRequest, LeaseView, Peer},
-            params::{EngineParams, Params, Scope},
-            pressure::Sample,
-            residency::{KvShape, LayerKind, LayerShape, ModelShape},
-        },
-        units::Tokens,
+    use crate::policy::{
+        lease::{Class, LeaseRequest, LeaseView, Peer},
+        params::{EngineParams, Params, Scope},
+        pressure::Sample,
+        residency::small_model,
     };
 
     const fn mib(mib: u64) -> Bytes {
@@ -409,7 +406,7 @@ mod tests {
                     _ => None,
                 })
                 .unwrap();
-            let used = shape().plan_bytes(&in_force);
+            let used = small_model().plan_bytes(&in_force);
             let event = Event::EngineApplied {
                 revision,
                 in_force,
@@ -420,35 +417,6 @@ mod tests {
                 took: Duration::from_millis(5),
             };
             self.after(Duration::from_millis(10), event);
-        }
-    }
-
-    fn shape() -> ModelShape {
-        ModelShape {
-            name: "tiny".to_owned(),
-            architecture: "qwen35".to_owned(),
-            layers: vec![
-                LayerShape {
-                    kind: LayerKind::Attention,
-                    part: 0,
-                    resident_bytes: mib(10),
-                };
-                8
-            ],
-            fixed_bytes: mib(16),
-            state_bytes: mib(1),
-            kv: KvShape {
-                attention_layers: 8,
-                kv_heads: 2,
-                head_dim: 128,
-                element_bytes: 2,
-                granule: Bytes::ZERO,
-                block_tokens: Tokens::new(64),
-            },
-            context_max: Tokens::new(8192),
-            workspace_fixed_bytes: mib(3),
-            workspace_bytes_per_token: Bytes::ZERO,
-            ring_bytes: mib(4),
         }
     }
 
@@ -464,7 +432,7 @@ mod tests {
         let mut params = params();
         params.engine = Some(EngineParams::default());
         let mut scene = Scene::new(params);
-        scene.after(Duration::ZERO, Event::EngineInspected { shape: shape() });
+        scene.after(Duration::ZERO, Event::EngineInspected { shape: small_model() });
         scene.sample(Duration::from_millis(10), Bytes::ZERO);
         scene.apply();
         let lease = scene.granted(mib(1));

@@ -3,17 +3,8 @@
 use std::{sync::Arc, time::Duration};
 
 use super::{
-    control_handle::ControlHandle,
-    control_loop::Perform,
-    engine::EngineDriver,
-    figures::{Figures, Noted},
-    handoff::Handoff,
-    measure::Measurer,
-    notify,
-    peaks::PeakStore,
-    record::Recorder,
-    sampling::Pace,
-    watchdog::Watchdog,
+    control_handle::ControlHandle, control_loop::Perform, engine::EngineDriver, figures::Figures, handoff::Handoff,
+    measure::Measurer, notify, peaks::PeakStore, record::Recorder, sampling::Pace, watchdog::Watchdog,
     workers::Workers,
 };
 use crate::{
@@ -57,8 +48,6 @@ pub(super) struct Accounts {
     pub(super) handoff: Handoff,
     pub(super) figures: Figures,
     pub(super) metrics: Arc<Metrics>,
-    /// What the figures need of the last event.
-    noted: Noted,
 }
 
 /// When periodic work was last done.
@@ -67,19 +56,6 @@ pub(super) struct Upkeep {
     notified: Timestamp,
     /// How often the service manager's watchdog wants a notification, when there is one.
     notify_every: Option<Duration>,
-}
-
-impl Accounts {
-    /// Accounts of a run in which nothing has happened.
-    pub(super) fn new(recorder: Recorder, handoff: Handoff, figures: Figures, metrics: Arc<Metrics>) -> Self {
-        Self {
-            recorder,
-            handoff,
-            figures,
-            metrics,
-            noted: Noted::Other,
-        }
-    }
 }
 
 impl Upkeep {
@@ -105,7 +81,10 @@ impl Perform for Device {
     }
 
     fn record_event(&mut self, now: Timestamp, event: &Event, arbiter: &Arbiter) {
-        self.accounts.noted = Noted::of(event);
+        if let Event::WorkerDied { certificate } = event {
+            let class = certificate.verdict.class.name();
+            self.accounts.metrics.worker_died(&certificate.worker, class);
+        }
         // A sample may be what a shed begins with; the next event of another kind brings the checkpoint too.
         if !matches!(event, Event::Sampled(_)) {
             standby::outside(|| self.accounts.recorder.checkpoint_if_wanted(now, arbiter));
@@ -129,10 +108,9 @@ impl Perform for Device {
     fn publish(&mut self, arbiter: &Arbiter, state: Arc<Snapshot>, actions: &[Action]) {
         // First of all: what a caller learns must hold when this process is killed in the next moment.
         self.accounts.handoff.keep(arbiter);
-        let before = self.control.state();
         self.control.publish(Arc::clone(&state));
-        let Accounts { figures, noted, .. } = &mut self.accounts;
-        figures.turn(noted, &before, &state, actions, |worker| self.workers.last_end(worker));
+        let last_end = |worker: &str| self.workers.last_end(worker);
+        self.accounts.figures.turn(&state, actions, last_end);
     }
 
     fn perform(&mut self, action: Action) {

@@ -223,8 +223,9 @@ impl EngineDriver {
         })
     }
 
-    /// Reads the model's header, see [`Inspector`].
+    /// Reads the model's header, see [`Inspector`], at the start and for an operator: a GPU that did not compute is tried again.
     pub(super) fn inspect(&self) {
+        backend::retry_gpu();
         self.inspector.begin();
     }
 
@@ -260,7 +261,7 @@ impl EngineDriver {
     }
 
     /// Takes no more requests; what is returned waits until those that there are have been answered. A model that is
-    /// being loaded is not waited for, since nobody can have asked it anything.
+    /// being loaded is not waited for, since no request can have reached it.
     pub(super) fn drain(&self) -> impl Future<Output = ()> + Send + use<> {
         let handle = self.engine.handle();
         handle.drain();
@@ -364,7 +365,7 @@ pub(crate) fn threads(llm: &LlmConfig) -> usize {
 }
 
 /// Requests running or waiting, and what the running one needs of the KV cache. What the last answer has left there is
-/// kept only as long as nobody needs the space.
+/// kept only as long as the space is not needed.
 pub(super) fn activity(handle: &EngineHandle) -> Event {
     let snapshot = handle.snapshot();
     let running = usize::from(snapshot.running.is_some());
@@ -414,7 +415,7 @@ async fn forward(
     inspector: Inspector,
 ) {
     let control = Arc::clone(&inspector.control);
-    // What reads that hang have left, once that is told.
+    // What reads that hang have left, once that is reported.
     let mut hung: Option<Left> = None;
     // Whether the model's file holds another one now.
     let mut replaced = false;
@@ -445,7 +446,8 @@ async fn forward(
             _ => {}
         }
         let event = match event {
-            EngineEvent::Ready { breakdown, .. } => {
+            EngineEvent::Ready { backend, breakdown, .. } => {
+                tracing::info!(backend, "the LLM is loaded");
                 let Ok(asked) = asked.try_recv() else {
                     tracing::error!("the engine is ready and no load was requested");
                     continue;
@@ -512,7 +514,7 @@ async fn forward(
             }
             EngineEvent::RequestStarted { .. } => activity(&handle),
             EngineEvent::RequestFinished { usage, .. } => match activity(&handle) {
-                // What the answer lost in its last moments was not told yet.
+                // What the answer lost in its last moments was not reported yet.
                 Event::EngineActivity {
                     requests,
                     kv_used,

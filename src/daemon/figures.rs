@@ -1,37 +1,43 @@
-//! What metrics count between two states: sheds, reclaims, denials, restarts. Taken from what the loop sees, so that the
-//! figures and the journal cannot tell different stories.
+//! Metrics of what is decided: sheds, reclaims, denials, restarts. Taken from the actions, so that the figures and the
+//! journal cannot tell different stories.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    sync::Arc,
-};
+use std::{collections::BTreeMap, sync::Arc};
 
 use crate::{
     policy::{
-        death::DeathClass,
+        decision::{ChangeCause, Decision, EngineDecision, LeaseDecision, LeaseEnd, PlanOutcome, WorkerDecision},
         denial::Denial,
-        event::{Action, Answer, Event},
-        lease::{LeaseId, LeaseState, LeaseView},
-        params::Params,
+        event::{Action, Answer},
+        lease::{LeaseId, LeaseState},
         pressure::PressureLevel,
+        reason::{PlanReason, ReclaimReason, StopReason},
         residency::{EnginePlan, ModelShape},
-        snapshot::{EngineView, Snapshot},
+        snapshot::Snapshot,
     },
     telemetry::Metrics,
     units::{Bytes, Timestamp},
 };
 
-/// Counts what happens.
+/// Counts what is decided.
 pub(super) struct Figures {
     metrics: Arc<Metrics>,
-    /// Steady size of each variant of each worker.
-    sizes: BTreeMap<(String, String), Bytes>,
-    /// Plans by which the engine gives memory up and that it has not answered.
-    plans: BTreeMap<u64, Asked>,
-    /// Workers and tenants that were asked for memory which is not verified to be back.
-    asked: BTreeMap<String, Asked>,
+    /// Holders that were asked for memory which is not verified to be back.
+    asked: BTreeMap<Holder, Asked>,
+    /// The plan of the engine by the last report.
+    in_force: Option<EnginePlan>,
+    /// Sheds that the arbiter had counted.
+    sheds: u64,
     /// Workers whose last end was unexpected.
     fallen: BTreeMap<String, &'static str>,
+}
+
+/// By what a question for memory is answered.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Holder {
+    /// A plan of the engine, by its revision.
+    Plan(u64),
+    Lease(LeaseId),
+    Worker(String),
 }
 
 /// A question for memory.
@@ -42,220 +48,185 @@ struct Asked {
     reason: &'static str,
 }
 
-/// What the loop keeps of an event for its figures.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Noted {
-    Applied { revision: u64 },
-    Died { worker: String, class: DeathClass },
-    ApplyFailed { revision: u64 },
-    EngineFailed,
-    Exited { worker: String, asked: bool },
-    Measured { tenant: String },
-    Operator,
-    Resized { worker: String },
-    Other,
-}
-
-impl Noted {
-    /// What matters of `event`.
-    pub(super) fn of(event: &Event) -> Self {
-        match event {
-            Event::EngineApplied { revision, .. } => Self::Applied { revision: *revision },
-            Event::EngineApplyFailed { revision, .. } => Self::ApplyFailed { revision: *revision },
-            Event::EngineFailed { .. } => Self::EngineFailed,
-            Event::Measured { tenant, .. } => Self::Measured { tenant: tenant.clone() },
-            Event::OperatorShed { .. } | Event::OperatorKvType { .. } => Self::Operator,
-            Event::WorkerDied { certificate } => Self::Died {
-                worker: certificate.worker.clone(),
-                class: certificate.verdict.class,
-            },
-            Event::WorkerExited { worker, intended, .. } => Self::Exited {
-                worker: worker.clone(),
-                asked: *intended,
-            },
-            Event::WorkerResized { worker, .. } => Self::Resized { worker: worker.clone() },
-            _ => Self::Other,
-        }
-    }
-}
-
 impl Figures {
-    /// Figures of a supervisor with the settings `params`, which go into `metrics`.
-    pub(super) fn new(metrics: &Arc<Metrics>, params: &Params) -> Self {
-        let sizes = params.workers.iter().flat_map(|worker| {
-            let variants = worker.variants.iter();
-            variants.map(|variant| ((worker.name.clone(), variant.name.clone()), variant.steady))
-        });
+    /// Figures of a supervisor in which nothing has happened, which go into `metrics`.
+    pub(super) fn new(metrics: &Arc<Metrics>) -> Self {
         Self {
             metrics: Arc::clone(metrics),
-            sizes: sizes.collect(),
-            plans: BTreeMap::new(),
             asked: BTreeMap::new(),
+            in_force: None,
+            sheds: 0,
             fallen: BTreeMap::new(),
         }
     }
 
-    /// Takes one turn of the loop: what happened, the states around it, and what is to be done. `last_end` says in one
-    /// word how a worker ended.
+    /// Takes one turn of the loop: the state after it, and what is to be done. `last_end` says in one word how a worker
+    /// ended.
     pub(super) fn turn(
         &mut self,
-        event: &Noted,
-        before: &Snapshot,
         after: &Snapshot,
         actions: &[Action],
         last_end: impl Fn(&str) -> Option<&'static str>,
     ) {
-        let pressed = after.level > PressureLevel::Normal
-            && after.headroom.is_some_and(|headroom| headroom < after.elevated_below);
-        let now = Asked {
-            at: after.at,
-            level: after.level,
-            reason: match event {
-                Noted::Operator => "operator",
-                _ if pressed => "pressure",
-                _ => "lease",
-            },
-        };
-        let answered = actions.iter().any(|action| matches!(action, Action::Answer { .. }));
-        let asked = self.answered(event, before, after, answered);
-        if after.sheds > before.sheds {
-            self.count_shed(event, before, after, asked, now);
-        }
-        if let Noted::Died { worker, class } = event {
-            self.metrics.worker_died(worker, class.name());
-        }
-        if let Noted::Exited { worker, asked } = event {
-            for kind in ["pss", "rss", "cgroup"] {
-                self.metrics.set_worker_memory(worker, kind, None);
-            }
-            match last_end(worker).filter(|_| !asked) {
-                Some(end) => self.fallen.insert(worker.clone(), end),
-                None => self.fallen.remove(worker),
-            };
-        }
+        let shed = after.sheds > self.sheds;
         for action in actions {
-            self.count(action, before, after, now);
+            match action {
+                Action::Answer {
+                    answer: Answer::Denied { denial, .. },
+                    ..
+                } => self.metrics.lease_denied(name_of(denial)),
+                Action::ApplyPlan { revision, reason, .. } => {
+                    if let Some(reason) = shed_by(reason) {
+                        self.ask(Holder::Plan(*revision), reason, after);
+                    }
+                }
+                Action::SetTarget { lease, reason, .. } => self.ask(Holder::Lease(*lease), word(reason), after),
+                Action::StopWorker {
+                    worker,
+                    reason: StopReason::Reclaim { reclaim, .. },
+                } => self.ask(Holder::Worker(worker.clone()), word(reclaim), after),
+                Action::EndLease { lease, end } => {
+                    self.asked.remove(&Holder::Lease(lease.id));
+                    if let LeaseEnd::NotReduced { .. } = end {
+                        self.metrics.reclaim_missed(&lease.tenant);
+                    }
+                }
+                Action::StartWorker { worker, .. } => {
+                    if let Some(end) = self.fallen.remove(worker) {
+                        self.metrics.worker_restarted(worker, end);
+                    }
+                }
+                Action::Decided { decision } => self.decided(decision, shed, after, &last_end),
+                _ => {}
+            }
         }
+        self.sheds = after.sheds;
         self.forget_unasked(after);
     }
 
-    /// Drops questions to holders that nothing is asked of any more: they have gone, or their lease has ended otherwise.
-    fn forget_unasked(&mut self, after: &Snapshot) {
-        if self.asked.is_empty() {
-            return;
-        }
-        let revoking = after.leases.iter().filter(|lease| lease.state == LeaseState::Revoking);
-        let revoking: BTreeSet<&str> = revoking.map(LeaseView::holder).collect();
-        let is_worker = |name: &str| after.workers.iter().any(|worker| worker.name == name);
-        self.asked
-            .retain(|holder, _| revoking.contains(holder.as_str()) || is_worker(holder));
-    }
-
-    /// The question that `event` answers, if any; it is not open any more.
-    fn answered(&mut self, event: &Noted, before: &Snapshot, after: &Snapshot, caller: bool) -> Option<Asked> {
-        match event {
-            Noted::Applied { revision } => {
-                let open = self.plans.split_off(&revision.saturating_add(1));
-                let mut answered = std::mem::replace(&mut self.plans, open).into_values();
-                answered.next() // what was asked first has waited longest
+    fn decided(
+        &mut self,
+        decision: &Decision,
+        shed: bool,
+        after: &Snapshot,
+        last_end: &impl Fn(&str) -> Option<&'static str>,
+    ) {
+        match decision {
+            Decision::Engine(EngineDecision::Applied { revision, outcome, .. }) => {
+                let asked = self.plan_answered(*revision);
+                let old = std::mem::replace(&mut self.in_force, after.engine.in_force.clone());
+                if let PlanOutcome::Shed { credited, .. } | PlanOutcome::ChunkEnded { credited, .. } = outcome {
+                    let plans = after
+                        .engine
+                        .shape
+                        .as_ref()
+                        .zip(old.as_ref().zip(self.in_force.as_ref()));
+                    let parts = plans.map(|(shape, (old, new))| parts_of(shape, old, new, *credited));
+                    self.count_shed(asked, after, &parts.unwrap_or_default());
+                }
             }
-            Noted::ApplyFailed { revision } => {
-                self.plans.remove(revision);
-                None
+            Decision::Engine(EngineDecision::NotApplied { revision, .. }) => {
+                self.asked.remove(&Holder::Plan(*revision));
             }
-            Noted::EngineFailed => {
-                self.plans.clear();
-                None
+            Decision::Engine(EngineDecision::Gone { .. }) => {
+                self.asked.retain(|holder, _| !matches!(holder, Holder::Plan(_)));
             }
-            Noted::Exited { worker, .. } => self.asked.remove(worker),
-            // A size that somebody had asked for is no shed.
-            Noted::Resized { worker } if caller => {
-                self.asked.remove(worker);
-                None
+            Decision::Lease(LeaseDecision::Reduced { lease, freed, .. }) if shed => {
+                let is_worker = after.workers.iter().any(|worker| worker.name == lease.tenant);
+                let what = if is_worker { "worker" } else { "tenant" };
+                let asked = self.asked.remove(&Holder::Lease(lease.id));
+                self.count_shed(asked, after, &[(what, *freed)]);
             }
-            Noted::Measured { tenant: holder } | Noted::Resized { worker: holder } => {
-                let verified = after.sheds > before.sheds;
-                verified.then(|| self.asked.remove(holder)).flatten()
-            }
-            Noted::Died { .. } | Noted::Operator | Noted::Other => None,
-        }
-    }
-
-    /// Counts what the arbiter has counted; what it credited is what came back.
-    fn count_shed(&self, event: &Noted, before: &Snapshot, after: &Snapshot, asked: Option<Asked>, now: Asked) {
-        let Asked { level, reason, .. } = asked.unwrap_or(now);
-        self.metrics.shed(level);
-        if let Some(asked) = asked {
-            self.metrics.reclaimed(after.at.saturating_since(asked.at));
-        }
-        let freed = after.shed_bytes.saturating_sub(before.shed_bytes);
-        let plans = (&before.engine.shape, &before.engine.in_force, &after.engine.in_force);
-        let is_worker = |name: &String| after.workers.iter().any(|worker| worker.name == *name);
-        let parts = match (event, plans) {
-            (Noted::Applied { .. }, (Some(shape), Some(old), Some(new))) => parts_of(shape, old, new, freed).to_vec(),
-            (Noted::Measured { tenant }, _) if !is_worker(tenant) => vec![("tenant", freed)],
-            _ => vec![("worker", freed)],
-        };
-        for (what, bytes) in parts {
-            if bytes > Bytes::ZERO {
-                self.metrics.shed_bytes(what, reason, bytes);
-            }
-        }
-    }
-
-    fn count(&mut self, action: &Action, before: &Snapshot, after: &Snapshot, now: Asked) {
-        match action {
-            Action::Answer {
-                answer: Answer::Denied { denial, .. },
+            Decision::Worker(WorkerDecision::Changing {
+                worker,
+                cause: ChangeCause::Room { reason },
                 ..
-            } => self.metrics.lease_denied(name_of(denial)),
-            Action::ApplyPlan { revision, plan, .. } if gives_up(&before.engine, plan) => {
-                self.plans.insert(*revision, now);
+            }) => self.ask(Holder::Worker(worker.clone()), word(reason), after),
+            Decision::Worker(WorkerDecision::Settled { worker, freed, .. }) if shed => {
+                let asked = self.asked.remove(&Holder::Worker(worker.clone()));
+                self.count_shed(asked, after, &[("worker", *freed)]);
             }
-            Action::SetTarget { lease, .. } => {
-                if let Some(lease) = lease_of(after, *lease) {
-                    self.asked.entry(lease.holder().to_owned()).or_insert(now);
+            Decision::Worker(WorkerDecision::Exited {
+                worker,
+                expected,
+                freed,
+                ..
+            }) => {
+                for kind in ["pss", "rss", "cgroup"] {
+                    self.metrics.set_worker_memory(worker, kind, None);
                 }
-            }
-            Action::EndLease { lease, .. } => {
-                if let Some(view) = lease_of(before, lease.id) {
-                    self.asked.remove(view.holder());
-                    if has_missed(view, after.at) {
-                        self.metrics.reclaim_missed(&view.tenant);
-                    }
-                }
-            }
-            Action::ResizeWorker { worker, variant } if self.shrinks(before, worker, variant) => {
-                self.asked.insert(worker.clone(), now);
-            }
-            Action::StopWorker { worker, .. } => {
-                self.asked.entry(worker.clone()).or_insert(now);
-            }
-            Action::StartWorker { worker, .. } => {
-                if let Some(end) = self.fallen.remove(worker) {
-                    self.metrics.worker_restarted(worker, end);
+                match last_end(worker).filter(|_| !expected) {
+                    Some(end) => self.fallen.insert(worker.clone(), end),
+                    None => self.fallen.remove(worker),
+                };
+                let asked = self.asked.remove(&Holder::Worker(worker.clone()));
+                if shed {
+                    self.count_shed(asked, after, &[("worker", *freed)]);
                 }
             }
             _ => {}
         }
     }
 
-    fn shrinks(&self, before: &Snapshot, name: &str, variant: &str) -> bool {
-        let size = |variant: &str| self.sizes.get(&(name.to_owned(), variant.to_owned()));
-        let worker = before.workers.iter().find(|worker| worker.name == name);
-        let present = worker.and_then(|worker| size(worker.variant.as_deref()?));
-        size(variant)
-            .zip(present)
-            .is_some_and(|(wanted, present)| wanted < present)
+    fn ask(&mut self, holder: Holder, reason: &'static str, after: &Snapshot) {
+        self.asked.entry(holder).or_insert(Asked {
+            at: after.at,
+            level: after.level,
+            reason,
+        });
+    }
+
+    /// The first of the questions that the answer to a plan answers: it has waited longest.
+    fn plan_answered(&mut self, revision: u64) -> Option<Asked> {
+        let answered = |holder: &Holder| matches!(holder, Holder::Plan(asked) if *asked <= revision);
+        let first = self
+            .asked
+            .iter()
+            .find(|(holder, _)| answered(holder))
+            .map(|(_, asked)| *asked);
+        self.asked.retain(|holder, _| !answered(holder));
+        first
+    }
+
+    /// Drops questions to holders that nothing is asked of any more: they have gone, or their lease has ended otherwise.
+    fn forget_unasked(&mut self, after: &Snapshot) {
+        self.asked.retain(|holder, _| match holder {
+            Holder::Plan(_) => true,
+            Holder::Lease(id) => {
+                let lease = after.leases.iter().find(|lease| lease.id == *id);
+                lease.is_some_and(|lease| lease.state == LeaseState::Revoking)
+            }
+            Holder::Worker(name) => after.workers.iter().any(|worker| worker.name == *name),
+        });
+    }
+
+    /// Counts a shed; what the arbiter credited is what came back.
+    fn count_shed(&self, asked: Option<Asked>, after: &Snapshot, parts: &[(&'static str, Bytes)]) {
+        self.metrics.shed(asked.map_or(after.level, |asked| asked.level));
+        if let Some(asked) = asked {
+            self.metrics.reclaimed(after.at.saturating_since(asked.at));
+        }
+        let reason = asked.map_or("lease", |asked| asked.reason);
+        for (what, bytes) in parts.iter().filter(|(_, bytes)| *bytes > Bytes::ZERO) {
+            self.metrics.shed_bytes(what, reason, *bytes);
+        }
     }
 }
 
-/// Whether the engine is asked for less than what it was to hold before.
-fn gives_up(engine: &EngineView, plan: &EnginePlan) -> bool {
-    let goal = engine.asked.as_ref().or(engine.in_force.as_ref());
-    match (&engine.shape, goal) {
-        (Some(shape), Some(goal)) => shape.plan_bytes(plan) < shape.plan_bytes(goal),
-        _ => false,
+/// Why the engine is asked for less, in one word; `None` where it is not.
+fn shed_by(reason: &PlanReason) -> Option<&'static str> {
+    match reason {
+        PlanReason::Shed { reclaim, .. } => Some(word(reclaim)),
+        PlanReason::KvType { change } => (change.to.bytes < change.from.bytes).then_some("operator"),
+        _ => None,
+    }
+}
+
+const fn word(reason: &ReclaimReason) -> &'static str {
+    match reason {
+        ReclaimReason::Operator { .. } => "operator",
+        ReclaimReason::Pressure { .. } => "pressure",
+        ReclaimReason::EngineFloor { .. } | ReclaimReason::Request { .. } | ReclaimReason::Text(_) => "lease",
     }
 }
 
@@ -276,17 +247,6 @@ fn parts_of(shape: &ModelShape, old: &EnginePlan, new: &EnginePlan, freed: Bytes
     let kv = kv.min(freed.saturating_sub(layers));
     let rest = freed.saturating_sub(layers).saturating_sub(kv);
     [("layers", layers), ("kv", kv), ("workspace", rest)]
-}
-
-fn lease_of(snapshot: &Snapshot, id: LeaseId) -> Option<&LeaseView> {
-    snapshot.leases.iter().find(|lease| lease.id == id)
-}
-
-/// Whether a lease ends because its target was not reached, and not because its term ran out.
-fn has_missed(lease: &LeaseView, now: Timestamp) -> bool {
-    lease.state == LeaseState::Revoking
-        && lease.target.as_ref().is_some_and(|target| target.deadline <= now)
-        && lease.expires_at.is_none_or(|at| at > now)
 }
 
 /// A denial in one word.
@@ -315,13 +275,12 @@ mod tests {
     use super::*;
     use crate::policy::{
         arbiter::Arbiter,
-        event::WorkerCommand,
+        event::{Event, WorkerCommand},
         lease::{Class, LeaseRequest, Peer, TargetAnswer, Ticket},
-        params::{EngineParams, Scope, VariantParams, WorkerParams},
+        params::{EngineParams, Params, Scope, VariantParams, WorkerParams},
         pressure::Sample,
-        residency::{KvShape, LayerKind, LayerShape},
+        residency::small_model,
     };
-    use crate::units::Tokens;
 
     const fn mib(mib: u64) -> Bytes {
         Bytes::from_mib(mib)
@@ -340,7 +299,7 @@ mod tests {
         fn new(params: Params) -> Self {
             let metrics = Arc::new(Metrics::new());
             Self {
-                figures: Figures::new(&metrics, &params),
+                figures: Figures::new(&metrics),
                 arbiter: Arbiter::new(params).unwrap(),
                 metrics,
                 now: Timestamp::START,
@@ -350,11 +309,9 @@ mod tests {
 
         fn tell(&mut self, event: Event) {
             self.now = self.now + Duration::from_millis(10);
-            let (noted, before) = (Noted::of(&event), self.arbiter.snapshot());
             self.actions = self.arbiter.handle(self.now, event);
             let after = self.arbiter.snapshot();
-            let end = |_: &str| Some("killed");
-            self.figures.turn(&noted, &before, &after, &self.actions, end);
+            self.figures.turn(&after, &self.actions, |_: &str| Some("killed"));
         }
 
         fn sample(&mut self, used: Bytes) {
@@ -388,7 +345,7 @@ mod tests {
                 _ => None,
             });
             let (revision, in_force) = asked.unwrap_or_else(|| panic!("no plan in {:#?}", self.actions));
-            let used = shape().plan_bytes(&in_force);
+            let used = small_model().plan_bytes(&in_force);
             self.tell(Event::EngineApplied {
                 revision,
                 in_force,
@@ -446,40 +403,11 @@ mod tests {
         params
     }
 
-    fn shape() -> ModelShape {
-        ModelShape {
-            name: "tiny".to_owned(),
-            architecture: "qwen35".to_owned(),
-            layers: vec![
-                LayerShape {
-                    kind: LayerKind::Attention,
-                    part: 0,
-                    resident_bytes: mib(10),
-                };
-                8
-            ],
-            fixed_bytes: mib(16),
-            state_bytes: mib(1),
-            kv: KvShape {
-                attention_layers: 8,
-                kv_heads: 2,
-                head_dim: 128,
-                element_bytes: 2,
-                granule: Bytes::ZERO,
-                block_tokens: Tokens::new(64),
-            },
-            context_max: Tokens::new(8192),
-            workspace_fixed_bytes: mib(3),
-            workspace_bytes_per_token: Bytes::ZERO,
-            ring_bytes: mib(4),
-        }
-    }
-
     fn with_engine() -> Scene {
         let mut params = params();
         params.engine = Some(EngineParams::default());
         let mut scene = Scene::new(params);
-        scene.tell(Event::EngineInspected { shape: shape() });
+        scene.tell(Event::EngineInspected { shape: small_model() });
         scene.sample(Bytes::ZERO);
         scene.apply();
         scene.measured("llm", mib(132));
@@ -608,7 +536,7 @@ mod tests {
             scene.measured(&holder, mib(360));
             scene.request("asr", Class::AudioRealtime, mib(200));
             let (lease, nonce, bytes) = scene.target();
-            assert_eq!(scene.figures.asked.keys().collect::<Vec<_>>(), [&holder]);
+            assert_eq!(scene.figures.asked.keys().collect::<Vec<_>>(), [&Holder::Lease(lease)]);
             scene.now = scene.now + Duration::from_millis(500);
             if round == 1 {
                 scene.tell(Event::TargetAnswered {

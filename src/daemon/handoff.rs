@@ -32,7 +32,7 @@ use crate::{
     worker::{adopt::Survivor, spec::Heir},
 };
 
-/// The place of this run among supervisors, which nobody else has as long as this lives.
+/// The place of this run among supervisors, which no other run has as long as this lives.
 pub(super) struct Place {
     lock: File,
     heir: Heir,
@@ -139,7 +139,7 @@ impl Handoff {
         Ok((handoff, inheritance))
     }
 
-    /// Writes the book down if it has changed; to be called before anybody is told what is in it.
+    /// Writes the book down if it has changed; to be called before its content is announced.
     pub(super) fn keep(&mut self, arbiter: &Arbiter) {
         let changes = arbiter.book_changes();
         if self.written == Some(changes) {

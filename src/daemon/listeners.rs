@@ -1,6 +1,6 @@
 //! Listeners: gRPC on its sockets, HTTP on its port, Wyoming on its addresses.
 
-use std::{collections::BTreeMap, net::SocketAddr, sync::Arc, time::Duration};
+use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use tokio::{net::TcpListener, sync::watch, task::JoinHandle, time::timeout};
@@ -231,17 +231,13 @@ impl Listeners {
     }
 }
 
-/// Keeps the health service up to date. Its watchers hear of changes only, as its protocol has it.
+/// Keeps the health service up to date.
 async fn report_health(service: health::Health, control: Arc<ControlHandle>) {
     let mut states = control.snapshot();
-    let mut shown = BTreeMap::new();
     loop {
         let state = Arc::clone(&states.borrow_and_update());
         for (name, serves) in health_of(&state, control.sample_age()) {
-            if shown.get(&name) != Some(&serves) {
-                service.set(&name, serves).await;
-                shown.insert(name, serves);
-            }
+            service.set(&name, serves);
         }
         // Samples grow old without an event.
         if let Ok(Err(_closed)) = timeout(HEALTH_EVERY, states.changed()).await {
@@ -339,9 +335,10 @@ const FILES_OF_OUR_OWN: u64 = 512;
 fn health_of(snapshot: &Snapshot, sample_age: Option<Duration>) -> impl Iterator<Item = (String, bool)> + '_ {
     let engine = matches!(snapshot.engine.state, EngineState::Ready);
     let parts = [
-        (health::OVERALL, Health::of(snapshot, sample_age) == Health::Serving),
+        (health::OVERALL, Health::of(snapshot, sample_age).serves()),
         (health::ENGINE, engine && !snapshot.draining),
         (health::PRESSURE, snapshot.level < PressureLevel::Critical),
+        (health::REBOOT, snapshot.reboot.is_empty()),
     ];
     let workers = snapshot
         .workers

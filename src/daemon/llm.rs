@@ -125,7 +125,7 @@ impl Llm {
         let prompt = Tokens::new(u32::try_from(prepared.tokens.len()).unwrap_or(u32::MAX));
         self.check_in_time(&engine.snapshot(), prompt, request.max_tokens, wanted)?;
         self.ask_for_room(&engine, prompt, wanted).await?;
-        // Dropped on the way, the events go with it, and the engine notices that nobody reads them.
+        // Dropped on the way, the events go with it, and the engine notices that they are not read.
         let events = engine.submit(request, prepared).map_err(|error| self.refuse(&error))?;
         Ok((Guarded { events, engine, id }, style))
     }
@@ -379,7 +379,7 @@ impl Generator for Llm {
                 loop {
                     let event = tokio::select! {
                         event = guarded.next() => event,
-                        // Nobody reads any more, perhaps before its turn has come: dropping `guarded` cancels it.
+                        // The reader has gone, perhaps before its turn has come: dropping `guarded` cancels it.
                         () = sender.closed() => return,
                     };
                     let Some(event) = event else { return };

@@ -432,7 +432,7 @@ mod tests {
     }
 
     /// Or a holder would be charged for the memory of any process that asks by its name, and a holder's child that asks for a lease of
-    /// its own would be nobody's while it waits.
+    /// its own would have no owner while it waits.
     #[test]
     fn who_waits_for_a_lease_is_not_measured_for_it() {
         let tenant = |holder, state, pid| lease(holder, LeaseKind::Tenant, state, Some(pid));

@@ -1,6 +1,6 @@
 //! Learned peaks on disk, from one run to the next.
 //!
-//! The file is replaced as a whole, so that a reader finds the old one or the new one. One that cannot be read is told
+//! The file is replaced as a whole, so that a reader finds the old one or the new one. One that cannot be read is reported
 //! and left alone until there is something to put in its place.
 
 use std::{

@@ -22,9 +22,6 @@ const fn expected(refusal: &Refusal) -> &'static str {
             "ResourceExhausted PRESSURE_HIGH retry, 503 memory_pressure retry, 529 overloaded_error, \
              memory-pressure not-handled"
         }
-        R::ExceedsBudget { .. } => {
-            "FailedPrecondition EXCEEDS_BUDGET, 400 exceeds_budget, 400 invalid_request_error, exceeds-budget"
-        }
         R::ContextLengthExceeded { .. } => {
             "InvalidArgument CONTEXT_LENGTH_EXCEEDED, 400 context_length_exceeded, 400 invalid_request_error, \
              context-length-exceeded not-handled"
@@ -49,8 +46,6 @@ const fn expected(refusal: &Refusal) -> &'static str {
             "FailedPrecondition NOT_CONFIGURED, 404 not_configured, 404 not_found_error, not-configured"
         }
         R::Stopped { .. } => "FailedPrecondition STOPPED, 503 stopped, 500 api_error, stopped",
-        R::UnknownLease { .. } => "NotFound UNKNOWN_LEASE, 404 unknown_lease, 404 not_found_error, unknown-lease",
-        R::NotAllowed { .. } => "PermissionDenied NOT_ALLOWED, 403 not_allowed, 403 permission_error, not-allowed",
     }
 }
 
@@ -62,6 +57,7 @@ async fn body(answer: Response) -> serde_json::Value {
 #[tokio::test]
 async fn every_refusal_is_what_each_protocol_calls_it() {
     let retries = |retry: bool| if retry { " retry" } else { "" };
+    let mut messages = Vec::new();
     for refusal in samples() {
         let (text, wait) = (refusal.to_string(), refusal.retry_after());
 
@@ -104,6 +100,7 @@ async fn every_refusal_is_what_each_protocol_calls_it() {
             assert!(message.as_str().unwrap().starts_with(&text), "{message}");
         }
         assert!(anthropic["type"] == "error" && anthropic["error"]["code"] == openai["error"]["code"]);
+        messages.push(format!("{}: {}", openai["error"]["param"], openai["error"]["message"]));
         let code = openai["error"]["code"].as_str().unwrap();
         let kind = anthropic["error"]["type"].as_str().unwrap();
 
@@ -119,4 +116,5 @@ async fn every_refusal_is_what_each_protocol_calls_it() {
         );
         assert_eq!(found, expected(&refusal), "{refusal:?}");
     }
+    insta::assert_snapshot!(messages.join("\n"));
 }

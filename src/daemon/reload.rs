@@ -65,7 +65,7 @@ enum ReloadError {
 }
 
 impl ReloadError {
-    /// The whole message with its causes and remedies, in lines, for whoever asked.
+    /// The whole message with its causes and remedies, in lines, for the caller.
     fn report(&self) -> String {
         match self {
             Self::Load(error) => {

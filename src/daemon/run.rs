@@ -71,6 +71,8 @@ const EVENT_LOG_LINES: usize = 4096;
 
 /// How long after the listeners have opened the start counts as over.
 const SETTLED: Duration = Duration::from_secs(1);
+/// How much longer it takes without an LLM, by when the first rounds of each timer are over too.
+const SETTLED_WITHOUT_ENGINE: Duration = Duration::from_secs(3);
 
 /// How long addresses may be in use when no supervisor runs here.
 const LISTENERS_PATIENCE: Duration = Duration::from_millis(500);
@@ -178,7 +180,12 @@ pub async fn run(
             &parts,
         ),
         watchdog: Watchdog::new(&control, current),
-        accounts: Accounts::new(recorder, handoff, Figures::new(&metrics, &params), metrics),
+        accounts: Accounts {
+            recorder,
+            handoff,
+            figures: Figures::new(&metrics),
+            metrics,
+        },
         upkeep: Upkeep::new(clock.now(), notify::watchdog_interval()),
         peaks: PeakStore::new(&config.state_dir, &parts),
         control: Arc::clone(&control),
@@ -298,10 +305,11 @@ fn params_for(config: &Config, memory: Bytes) -> Result<Params, RunError> {
 /// Gives back what only the start needed, and locks the rest. The first requests and samples count as the start too.
 async fn settle(control: Arc<ControlHandle>, has_engine: bool) {
     tokio::time::sleep(SETTLED).await;
-    trim_heap();
     if !has_engine {
-        startup_trim::drop_text();
+        tokio::time::sleep(SETTLED_WITHOUT_ENGINE).await;
+        startup_trim::drop_program();
     }
+    trim_heap();
     control.note_locked(standby::lock_program());
 }
 

@@ -1,28 +1,26 @@
 //! Release of memory that only the start needed.
 
-use std::{env, ffi::c_void, ptr::NonNull};
+use std::{ffi::c_void, ptr::NonNull};
 
 use nix::sys::mman::{MmapAdvise, madvise};
 use procfs::process::{MMPermissions, MMapPath, Process};
 
-/// Takes the program's own text out of this process's memory; what is still used is mapped again, page by page.
+/// Takes text and constants of the program and its libraries out of this process's memory; what is still used is mapped again.
 ///
-/// Reading the configuration, binding the listeners and starting the threads touches most of the text once, which a daemon
+/// Reading the configuration, binding the listeners and starting the threads touches most of them once, which a daemon
 /// that waits does not need. Only for a daemon without an LLM: where there is one to shed, the text of the shed path
 /// has to stay, since it is locked as far as it is there, and reading it back from disk in need of memory takes long. Only
 /// mappings of which no page has been changed are dropped, so that relocated constants stay.
-pub(super) fn drop_text() {
-    let Ok(program) = env::current_exe() else { return };
+pub(super) fn drop_program() {
     let Ok(maps) = Process::myself().and_then(|process| process.smaps()) else {
         return;
     };
     for map in maps {
-        let own = matches!(&map.pathname, MMapPath::Path(path) if *path == program);
-        let text = map
-            .perms
-            .contains(MMPermissions::READ | MMPermissions::EXECUTE | MMPermissions::PRIVATE)
+        let of_file = matches!(map.pathname, MMapPath::Path(_));
+        let readable = map.perms.contains(MMPermissions::READ | MMPermissions::PRIVATE)
             && !map.perms.contains(MMPermissions::WRITE);
-        if !(own && text) {
+        let unchanged = map.extension.map.get("Anonymous") == Some(&0);
+        if !(of_file && readable && unchanged) {
             continue;
         }
         let (begin, end) = map.address;
@@ -36,7 +34,7 @@ pub(super) fn drop_text() {
         // SAFETY: the range is a private, read-only mapping of a file, and none of its pages has been changed since it was
         // mapped, so that dropping them changes no content: the next access reads them from the file again.
         if let Err(error) = unsafe { madvise(address, length, MmapAdvise::MADV_DONTNEED) } {
-            tracing::debug!(%error, "the program's text stays in memory");
+            tracing::debug!(%error, "the program stays in memory");
         }
     }
 }

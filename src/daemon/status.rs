@@ -5,12 +5,14 @@ use std::{
     time::{Duration, SystemTime},
 };
 
+use serde_json::Value;
+
 use super::{control_handle::ControlHandle, engine::CurrentEngine};
 use crate::{
     config::{Config, WorkerRole},
-    http::backend::{EventLine, ModelInfo, ModelKind, StatusBackend, Usage, Voice},
+    http::backend::{ModelInfo, ModelKind, StatusBackend, Usage, Voice},
     policy::snapshot::Snapshot,
-    rpc::supervisor::{EventRecordKind, Supervisor as _},
+    rpc::{json, supervisor::Supervisor as _},
     telemetry::{LinesDropped, Metrics},
     units::Bytes,
 };
@@ -145,21 +147,8 @@ impl StatusBackend for Status {
         self.metrics.encode()
     }
 
-    fn recent_events(&self, limit: usize) -> Vec<EventLine> {
-        let log = self.control.events();
-        let last = *log.last_sequence().borrow();
-        // Sequence numbers have gaps where samples were left out, so look back further than `limit`.
-        let page = log.after(last.saturating_sub(LOOK_BACK), usize::MAX);
-        let skip = page.records.len().saturating_sub(limit);
-        page.records
-            .iter()
-            .skip(skip)
-            .filter(|record| record.kind != EventRecordKind::Dropped)
-            .map(|record| EventLine {
-                at: record.at,
-                text: record.summary.clone(),
-            })
-            .collect()
+    fn document(&self) -> Value {
+        json::document(&*self.control)
     }
 
     fn request_ended(&self, route: &str, code: u16, took: Duration) {
@@ -185,6 +174,3 @@ impl StatusBackend for Status {
         self.names().voices.clone()
     }
 }
-
-/// How far to look back for recent events, in sequence numbers.
-const LOOK_BACK: u64 = 20_000;

@@ -12,7 +12,7 @@ use tokio::{runtime::Handle, sync::mpsc};
 use super::{control_handle::ControlHandle, handoff::heir_of, hang_detector::HangDetector, parts::Parts};
 use crate::{
     causes::in_one_line,
-    config::{Config, Endpoint, PressureWatch, ReadyCheck, WorkerConfig, WorkerProtocol, WorkerRole},
+    config::{Config, PressureWatch, WorkerConfig, WorkerProtocol, WorkerRole},
     policy::{
         book::AdoptedWorker,
         death::{DeathCertificate, DeathClass, LeaseAtDeath},
@@ -21,14 +21,13 @@ use crate::{
         snapshot::Snapshot,
     },
     rpc::supervisor::Supervisor as _,
-    units::Bytes,
     worker::{
         KernelRoots,
         adopt::Survivor,
-        confine::{Confinement, FileAccess, Groups, Resource, SyscallFilter},
+        confine::Groups,
         handle::{StartError, WorkerHandle},
         report::{ExitReport, ExitStatus, FailureReason, Intent, WorkerEvent, WorkerEventKind},
-        spec::{self, Listen, MemoryEnvelope, PressureKind, Readiness, Variant, WorkerSpec},
+        spec::{self, PressureKind, WorkerSpec},
     },
 };
 
@@ -63,7 +62,7 @@ pub(super) struct Speaker {
 #[derive(Clone, Debug)]
 pub(super) struct Way {
     pub(super) protocol: WorkerProtocol,
-    /// What it is told as its model.
+    /// The model name sent to it.
     pub(super) model: String,
     /// How long a request waits for it.
     pub(super) wake_timeout: Duration,
@@ -293,7 +292,7 @@ pub(super) async fn report_activity(control: Arc<ControlHandle>) {
 }
 
 /// Carries out starts and stops of one worker in the order in which they were given. Overtaking each other they would
-/// leave a process that nobody has on the book.
+/// leave a process that is not in the ledger.
 ///
 /// Each start is followed by exactly one end, which the worker's own task reports.
 async fn obey(mut orders: mpsc::Receiver<Order>, worker: WorkerHandle, control: Arc<ControlHandle>) {
@@ -435,39 +434,6 @@ fn tell_death(certificate: &DeathCertificate) {
     }
 }
 
-/// What a worker is confined by, from what the configuration says.
-fn confinement_of(worker: &WorkerConfig) -> Confinement {
-    let resources = [
-        Resource::AddressSpace,
-        Resource::Core,
-        Resource::FileSize,
-        Resource::LockedMemory,
-        Resource::OpenFiles,
-        Resource::Processes,
-    ];
-    let sandbox = &worker.sandbox;
-    let walled = !sandbox.read.is_empty() || !sandbox.write.is_empty();
-    Confinement {
-        memory: worker.limits.memory,
-        resources: resources
-            .into_iter()
-            .filter_map(|resource| Some((resource, *worker.limits.resources.get(resource.name())?)))
-            .collect(),
-        user: worker.user.clone(),
-        group: worker.group.clone(),
-        files: walled.then(|| FileAccess {
-            read: sandbox.read.clone(),
-            write: sandbox.write.clone(),
-        }),
-        syscalls: if sandbox.restricted_calls {
-            SyscallFilter::Restricted
-        } else {
-            SyscallFilter::All
-        },
-        required: sandbox.required,
-    }
-}
-
 /// What a worker watches, beside its socket.
 fn pressure_of(worker: &WorkerConfig, runtime_dir: &Path) -> Option<spec::PressureWatch> {
     let kind = match worker.pressure.watch {
@@ -476,56 +442,23 @@ fn pressure_of(worker: &WorkerConfig, runtime_dir: &Path) -> Option<spec::Pressu
         PressureWatch::Socket => PressureKind::Socket,
     };
     let path = runtime_dir.join(format!("{}.pressure", worker.name));
-    let owner = worker.user.clone();
+    let owner = worker.confinement.user.clone();
     Some(spec::PressureWatch { path, kind, owner })
 }
 
 /// What the worker module needs to know, from what the configuration says.
 pub(crate) fn spec_of(worker: &WorkerConfig, runtime_dir: &Path) -> WorkerSpec {
-    let envelope = |bytes: Bytes| MemoryEnvelope {
-        steady: bytes,
-        peak: bytes.max(worker.memory.peak),
-    };
-    let listen = match &worker.endpoint {
-        Endpoint::FreePort => Listen::FreePort,
-        Endpoint::Nowhere => Listen::Nowhere,
-        Endpoint::Port(port) => Listen::Port(*port),
-        Endpoint::Socket(path) => Listen::Socket(path.clone()),
-    };
     WorkerSpec {
         class: worker.class.to_string(),
         env: worker.env.clone(),
         working_dir: worker.working_dir.clone(),
-        confinement: confinement_of(worker),
-        readiness: match &worker.ready.check {
-            ReadyCheck::Connect => Readiness::Connect,
-            ReadyCheck::Describe => Readiness::Describe,
-            ReadyCheck::Http { path, status } => Readiness::Http {
-                path: path.clone(),
-                status: *status,
-            },
-            ReadyCheck::Log(text) => Readiness::LogLine(text.clone()),
-            ReadyCheck::LogPattern(pattern) => Readiness::LogPattern(pattern.clone()),
-            ReadyCheck::Notify => Readiness::Notify,
-            ReadyCheck::Started => Readiness::Started,
-        },
+        confinement: worker.confinement.clone(),
+        readiness: worker.ready.check.clone(),
         ready_timeout: worker.ready.timeout,
         stop_grace: worker.stop_grace,
-        memory: MemoryEnvelope {
-            steady: worker.memory.steady,
-            peak: worker.memory.peak,
-        },
-        variants: worker
-            .memory
-            .variants
-            .iter()
-            .map(|variant| Variant {
-                name: variant.name.clone(),
-                memory: envelope(variant.bytes),
-            })
-            .collect(),
+        memory: worker.memory.clone(),
         oom_score_adj: Some(worker.oom_score_adj),
         pressure: pressure_of(worker, runtime_dir),
-        ..WorkerSpec::new(worker.name.clone(), worker.argv.clone(), listen)
+        ..WorkerSpec::new(worker.name.clone(), worker.argv.clone(), worker.listen.clone())
     }
 }

@@ -18,7 +18,7 @@ use crate::conversation::AnswerPart;
 /// How an answer is to be read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AnswerStyle {
-    /// Whether thoughts are told apart, and whether the prompt has begun them already.
+    /// Whether thoughts are separated, and whether the prompt has begun them already.
     pub thoughts: Thoughts,
     /// How calls are written; `None` when there are no tools to call.
     pub tools: Option<ToolFormat>,

@@ -59,7 +59,7 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Reserves address space that nobody can use before its protection is changed.
+    /// Reserves address space that cannot be used before its protection is changed.
     ///
     /// # Errors
     /// When the kernel has none.
@@ -142,7 +142,7 @@ impl Mapping {
         let head = address.next_multiple_of(huge) - address;
         let tail = self.len - head - len;
         if head > 0 {
-            // SAFETY: the first `head` bytes of our own mapping, to which nobody has a pointer yet.
+            // SAFETY: the first `head` bytes of our own mapping, to which there is no pointer yet.
             unsafe { mman::munmap(self.start.cast(), head) }?;
             // SAFETY: `head` is smaller than the mapping.
             self.start = unsafe { self.start.add(head) };
@@ -151,7 +151,7 @@ impl Mapping {
         if tail > 0 {
             // SAFETY: `len` bytes from the new start are inside the mapping.
             let end = unsafe { self.start.add(len) };
-            // SAFETY: the last `tail` bytes of our own mapping, to which nobody has a pointer yet.
+            // SAFETY: the last `tail` bytes of our own mapping, to which there is no pointer yet.
             unsafe { mman::munmap(end.cast(), tail) }?;
             self.len = len;
         }
@@ -173,12 +173,12 @@ impl Mapping {
         }
     }
 
-    /// Has the kernel find memory for all of it, which nobody has used yet.
+    /// Has the kernel find memory for all of it, which is still unused.
     pub(super) fn populate(&self) -> io::Result<()> {
         self.populate_part(0, self.len)
     }
 
-    /// Has the kernel find memory for `len` bytes from `offset`, which nobody has used yet.
+    /// Has the kernel find memory for `len` bytes from `offset`, which is still unused.
     ///
     /// Piece by piece: asked for all of it at once, the kernel lets no other thread map memory meanwhile. 512 MiB that were new
     /// to a virtual machine held the control loop up for more than 1.75 s, after which the watchdog sheds the engine.
@@ -195,10 +195,10 @@ impl Mapping {
         Ok(())
     }
 
-    /// Writes to each page of `len` bytes from `offset`, which nobody has used yet.
+    /// Writes to each page of `len` bytes from `offset`, which is still unused.
     ///
     /// Where memory is new to a virtual machine, a part of 2 MiB takes milliseconds. The kernel, if asked for all of it in
-    /// one go, lets no other thread map memory or start meanwhile; a fault holds up nobody, from Linux 6.4 on.
+    /// one go, lets no other thread map memory or start meanwhile; a fault holds up no thread, from Linux 6.4 on.
     pub(super) fn touch(&self, offset: usize, len: usize) {
         let Some(start) = self.range(offset, len) else {
             return;
@@ -313,7 +313,7 @@ impl SharedMapping {
 impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: our own mapping; slices into it borrow it, and raw users are gone by their own contract.
-        // A failure could only mean that it is not mapped any more, and there is nobody to tell.
+        // A failure could only mean that it is not mapped any more, and nothing could be done about it.
         unsafe { mman::munmap(self.start.cast(), self.len) }.ok();
     }
 }
@@ -352,7 +352,7 @@ pub fn process_resident() -> Bytes {
 }
 
 /// How much of [`process_resident`] are pages of files: text and constants of the program and its libraries, which the
-/// page cache has once for everybody.
+/// page cache has once for all processes.
 #[must_use]
 pub fn process_file_resident() -> Bytes {
     PAGE.saturating_mul(number_of_statm(2).unwrap_or(0))

@@ -21,7 +21,7 @@ pub struct Breakdown {
     pub kv_marks: Bytes,
     /// Recurrent and convolution state.
     pub state: Bytes,
-    /// Activations of one prefill chunk, and logits.
+    /// Activations of one prefill chunk, logits, and what the device takes for itself.
     pub workspace: Bytes,
     /// Staging ring for streamed layers.
     pub ring: Bytes,

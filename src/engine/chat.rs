@@ -311,7 +311,7 @@ pub enum ChatError {
     /// There is nothing to render.
     #[error("the conversation has no messages")]
     Empty,
-    /// Nobody writes this by accident.
+    /// This is not written by accident.
     #[error("the messages contain each of the {} Unicode noncharacters that could mark them", MARKS.len())]
     Marks,
     /// The model has no template and no tokens for the usual one.
@@ -572,7 +572,7 @@ mod tests {
             }})],
             variables: Map::from_iter([("messages".to_owned(), json!(evil)), ("more".to_owned(), json!(evil))]),
         };
-        // Without a template that knows tools, they are told in a message of their own.
+        // Without a template that knows tools, they are listed in a message of their own.
         for (template, messages) in [(None, 4), (Some(TOOLED), 3)] {
             let speaker = Speaker::new(template);
             let rendered = render(&speaker.template, &conversation, &speaker.tokenizer).unwrap();

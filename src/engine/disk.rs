@@ -80,7 +80,7 @@ struct State {
     asks: Option<(String, Instant)>,
     /// Bytes that it has brought.
     brought: u64,
-    /// Nobody waits any more.
+    /// The caller has stopped waiting.
     given_up: bool,
     ended: bool,
 }
@@ -98,7 +98,7 @@ impl Attention {
     /// Asks the disk for `what`. Bytes that it brings are kept by the work until it ends.
     ///
     /// # Errors
-    /// What `ask` returns, or that nobody waits for it any more.
+    /// What `ask` returns, or that its caller has stopped waiting.
     pub fn asking(&self, what: &str, ask: impl FnOnce() -> io::Result<usize>) -> io::Result<usize> {
         {
             let mut state = self.shared.lock();

@@ -195,11 +195,11 @@ impl EngineLoop {
         self.tell_waiting();
     }
 
-    /// Tells what waits to be told, as far as there is room; says whether all is told.
+    /// Sends what waits to be reported, as far as there is room; returns whether all is sent.
     pub(super) fn tell_waiting(&mut self) -> bool {
         while let Some(event) = self.outbox.pop_front() {
             match self.sink.try_send(event) {
-                // A daemon that is not there any more need not be told.
+                // A daemon that is not there any more needs no report.
                 Ok(()) | Err(TrySendError::Closed(_)) => {}
                 Err(TrySendError::Full(event)) => {
                     self.outbox.push_front(event);
@@ -386,7 +386,7 @@ impl EngineLoop {
         reply.end(rest, outcome, usage);
     }
 
-    /// Takes nothing more and tells everybody who waits. `failure` says why, when it was not asked for.
+    /// Takes nothing more and answers every waiting request. `failure` says why, when it was not asked for.
     pub(super) fn close(&mut self, failure: Option<Broken>) {
         let message = failure.as_ref().map(|failure| failure.message.clone());
         let error = message

@@ -1,4 +1,4 @@
-//! One request to the model: what is asked, what is told back, and how it may fail.
+//! One request to the model: what is asked, what is reported, and how it may fail.
 //!
 //! The life of a request:
 //!
@@ -100,7 +100,7 @@ impl GenerateRequest {
     }
 }
 
-/// What the requester is told.
+/// What the requester receives.
 #[derive(Debug)]
 pub enum GenerateEvent {
     /// The request left the queue.

@@ -275,6 +275,10 @@ impl LanguageModel for GgufModel {
         self.model.kept()
     }
 
+    fn backend_name(&self) -> String {
+        self.model.backend_name()
+    }
+
     fn breakdown(&self) -> Breakdown {
         let breakdown = self.model.breakdown();
         let text = self.text_held();

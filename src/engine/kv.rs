@@ -1,7 +1,7 @@
 //! KV cache in one range of address space, of which the leased part is open.
 //!
 //! Capacity is leased, and becomes memory as tokens arrive: growing touches nothing, and shrinking gives back whole
-//! pages, huge ones where blocks are large. Where it is to be memory at once, growing touches all of it. Between what is leased and what is touched nobody else is let in, for the
+//! pages, huge ones where blocks are large. Where it is to be memory at once, growing touches all of it. Between what is leased and what is touched no other program gets it, for the
 //! book holds all of it.
 //!
 //! All blocks are kept in one [`KvType`]. Another one is put into force where they lie: rows that become smaller move
@@ -122,7 +122,7 @@ impl KvCache {
     /// Keeps everything as `kind`, the first `used` tokens converted; the capacity stays as it is.
     ///
     /// What the smaller type does not need goes back to the kernel, as does what was left behind the used tokens. The
-    /// larger type is told apart from what it was made of by nothing: what was lost is not regained.
+    /// larger type does not restore precision that was lost earlier.
     ///
     /// # Errors
     /// When the kernel refuses. Going up, everything is as it was then; going down, only memory has not come back.

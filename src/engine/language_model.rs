@@ -124,10 +124,15 @@ pub trait LanguageModel {
         self.plan().kv_type
     }
 
+    /// What computes, for people.
+    fn backend_name(&self) -> String {
+        String::new()
+    }
+
     /// Everything that is held now.
     fn breakdown(&self) -> Breakdown;
 
-    /// How much of what is held nobody has touched yet.
+    /// How much of what is held is still untouched.
     fn untouched(&self) -> Bytes {
         Bytes::ZERO
     }

@@ -448,7 +448,7 @@ impl Shared {
     }
 }
 
-/// What nobody will take any more.
+/// What will not be taken any more.
 pub(super) struct Left {
     pub(super) commands: VecDeque<Command>,
     pub(super) superseded: Vec<(u64, u64)>,

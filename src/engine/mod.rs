@@ -50,6 +50,9 @@ pub mod text;
 pub mod thread;
 pub mod tokenizer;
 pub mod tool_format;
+#[cfg(test)]
+#[path = "../../benches/developer/weights.rs"]
+pub(crate) mod weights;
 
 pub use crate::conversation::AnswerForm;
 pub use answer::{AnswerReader, AnswerStyle};

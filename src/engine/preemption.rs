@@ -43,12 +43,12 @@ pub trait Checkpoint {
         false
     }
 
-    /// Told how a plan of [`Flow::Apply`] went.
+    /// Notified how a plan of [`Flow::Apply`] went.
     fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
         drop(result);
     }
 
-    /// Told when the smaller chunk of a plan that came while a chunk was under way is in force, at the end of that.
+    /// Notified when the smaller chunk of a plan that came while a chunk was under way is in force, at the end of that.
     fn rechunked(&mut self, report: ApplyReport) {
         drop(report);
     }

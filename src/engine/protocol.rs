@@ -87,7 +87,7 @@ pub enum EngineEvent {
         /// What came of it.
         report: ApplyReport,
     },
-    /// The thread broke down; every request has been told, and `Stopped` follows.
+    /// The thread broke down; every request has been answered, and `Stopped` follows.
     Failed {
         /// What happened.
         message: String,
@@ -109,6 +109,8 @@ pub enum EngineEvent {
     },
     /// A model is loaded and its plan in force.
     Ready {
+        /// What computes it, for people.
+        backend: String,
         /// Its memory, piece by piece.
         shape: Arc<ModelShape>,
         /// What the engine holds now.
@@ -240,7 +242,7 @@ pub struct EngineSnapshot {
     pub revision: Option<u64>,
     /// What it holds in all, as of the last load or plan.
     pub held: Option<Bytes>,
-    /// How much of that nobody has touched yet, so that it takes no memory.
+    /// How much of that is still untouched, so that it takes no memory.
     pub untouched: Bytes,
     /// What it holds, as of the last load, plan or request.
     pub breakdown: Option<Arc<Breakdown>>,
@@ -271,7 +273,7 @@ pub struct EngineSnapshot {
 }
 
 impl EngineSnapshot {
-    /// How long an answer would take to begin, as far as that can be told: what is before it in the queue, and its own
+    /// How long an answer would take to begin, as far as that is known: what is before it in the queue, and its own
     /// prompt.
     #[must_use]
     pub fn begins_after(&self, prompt: Tokens, now: Instant) -> Duration {

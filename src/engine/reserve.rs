@@ -85,7 +85,7 @@ impl Reserve {
 
     fn open_up(&self, offset: usize, len: usize) -> io::Result<()> {
         let start = self.part(offset, len)?;
-        // SAFETY: a part of our own mapping, to which nobody has a pointer while it is closed.
+        // SAFETY: a part of our own mapping, to which there is no pointer while it is closed.
         unsafe { mman::mprotect(start.cast(), len, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE) }?;
         let advice = if self.granule == HUGE_PAGE.as_len() {
             libc::MADV_HUGEPAGE
@@ -104,7 +104,7 @@ impl Reserve {
         let start = self.part(offset, len)?;
         let length = NonZeroUsize::new(len).ok_or(io::ErrorKind::InvalidInput)?;
         let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE | MapFlags::MAP_FIXED;
-        // SAFETY: takes the place of a part of our own mapping; `&mut self` in the caller says that nobody borrows from it.
+        // SAFETY: takes the place of a part of our own mapping; `&mut self` in the caller says that nothing borrows from it.
         unsafe { mman::mmap_anonymous(Some(start.addr()), length, ProtFlags::PROT_NONE, flags) }?;
         Ok(())
     }
@@ -130,7 +130,7 @@ mod tests {
 
             let start = reserve.range(0, 16 << 20).unwrap();
             for page in 0..2048 {
-                // SAFETY: inside the first 8 MiB of what is open, and nobody else's.
+                // SAFETY: inside the first 8 MiB of what is open, and ours alone.
                 unsafe { start.add(page * 4096).write(7) };
             }
             assert_eq!(reserve.resident(), Bytes::from_mib(8));

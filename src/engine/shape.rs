@@ -519,6 +519,7 @@ mod tests {
     use crate::engine::{
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
+        weights::Weights as _,
     };
 
     fn layout(model: &Synthetic) -> (Spec, Layout, tempfile::TempDir, PathBuf) {

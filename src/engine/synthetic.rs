@@ -1,19 +1,17 @@
-//! GGUF models of random weights at any shape.
+//! Headers of GGUF models at any shape.
 //!
-//! Quantised weights are drawn as blocks, not quantised from floats: a block of random quants with a fitting scale is as
-//! good a random weight, and a gigabyte of it takes seconds instead of minutes. The same seed gives the same file.
+//! `cotenant plan` and `cotenant catalogue` inspect models by them that are not on this machine.
 
 use std::{
     fs::File,
-    io::{self, BufWriter, Write},
-    path::{Path, PathBuf},
+    io::{self, Write},
 };
 
 use candle_core::quantized::GgmlDType;
 
 use super::{gguf::type_number, spec::Architecture};
 
-/// A model to be written.
+/// A model whose header can be written.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Synthetic {
     /// Family.
@@ -87,33 +85,6 @@ impl TypeMix {
 }
 
 impl Synthetic {
-    /// A model of `architecture` that a test computes in milliseconds: rows of 256 elements, so that every type fits.
-    #[must_use]
-    pub const fn tiny(architecture: Architecture, types: TypeMix, seed: u64) -> Self {
-        Self {
-            architecture,
-            layers: 4,
-            width: 256,
-            feed_forward: 256,
-            heads: 4,
-            kv_heads: 2,
-            head_dim: 64,
-            rotary: match architecture {
-                Architecture::Qwen35 => 16,
-                Architecture::Phi3 => 48,
-                _ => 64,
-            },
-            rotary_base: 10_000.0,
-            recurrent: (2, 4, 64),
-            vocabulary: 320,
-            context_max: 4096,
-            tied: !matches!(architecture, Architecture::Llama | Architecture::Mistral3),
-            nextn: 0,
-            types,
-            seed,
-        }
-    }
-
     /// The shape of Qwen3.5-0.8B.
     #[must_use]
     pub const fn qwen35_0_8b(types: TypeMix, seed: u64) -> Self {
@@ -197,85 +168,6 @@ impl Synthetic {
         }
     }
 
-    /// The shape of Gemma 3 1B, whose rows are no multiple of 256.
-    #[must_use]
-    pub const fn gemma3_1b(types: TypeMix, seed: u64) -> Self {
-        Self {
-            architecture: Architecture::Gemma3,
-            layers: 26,
-            width: 1152,
-            feed_forward: 6912,
-            heads: 4,
-            kv_heads: 1,
-            head_dim: 256,
-            rotary: 256,
-            rotary_base: 1e6,
-            recurrent: (0, 0, 0),
-            vocabulary: 262_144,
-            context_max: 32_768,
-            tied: true,
-            nextn: 0,
-            types,
-            seed,
-        }
-    }
-
-    /// The shape of Qwen2.5-0.5B, whose rows are no multiple of 256.
-    #[must_use]
-    pub const fn qwen2_5_0_5b(types: TypeMix, seed: u64) -> Self {
-        Self {
-            architecture: Architecture::Qwen2,
-            layers: 24,
-            width: 896,
-            feed_forward: 4864,
-            heads: 14,
-            kv_heads: 2,
-            head_dim: 64,
-            rotary: 64,
-            rotary_base: 1e6,
-            recurrent: (0, 0, 0),
-            vocabulary: 151_936,
-            context_max: 32_768,
-            tied: true,
-            nextn: 0,
-            types,
-            seed,
-        }
-    }
-
-    /// Writes the model to `path`.
-    ///
-    /// # Errors
-    /// When the file cannot be written.
-    pub fn write(&self, path: &Path) -> io::Result<()> {
-        write_part(path, &self.metadata(), &self.tensors(), &mut Random(self.seed))
-    }
-
-    /// Writes the model to `parts` files in `folder`, as `llama-gguf-split` would; returns the first.
-    ///
-    /// # Errors
-    /// When a file cannot be written.
-    pub fn write_parts(&self, folder: &Path, parts: u16) -> io::Result<PathBuf> {
-        let tensors = self.tensors();
-        let each = tensors.len().div_ceil(usize::from(parts.max(1))).max(1);
-        let path = |part: usize| folder.join(format!("model-{part:05}-of-{parts:05}.gguf"));
-        let mut random = Random(self.seed);
-        for (number, some) in tensors.chunks(each).enumerate() {
-            let mut entries = if number == 0 { self.metadata() } else { Vec::new() };
-            let list = [
-                ("split.no", Entry::Short(u16::try_from(number).unwrap_or(u16::MAX))),
-                ("split.count", Entry::Short(parts)),
-                (
-                    "split.tensors.count",
-                    Entry::Int(i32::try_from(tensors.len()).unwrap_or(i32::MAX)),
-                ),
-            ];
-            entries.extend(list.map(|(key, value)| (key.to_owned(), value)));
-            write_part(&path(number + 1), &entries, some, &mut random)?;
-        }
-        Ok(path(1))
-    }
-
     /// Writes the header, and leaves a hole where the weights would be: enough for what only reads headers.
     ///
     /// # Errors
@@ -292,7 +184,9 @@ impl Synthetic {
         file.set_len((header.len() as u64).saturating_add(bytes))
     }
 
-    fn metadata(&self) -> Vec<(String, Entry)> {
+    /// Its metadata.
+    #[must_use]
+    pub fn metadata(&self) -> Vec<(String, Entry)> {
         let arch = self.architecture.name();
         let mut list: Vec<(String, Entry)> = vec![
             ("general.architecture".to_owned(), Entry::Text(arch.to_owned())),
@@ -419,7 +313,9 @@ impl Synthetic {
         put("chat_template", Entry::Text(CHAT_TEMPLATE.to_owned()));
     }
 
-    fn tensors(&self) -> Vec<Plan> {
+    /// Its tensors, in the order of the file.
+    #[must_use]
+    pub fn tensors(&self) -> Vec<Tensor> {
         let mut list = Vec::new();
         let head = match self.types {
             TypeMix::All(dtype) => dtype,
@@ -431,18 +327,18 @@ impl Synthetic {
             _ => head,
         };
         let (head, embedding) = (self.types.fitting(head, width), self.types.fitting(embedding, width));
-        list.push(Plan::matrix("token_embd.weight", width, self.vocabulary, embedding));
+        list.push(Tensor::matrix("token_embd.weight", width, self.vocabulary, embedding));
         if !self.tied {
-            list.push(Plan::matrix("output.weight", width, self.vocabulary, head));
+            list.push(Tensor::matrix("output.weight", width, self.vocabulary, head));
         }
-        list.push(Plan::vector("output_norm.weight", width, Draw::Norm));
+        list.push(Tensor::vector("output_norm.weight", width, Draw::Norm));
         match self.architecture {
             Architecture::Llama => {
-                list.push(Plan::vector("rope_freqs.weight", self.rotary / 2, Draw::Factors));
+                list.push(Tensor::vector("rope_freqs.weight", self.rotary / 2, Draw::Factors));
             }
             Architecture::Phi3 => {
                 for name in ["rope_factors_long.weight", "rope_factors_short.weight"] {
-                    list.push(Plan::vector(name, self.rotary / 2, Draw::Factors));
+                    list.push(Tensor::vector(name, self.rotary / 2, Draw::Factors));
                 }
             }
             _ => {}
@@ -455,7 +351,7 @@ impl Synthetic {
                     TypeMix::Q4KM => GgmlDType::Q4K,
                 };
                 let dtype = self.types.fitting(dtype, columns);
-                list.push(Plan::matrix(
+                list.push(Tensor::matrix(
                     &format!("blk.{layer}.{name}.weight"),
                     columns,
                     rows,
@@ -499,7 +395,7 @@ impl Synthetic {
                 matrix("nextn.eh_proj", 2 * width, width, false);
             }
             let mut vector =
-                |name: &str, len: u32, draw: Draw| list.push(Plan::vector(&format!("blk.{layer}.{name}"), len, draw));
+                |name: &str, len: u32, draw: Draw| list.push(Tensor::vector(&format!("blk.{layer}.{name}"), len, draw));
             vector("attn_norm.weight", width, Draw::Norm);
             if self.architecture == Architecture::Qwen35 {
                 vector("post_attention_norm.weight", width, Draw::Norm);
@@ -528,7 +424,7 @@ impl Synthetic {
                 vector("ssm_dt.bias", values, Draw::Bias);
                 vector("ssm_a", values, Draw::Decay);
                 vector("ssm_norm.weight", dim, Draw::Norm);
-                list.push(Plan {
+                list.push(Tensor {
                     name: format!("blk.{layer}.ssm_conv1d.weight"),
                     columns: 4,
                     rows: channels,
@@ -545,7 +441,7 @@ impl Synthetic {
             }
             if extra {
                 let mut vector = |name: &str| {
-                    list.push(Plan::vector(
+                    list.push(Tensor::vector(
                         &format!("blk.{layer}.nextn.{name}.weight"),
                         width,
                         Draw::Norm,
@@ -557,7 +453,7 @@ impl Synthetic {
             }
         }
         if self.architecture == Architecture::Qwen2 {
-            list.push(Plan::vector("output.bias", self.vocabulary, Draw::Bias));
+            list.push(Tensor::vector("output.bias", self.vocabulary, Draw::Bias));
         }
         list
     }
@@ -569,28 +465,9 @@ impl Synthetic {
     }
 }
 
-/// Writes a file with some tensors.
-fn write_part(path: &Path, entries: &[(String, Entry)], tensors: &[Plan], random: &mut Random) -> io::Result<()> {
-    let mut out = BufWriter::with_capacity(1 << 20, File::create(path)?);
-    let (header, _) = header_of(entries, tensors);
-    out.write_all(&header)?;
-    let mut row = Vec::new();
-    for tensor in tensors {
-        let mut written = 0u64;
-        for _ in 0..tensor.rows {
-            row.clear();
-            tensor.draw(random, &mut row);
-            out.write_all(&row)?;
-            written += row.len() as u64;
-        }
-        let padding = written.next_multiple_of(ALIGNMENT) - written;
-        out.write_all(vec![0u8; usize::try_from(padding).unwrap_or(0)].as_slice())?;
-    }
-    out.flush()
-}
-
 /// The header of a file with these tensors, padded, and the length of the tensors.
-fn header_of(entries: &[(String, Entry)], tensors: &[Plan]) -> (Vec<u8>, u64) {
+#[must_use]
+pub fn header_of(entries: &[(String, Entry)], tensors: &[Tensor]) -> (Vec<u8>, u64) {
     let mut header = Vec::new();
     header.extend_from_slice(b"GGUF");
     header.extend_from_slice(&3u32.to_le_bytes());
@@ -617,8 +494,10 @@ fn header_of(entries: &[(String, Entry)], tensors: &[Plan]) -> (Vec<u8>, u64) {
     (header, offset)
 }
 
-/// One metadata value.
-enum Entry {
+/// One metadata value, in GGUF's types.
+#[derive(Clone, Debug)]
+#[expect(missing_docs, reason = "variants are named by their type")]
+pub enum Entry {
     Bool(bool),
     Float(f32),
     Int(i32),
@@ -671,20 +550,25 @@ fn put_text(out: &mut Vec<u8>, text: &str) {
     out.extend_from_slice(text.as_bytes());
 }
 
-/// One tensor to be written.
-struct Plan {
+/// One tensor of the file.
+#[derive(Clone, Debug)]
+pub struct Tensor {
     name: String,
-    columns: u32,
-    rows: u32,
-    dtype: GgmlDType,
-    draw: Draw,
+    /// Elements of a row.
+    pub columns: u32,
+    /// Rows.
+    pub rows: u32,
+    /// What its elements are stored as.
+    pub dtype: GgmlDType,
+    /// How its elements are drawn.
+    pub draw: Draw,
     /// One axis only.
     flat: bool,
 }
 
 /// How elements are drawn.
-#[derive(Clone, Copy)]
-enum Draw {
+#[derive(Clone, Copy, Debug)]
+pub enum Draw {
     /// Small, around zero.
     Bias,
     /// Logarithmic decay: between -0.05 and -1.05.
@@ -697,7 +581,7 @@ enum Draw {
     Norm,
 }
 
-impl Plan {
+impl Tensor {
     fn matrix(name: &str, columns: u32, rows: u32, dtype: GgmlDType) -> Self {
         Self {
             name: name.to_owned(),
@@ -725,142 +609,6 @@ impl Plan {
         let size = u64::try_from(self.dtype.type_size()).unwrap_or(1);
         u64::from(self.columns) / block * size * u64::from(self.rows)
     }
-
-    /// Draws one row.
-    fn draw(&self, random: &mut Random, out: &mut Vec<u8>) {
-        #[expect(clippy::cast_precision_loss, reason = "columns are far below 2^24")]
-        let size = 1.0 / (self.columns as f32).sqrt();
-        let blocks = self.columns as usize / self.dtype.block_size();
-        for _ in 0..blocks {
-            match self.dtype {
-                GgmlDType::F32 => {
-                    let value = match self.draw {
-                        Draw::Bias => random.spread() * 0.3,
-                        Draw::Decay => -0.55 - 0.5 * random.spread(),
-                        Draw::Factors => 4.5 + 3.5 * random.spread(),
-                        Draw::Matrix => random.spread() * size * SQRT_3,
-                        Draw::Norm => 1.0 + 0.1 * random.spread(),
-                    };
-                    out.extend_from_slice(&value.to_le_bytes());
-                }
-                GgmlDType::F16 => put_half(out, random.spread() * size * SQRT_3),
-                GgmlDType::BF16 => {
-                    let value = half::bf16::from_f32(random.spread() * size * SQRT_3);
-                    out.extend_from_slice(&value.to_bits().to_le_bytes());
-                }
-                // Below: a scale such that the spread of the whole block is `size`, then random quants.
-                GgmlDType::Q8_0 => {
-                    put_half(out, size / 73.9);
-                    random.fill(out, 32);
-                }
-                GgmlDType::Q4_0 => {
-                    put_half(out, size / 4.6);
-                    random.fill(out, 16);
-                }
-                GgmlDType::Q5_0 => {
-                    put_half(out, size / 9.2);
-                    random.fill(out, 20);
-                }
-                GgmlDType::Q4_1 | GgmlDType::Q5_1 => {
-                    let (spread, middle, bytes) = match self.dtype {
-                        GgmlDType::Q4_1 => (4.6, 7.5, 16),
-                        _ => (9.2, 15.5, 20),
-                    };
-                    put_half(out, size / spread);
-                    put_half(out, -size / spread * middle);
-                    random.fill(out, bytes);
-                }
-                GgmlDType::Q2K => {
-                    // Scales and minimums of four bits each, the same, so that quants are around 1.5.
-                    for _ in 0..16 {
-                        let scale = random.between(8, 16);
-                        out.push(scale | (scale << 4));
-                    }
-                    random.fill(out, 64);
-                    put_half(out, size / (1.12 * 11.7));
-                    put_half(out, 1.5 * size / (1.12 * 11.7));
-                }
-                GgmlDType::Q3K => {
-                    random.fill(out, 32 + 64 + 12);
-                    put_half(out, size / (2.3 * 18.6));
-                }
-                GgmlDType::Q4K | GgmlDType::Q5K => {
-                    // value = d·s·q − dmin·m with m = s and dmin such that quants are around zero.
-                    let five = self.dtype == GgmlDType::Q5K;
-                    let (spread, middle) = if five { (9.2, 15.5) } else { (4.6, 7.5) };
-                    let scale = size / (spread * 48.0);
-                    put_half(out, scale);
-                    put_half(out, scale * middle);
-                    out.extend_from_slice(&random.packed_scales());
-                    random.fill(out, if five { 160 } else { 128 });
-                }
-                GgmlDType::Q6K => {
-                    random.fill(out, 192);
-                    for _ in 0..16 {
-                        out.push(random.between(32, 96));
-                    }
-                    put_half(out, size / (18.5 * 66.0));
-                }
-                GgmlDType::Q8_1 | GgmlDType::Q8K => {
-                    // Nothing is written with these; zeros are valid blocks of both.
-                    out.resize(out.len() + self.dtype.type_size(), 0);
-                }
-            }
-        }
-    }
-}
-
-fn put_half(out: &mut Vec<u8>, value: f32) {
-    out.extend_from_slice(&half::f16::from_f32(value).to_bits().to_le_bytes());
-}
-
-/// SplitMix64: small, fast, and the same everywhere.
-struct Random(u64);
-
-impl Random {
-    const fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    /// Between -1 and 1.
-    #[expect(clippy::cast_precision_loss, reason = "24 bits fit")]
-    fn spread(&mut self) -> f32 {
-        (self.next() >> 40) as f32 / 8_388_608.0 - 1.0
-    }
-
-    #[expect(clippy::cast_possible_truncation, reason = "the remainder is below 256")]
-    const fn between(&mut self, low: u8, high: u8) -> u8 {
-        low + (self.next() % (high - low) as u64) as u8
-    }
-
-    fn fill(&mut self, out: &mut Vec<u8>, mut bytes: usize) {
-        while bytes > 0 {
-            let word = self.next().to_le_bytes();
-            let count = bytes.min(word.len());
-            out.extend(word.iter().take(count));
-            bytes -= count;
-        }
-    }
-
-    /// Eight 6-bit scales from 32 to 63, the minimums equal to them, packed as K-quants have them.
-    fn packed_scales(&mut self) -> [u8; 12] {
-        let scales: [u8; 8] = std::array::from_fn(|_| self.between(32, 64));
-        let mut packed = [0u8; 12];
-        let (low, high) = scales.split_at(4);
-        for (index, (low, high)) in low.iter().zip(high).enumerate() {
-            let top = (high >> 4) << 6;
-            if let [scale, _, _, _, min, _, _, _, both, ..] = packed.get_mut(index..).unwrap_or_default() {
-                *scale = low | top;
-                *min = low | top;
-                *both = (high & 15) | (high << 4);
-            }
-        }
-        packed
-    }
 }
 
 /// The character that stands for `byte` in byte-level vocabularies (GPT-2's `bytes_to_unicode`).
@@ -878,6 +626,6 @@ fn byte_symbol(byte: u8) -> char {
 
 /// Tokens that local layers see: few, so that short tests see a difference.
 const WINDOW: u32 = 6;
-const SQRT_3: f32 = 1.732_050_8;
-const ALIGNMENT: u64 = 32;
+/// Each tensor begins at a multiple of so many bytes.
+pub const ALIGNMENT: u64 = 32;
 const CHAT_TEMPLATE: &str = "{%- for message in messages -%}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant\n{% endif -%}";

@@ -143,7 +143,7 @@ impl Engine {
     /// before. Blocks: not for asynchronous code, which awaits [`EngineEvent::Stopped`].
     pub fn join(mut self) {
         if let Some(thread) = self.thread.take() {
-            // Panics are caught inside and told as events.
+            // Panics are caught inside and reported as events.
             let _ = thread.join();
         }
     }
@@ -272,6 +272,7 @@ impl Worker {
             Ok(Opened { model, text }) => {
                 let shape = Arc::new(model.shape().clone());
                 let breakdown = Arc::new(model.breakdown());
+                let backend = model.backend_name();
                 let text = Arc::new(text);
                 self.engine_loop.shared.open_text(Arc::clone(&text));
                 self.engine_loop.state.phase = EnginePhase::Ready;
@@ -283,7 +284,11 @@ impl Worker {
                 self.model = Some(model);
                 self.text = Some(text);
                 self.engine_loop.publish();
-                self.engine_loop.tell(EngineEvent::Ready { shape, breakdown });
+                self.engine_loop.tell(EngineEvent::Ready {
+                    backend,
+                    shape,
+                    breakdown,
+                });
                 self.calibrate();
             }
             Err(error) => self.load_failed(path, &error),
@@ -342,7 +347,7 @@ impl Worker {
     fn note_returned(&mut self) {
         let left = self.left();
         if left >= self.engine_loop.left_noted {
-            // A plan may have left it, which has been told.
+            // A plan may have left it, which has been reported.
             self.engine_loop.left_noted = left;
             return;
         }
@@ -450,7 +455,7 @@ impl Worker {
         *rest = writing.stops.finish();
         if writing.ended {
             // Only an answer that the model has ended stops in the middle of a character by its own doing; behind a stop string
-            // there is nothing to be told.
+            // there is nothing to report.
             rest.push_str(&writing.stream.finish());
         }
         outcome
@@ -706,7 +711,7 @@ fn gives_up(model: &dyn LanguageModel, plan: &EnginePlan) -> bool {
 const RETRY: Duration = Duration::from_millis(5);
 
 /// How often the idle thread looks whether a read that hangs has returned. Our choice: what it keeps is on the book, so that
-/// nobody is wronged meanwhile.
+/// no request is delayed meanwhile.
 const LEFT_LOOK: Duration = Duration::from_secs(1);
 
 /// How often the wait for a mask takes commands.

@@ -6,7 +6,7 @@
 //! | [`ToolFormat::Parameters`] | `<tool_call>\n<function=…>\n<parameter=…>\n…\n</parameter>…` (Qwen 3.5, Qwen 3 Coder) | `<function=` |
 //! | [`ToolFormat::Bare`] | `{"name": …, "parameters": {…}}` and nothing else (Llama 3) | `"parameters"` and `tools` |
 //!
-//! A template that knows no tools is told about them in a system message, in the words of Qwen 2.5's template, and writes
+//! A template that knows no tools gets them in a system message, in the words of Qwen 2.5's template, and writes
 //! them tagged.
 
 use serde_json::{Map, Value, json};

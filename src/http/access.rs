@@ -3,6 +3,7 @@
 use std::{fmt, hint::black_box, sync::Arc};
 
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::fault::{Fault, shortened};
@@ -19,7 +20,7 @@ use crate::{
 pub struct Access {
     /// Host names besides those of this machine under which they are served.
     pub hosts: Vec<String>,
-    /// Clients with keys; `None` when everybody is served.
+    /// Clients with keys; `None` when every client is served.
     pub clients: Option<Vec<Arc<Client>>>,
     /// What needs no key all the same.
     pub keyless: Keyless,
@@ -131,13 +132,15 @@ impl PartialEq for Client {
 impl Eq for Client {}
 
 impl Access {
-    /// The client that a request is of; `None` where everybody is served.
+    /// The client that a request is of; `None` where every client is served.
     ///
     /// # Errors
     /// 401 without a key, or with an unknown one, except for what needs none.
     pub(super) fn client_of(&self, path: &str, headers: &HeaderMap) -> Result<Option<Arc<Client>>, Fault> {
         let Some(clients) = &self.clients else { return Ok(None) };
-        let sent = key_in(headers);
+        let page = matches!(path, "/" | "/status.json");
+        let by_password = if page { key_as_password(headers) } else { None };
+        let sent = key_in(headers).or(by_password.as_deref());
         // All of them are compared, so that the time does not tell which one is near.
         let known = sent.and_then(|sent| {
             let mut found = None;
@@ -172,6 +175,20 @@ impl Access {
     }
 }
 
+/// The key that a browser sends for the page: the password of Basic authentication, with any name. Only the page takes it,
+/// since a browser would also send it with what a page of another site has it request.
+fn key_as_password(headers: &HeaderMap) -> Option<Vec<u8>> {
+    let (scheme, encoded) = headers
+        .get(header::AUTHORIZATION)?
+        .as_bytes()
+        .split_at_checked(BASIC.len())?;
+    let pair = BASE64.decode(encoded.trim_ascii()).ok()?;
+    let name = pair.iter().position(|byte| *byte == b':')?;
+    scheme
+        .eq_ignore_ascii_case(BASIC)
+        .then(|| pair.into_iter().skip(name + 1).collect())
+}
+
 /// The key that a request carries.
 fn key_in(headers: &HeaderMap) -> Option<&[u8]> {
     let bearer = headers.get(header::AUTHORIZATION).map(HeaderValue::as_bytes);
@@ -188,6 +205,7 @@ fn key_in(headers: &HeaderMap) -> Option<&[u8]> {
         })
 }
 
+const BASIC: &[u8] = b"Basic ";
 const BEARER: &[u8] = b"Bearer ";
 /// As Anthropic's clients send it.
 const API_KEY: &str = "x-api-key";
@@ -267,6 +285,31 @@ mod tests {
             Ok(None),
             "everybody is served"
         );
+    }
+
+    #[test]
+    fn a_browser_sends_the_key_of_the_page_as_a_password_and_of_nothing_else() {
+        let access = access(Keyless::default());
+        let password = ("authorization", "Basic bWU6a2V5LW9mLXN0dWR5LTEyMw==");
+        for path in ["/", "/status.json"] {
+            assert_eq!(
+                asked(&access, path, &[password]),
+                Ok(Some("study".to_owned())),
+                "{path}"
+            );
+        }
+        for (path, header) in [
+            ("/v1/models", password),
+            ("/", ("authorization", "Basic bWU6a2V5LW9mLXN0dWR5LTEyNA==")),
+            ("/", ("authorization", "Basic a2V5LW9mLXN0dWR5LTEyMw==")),
+            ("/", ("authorization", "Basic !")),
+        ] {
+            assert_eq!(
+                asked(&access, path, &[header]),
+                Err("401 invalid_api_key".to_owned()),
+                "{path} {header:?}"
+            );
+        }
     }
 
     #[test]

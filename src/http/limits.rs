@@ -89,7 +89,7 @@ impl Default for Limits {
             speech_chars_max: 4096,
             // Our choice, as for bodies; hyper's default of 30 s would let 128 idle connections block others longer.
             head_timeout: Duration::from_secs(15),
-            // LiveKit gives up after 10 s without a byte; nobody sends slower than that and is served.
+            // LiveKit gives up after 10 s without a byte; no client that is slower than that is served.
             body_idle_timeout: Duration::from_secs(10),
             // 25 MiB in 60 s is 3.5 Mbit/s.
             body_timeout: Duration::from_mins(1),

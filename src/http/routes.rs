@@ -102,7 +102,12 @@ async fn guard(State(api): State<Api>, mut request: Request, next: Next) -> Resp
             let unknown = fault.status() == StatusCode::UNAUTHORIZED;
             let mut response = in_shape_of(request.uri(), fault);
             if unknown {
-                let scheme = HeaderValue::from_static("Bearer");
+                // a browser asks the user for the key, as a password; the page's own requests must not ask again and again
+                let scheme = match request.uri().path() {
+                    "/" => "Basic realm=\"cotenant: any name, an API key as password\"",
+                    _ => "Bearer",
+                };
+                let scheme = HeaderValue::from_static(scheme);
                 response.headers_mut().insert(header::WWW_AUTHENTICATE, scheme);
             }
             response

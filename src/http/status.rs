@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use super::{
     api::Api,
-    backend::{ModelInfo, ModelKind, StatusBackend},
+    backend::{ModelInfo, ModelKind},
     fault::Fault,
     models::{task, unknown_model},
     ollama_writer::rfc3339,
@@ -88,7 +88,10 @@ fn health_of(snapshot: &Snapshot, sample_age: Option<Duration>) -> (StatusCode, 
             StatusCode::OK,
             format!("degraded: worker `{worker}` is not restarted any more"),
         ),
-        Health::Serving if snapshot.engine.state == EngineState::Loading => fails("loading model"),
+        Health::Serving | Health::RebootAdvised { .. } if snapshot.engine.state == EngineState::Loading => {
+            fails("loading model")
+        }
+        Health::RebootAdvised { reason } => (StatusCode::OK, format!("ok, reboot advised: {reason}")),
         Health::Serving => (StatusCode::OK, "ok".to_owned()),
     }
 }
@@ -172,55 +175,34 @@ fn in_prometheus_text(metrics: &str) -> String {
     text
 }
 
-/// `GET /status.json`: the arbiter's state, the last events, models and voices; bytes as integers, times in µs.
+/// `GET /status.json`: the document of `cotenant status -o json`, with the last events.
 pub(super) async fn status_json(State(api): State<Api>) -> Response {
-    let status = &api.backends().status;
-    ([NO_STORE], Json(status_of(status.as_ref()))).into_response()
-}
-
-fn status_of(status: &dyn StatusBackend) -> Value {
-    let events: Vec<Value> = status
-        .recent_events(EVENTS_SHOWN)
-        .iter()
-        .map(|event| json!({"at": event.at, "text": event.text}))
-        .collect();
-    let models: Vec<String> = status.models().into_iter().map(|model| model.id).collect();
-    let voices: Vec<String> = status.voices().into_iter().map(|voice| voice.name).collect();
-    json!({
-        "version": env!("CARGO_PKG_VERSION"),
-        "snapshot": *status.snapshot(),
-        "events": events,
-        "models": models,
-        "voices": voices,
-    })
+    ([NO_STORE], Json(api.backends().status.document())).into_response()
 }
 
 /// `GET /`: one page that needs nothing from elsewhere.
 pub(super) async fn page() -> Response {
-    (
-        [
-            NO_STORE,
-            (header::CONTENT_SECURITY_POLICY, HeaderValue::from_static(PAGE_MAY_DO)),
-        ],
-        Html(include_str!("page.html")),
-    )
-        .into_response()
+    let headers = [
+        NO_STORE,
+        (header::CONTENT_SECURITY_POLICY, HeaderValue::from_static(PAGE_MAY_DO)),
+        (header::REFERRER_POLICY, HeaderValue::from_static("no-referrer")),
+        (header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff")),
+    ];
+    (headers, Html(include_str!("page.html"))).into_response()
 }
 
 const NO_STORE: (header::HeaderName, HeaderValue) = (header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
 
-/// The page loads nothing from elsewhere and talks to nobody but us.
-const PAGE_MAY_DO: &str = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; \
-                           connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'";
+/// The page runs its own script and style, by their hashes (SHA-256, Base64), and reads from this server only.
+const PAGE_MAY_DO: &str = "default-src 'none'; script-src 'sha256-oemc3+2lCNDnnXYJ4Wfx7pU6g5h+ILKpFROutOKBrD4='; style-src 'sha256-EOpvv5Wl5PVLppl0SXEYZN6ieGP63OXa/IZ7UoWk0EU='; \
+                           connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'; \
+                           require-trusted-types-for 'script'; trusted-types 'none'";
 
 /// What scrapers without OpenMetrics read, and people.
 const PROMETHEUS: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// The format that `prometheus-client` writes.
 const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-
-/// Our choice: what fits a screen.
-const EVENTS_SHOWN: usize = 40;
 
 #[cfg(test)]
 mod tests {

@@ -60,9 +60,9 @@ pub(super) async fn transcriptions(
     drop(memory);
 
     let duration = audio.duration();
-    let (pieces, told) = mpsc::channel(PIECES_AHEAD);
+    let (pieces, heard) = mpsc::channel(PIECES_AHEAD);
     let work = if audio.samples.is_empty() {
-        // nothing was said, and nobody needs to be asked
+        // nothing was said, and no recogniser is needed
         async { Ok(Transcript::default()) }.boxed()
     } else {
         let request = TranscribeRequest {
@@ -81,7 +81,7 @@ pub(super) async fn transcriptions(
         .boxed()
     };
     if form.stream {
-        return Ok((ignored, streamed(&api, &meta, work, told).await?).into_response());
+        return Ok((ignored, streamed(&api, &meta, work, heard).await?).into_response());
     }
     let transcript = work.await?;
     Ok((ignored, format.render(&transcript, duration)).into_response())
@@ -162,30 +162,30 @@ async fn streamed(
     let limits = api.limits();
     let mut hearing = Hearing::of(work, pieces);
     let first = match timeout(admission_patience(meta, limits), hearing.next()).await {
-        Ok(Some(Told::Failed(refusal))) => return Err(refusal.into()),
+        Ok(Some(Recognised::Failed(refusal))) => return Err(refusal.into()),
         Ok(first) => first,
         Err(_elapsed) => None,
     };
     let rest = stream::unfold(hearing, |mut hearing| async move {
-        let told = hearing.next().await?;
-        Some((told, hearing))
+        let heard = hearing.next().await?;
+        Some((heard, hearing))
     });
-    let payloads = stream::iter(first).chain(rest).flat_map(|told| {
-        stream::iter(match told {
-            Told::Piece(text) => vec![Ok(Payload::from(
+    let payloads = stream::iter(first).chain(rest).flat_map(|heard| {
+        stream::iter(match heard {
+            Recognised::Piece(text) => vec![Ok(Payload::from(
                 &json!({"type": "transcript.text.delta", "delta": text}),
             ))],
-            Told::Whole(text) => vec![Ok(Payload::from(
+            Recognised::Whole(text) => vec![Ok(Payload::from(
                 &json!({"type": "transcript.text.done", "text": text}),
             ))],
-            Told::Failed(refusal) => broken_off(refusal).into(),
+            Recognised::Failed(refusal) => broken_off(refusal).into(),
         })
     });
     Ok(sse(payloads, meta, limits))
 }
 
-/// What is told of speech that is being recognised.
-pub(super) enum Told {
+/// What is reported of speech that is being recognised.
+pub(super) enum Recognised {
     Piece(String),
     Whole(String),
     Failed(Refusal),
@@ -195,9 +195,9 @@ pub(super) enum Told {
 pub(super) struct Hearing {
     work: Option<BoxFuture<'static, Result<Transcript, Refusal>>>,
     pieces: mpsc::Receiver<String>,
-    /// Whether any of it was told.
-    told: bool,
-    ready: VecDeque<Told>,
+    /// Whether any of it was reported.
+    heard: bool,
+    ready: VecDeque<Recognised>,
 }
 
 impl Hearing {
@@ -206,39 +206,39 @@ impl Hearing {
         Self {
             work: Some(work),
             pieces,
-            told: false,
+            heard: false,
             ready: VecDeque::new(),
         }
     }
 
-    /// What is told next; may be dropped and called again.
-    pub(super) async fn next(&mut self) -> Option<Told> {
+    /// The next report; may be dropped and called again.
+    pub(super) async fn next(&mut self) -> Option<Recognised> {
         loop {
-            if let Some(told) = self.ready.pop_front() {
-                return Some(told);
+            if let Some(heard) = self.ready.pop_front() {
+                return Some(heard);
             }
             let work = self.work.as_mut()?;
             tokio::select! {
                 biased;
                 Some(text) = self.pieces.recv() => {
-                    self.told = true;
-                    return Some(Told::Piece(text));
+                    self.heard = true;
+                    return Some(Recognised::Piece(text));
                 }
                 done = work => {
                     self.work = None;
                     while let Ok(text) = self.pieces.try_recv() {
-                        self.told = true;
-                        self.ready.push_back(Told::Piece(text));
+                        self.heard = true;
+                        self.ready.push_back(Recognised::Piece(text));
                     }
                     match done {
                         Ok(Transcript { text, .. }) => {
-                            // One that tells the whole at once is told so.
-                            if !self.told && !text.is_empty() {
-                                self.ready.push_back(Told::Piece(text.clone()));
+                            // One that reports the whole at once is passed on so.
+                            if !self.heard && !text.is_empty() {
+                                self.ready.push_back(Recognised::Piece(text.clone()));
                             }
-                            self.ready.push_back(Told::Whole(text));
+                            self.ready.push_back(Recognised::Whole(text));
                         }
-                        Err(refusal) => self.ready.push_back(Told::Failed(refusal)),
+                        Err(refusal) => self.ready.push_back(Recognised::Failed(refusal)),
                     }
                 }
             }
@@ -366,7 +366,7 @@ impl Format {
 }
 
 /// One segment for the whole. What the recogniser does not tell is 0, or empty, since clients read the fields unasked; but a
-/// certainty that nobody has measured is left away.
+/// certainty that was not measured is left out.
 fn verbose(transcript: &Transcript, duration: Duration) -> Value {
     let seconds = duration.as_secs_f64();
     let segments: Vec<Value> = (!transcript.text.is_empty())

@@ -15,7 +15,7 @@ pub enum DeviceChoice {
 /// Where weights lie for a GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CudaMemory {
-    /// Mapped where GPU and CPU share memory, else on the device.
+    /// Mapped where GPU and CPU share memory and it reads weights there as fast, else on the device.
     #[default]
     Auto,
     /// In memory of the GPU.

@@ -36,12 +36,6 @@ impl Deadline {
     pub const fn at(self) -> Timestamp {
         self.0
     }
-
-    /// Whether it has come.
-    #[must_use]
-    pub fn is_due(self, now: Timestamp) -> bool {
-        self.0 <= now
-    }
 }
 
 /// The resolution of [`Timestamp`].
@@ -56,8 +50,8 @@ mod tests {
         let now = Timestamp::from_millis(5);
         for wait in [Duration::ZERO, TICK / 2, TICK, Duration::from_secs(1)] {
             let deadline = Deadline::after(now, wait);
-            assert!(!deadline.is_due(now), "{wait:?}");
-            assert!(deadline.is_due(now + wait.max(TICK)), "{wait:?}");
+            assert!(deadline.at() > now, "{wait:?}");
+            assert!(deadline.at() <= now + wait.max(TICK), "{wait:?}");
         }
         assert_eq!(Deadline::at_or_after(now, Timestamp::START).at(), now + TICK);
     }

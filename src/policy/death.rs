@@ -184,14 +184,6 @@ classes! {
     Unknown = "unknown",
 }
 
-impl DeathClass {
-    /// Whether the kernel killed it for memory.
-    #[must_use]
-    pub const fn is_oom(self) -> bool {
-        matches!(self, Self::GlobalOom | Self::MemcgOom)
-    }
-}
-
 impl fmt::Display for DeathClass {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
@@ -271,17 +263,6 @@ pub struct LeaseAtDeath {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_class_is_written_as_its_name() {
-        for class in DeathClass::ALL {
-            assert_eq!(
-                serde_json::to_value(class).unwrap(),
-                serde_json::json!(class.name()),
-                "{class:?}"
-            );
-        }
-    }
 
     #[test]
     fn a_certificate_with_unknown_and_missing_fields_is_read() {

@@ -34,7 +34,7 @@ pub enum Decision {
     Worker(WorkerDecision),
     /// About what grows back, and when.
     Growth(GrowthDecision),
-    /// About memory that nobody holds.
+    /// About memory without a holder.
     Memory(MemoryDecision),
 }
 

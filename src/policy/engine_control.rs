@@ -40,7 +40,8 @@ pub(super) struct EngineControl {
     pub(super) kv: KvUse,
     pace: Pace,
     pub(super) blocked: Blocked,
-    pub(super) waiting: WaitingOperators,
+    #[serde(default)]
+    pub(super) operators: Vec<WaitingOperator>,
     requests: u32,
 }
 
@@ -151,33 +152,22 @@ pub(super) struct Blocked {
     pub(super) chunk: Option<Timestamp>,
 }
 
-/// Operators who wait for the engine's answer to a plan.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct WaitingOperators {
-    pub(super) sheds: Vec<WaitingShed>,
-    pub(super) conversions: Vec<WaitingConversion>,
-}
-
-/// An operator who waits for a shed.
+/// An operator who waits for the engine's answer to a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct WaitingShed {
+pub(super) struct WaitingOperator {
     pub(super) ticket: Ticket,
     /// Of the plan.
     pub(super) revision: u64,
-    pub(super) asked: Bytes,
     /// What the engine held before.
     pub(super) before: Bytes,
+    pub(super) wish: Wish,
 }
 
-/// An operator who waits for another KV type.
+/// What an operator asked of the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct WaitingConversion {
-    pub(super) ticket: Ticket,
-    /// Of the plan.
-    pub(super) revision: u64,
-    pub(super) kind: KvType,
-    /// What the engine held before.
-    pub(super) before: Bytes,
+pub(super) enum Wish {
+    Shed { asked: Bytes },
+    KvType { kind: KvType },
 }
 
 impl EngineControl {
@@ -193,7 +183,7 @@ impl EngineControl {
             kv: KvUse::default(),
             pace: Pace::default(),
             blocked: Blocked::default(),
-            waiting: WaitingOperators::default(),
+            operators: Vec::new(),
             requests: 0,
         }
     }
@@ -455,12 +445,6 @@ impl EngineControl {
                 true
             }
             None => false,
-        }
-    }
-
-    pub(super) fn set_mode(&mut self, mode: ResidencyMode) {
-        if let Some(params) = &mut self.params {
-            params.mode = mode;
         }
     }
 

@@ -35,268 +35,282 @@ pub(super) struct EngineSupply<'a> {
 impl EngineSupply<'_> {
     /// All that it can give. Parts that make tokens slower or less precise are left out until it is `serious`.
     pub(super) fn candidates(&self, serious: bool) -> Vec<Candidate> {
-        let Self {
-            shape, limits, goal, ..
-        } = *self;
-        let kv_least = if serious { limits.kv_type_least } else { goal.kv_type };
-        let mut candidates = kv_candidates(shape, limits, goal, (self.kept, self.untouched), kv_least);
+        let kv_least = if serious {
+            self.limits.kv_type_least
+        } else {
+            self.goal.kv_type
+        };
+        let mut candidates = self.kv(kv_least);
         if serious {
-            candidates.extend(kv_type_candidate(shape, limits, goal, self.held));
-            let oldest = oldest_kv_candidate(shape, limits, goal, kv_least, self.droppable, &candidates);
+            candidates.extend(self.kv_type());
+            let oldest = self.oldest_kv(kv_least, &candidates);
             candidates.extend(oldest);
-            candidates.extend(layers_candidate(shape, limits, goal));
-            if !self.chunk_pinned {
-                candidates.extend(chunk_candidate(shape, limits, goal));
-            }
+            candidates.extend(self.layers());
+            candidates.extend(self.chunk().filter(|_| !self.chunk_pinned));
         }
         candidates.retain(|candidate| candidate.bytes() > Bytes::ZERO);
         candidates
     }
-}
 
-/// KV blocks that no sequence uses, and those that keep what the last answer has left.
-///
-/// They are weighed by what they hold in the smallest type that KV may be converted to in the same shed, so that both
-/// together never promise more than they give. Blocks that no token has touched take no memory yet and cost nothing,
-/// unless the mode asks for context.
-fn kv_candidates(
-    shape: &ModelShape,
-    limits: &PlanLimits,
-    goal: &EnginePlan,
-    (kept, untouched): (Tokens, u32),
-    kv_least: KvType,
-) -> Vec<Candidate> {
-    let kind = goal.kv_type.min(kv_least);
-    let block = shape.kv.block_tokens.get().max(1);
-    let all = shape.blocks_to_give(goal, limits);
-    let has = goal.kv_capacity;
-    let after = |blocks: u32| Tokens::new(has.get().saturating_sub(blocks.saturating_mul(block)));
-    let unused = all.min(has.get().saturating_sub(kept.get()) / block);
-    let worth = shape.worth(limits);
-    let unit = shape.kv.blocks_bytes(1, kind);
-    let gives = |blocks: u32| {
-        let all = shape.kv.capacity_bytes(has, kind);
-        all.saturating_sub(shape.kv.capacity_bytes(after(blocks), kind))
-    };
-    let unpriced = match limits.mode {
-        ResidencyMode::MaxContext => 0,
-        ResidencyMode::Balanced | ResidencyMode::MaxSpeed => untouched.min(unused),
-    };
-    let undo = |blocks: u32| {
-        let touched = blocks.saturating_sub(unpriced);
-        in_us(TOUCH_NS_PER_MIB, shape.kv.blocks_bytes(touched, goal.kv_type))
-    };
-    let free = |blocks: u32| in_us(UNMAP_NS_PER_MIB, shape.kv.blocks_bytes(blocks, goal.kv_type));
-    let cost = |from: Tokens, blocks: u32, now_us: u64| Cost {
-        free_us: free(blocks),
-        now_us,
-        undo_us: undo(blocks),
-        milli_tokens_per_s: 0,
-        context: Tokens::new(from.get().saturating_sub(after(blocks).get())),
-    };
-    let beyond = |blocks: u32| {
-        let to = after(blocks.max(unpriced));
-        worth.context_us(after(unpriced), to, kept.min(to))
-    };
-    let mut unused_kv = Candidate::graded(
-        Source::UnusedKv,
-        Class::LlmElastic,
-        unit,
-        unused,
-        cost(has, unused, beyond(unused)),
-        |blocks| beyond(blocks).saturating_add(undo(blocks)),
-    );
-    // A sequence that has lost its end can be cut back to what is left of it, unless it has a recurrent state, which cannot
-    // be taken back: then it has to be read again as a whole.
-    let prefix = all - unused;
-    let lost = |blocks: u32| {
-        let left = if shape.state_bytes == Bytes::ZERO {
-            after(unused.saturating_add(blocks)).min(kept)
-        } else {
-            Tokens::ZERO
+    /// KV blocks that no sequence uses, and those that keep what the last answer has left.
+    ///
+    /// They are weighed by what they hold in the smallest type that KV may be converted to in the same shed, so that both
+    /// together never promise more than they give. Blocks that no token has touched take no memory yet and cost nothing,
+    /// unless the mode asks for context.
+    fn kv(&self, kv_least: KvType) -> Vec<Candidate> {
+        let Self {
+            shape,
+            limits,
+            goal,
+            kept,
+            untouched,
+            ..
+        } = *self;
+        let kind = goal.kv_type.min(kv_least);
+        let block = shape.kv.block_tokens.get().max(1);
+        let all = shape.blocks_to_give(goal, limits);
+        let has = goal.kv_capacity;
+        let after = |blocks: u32| Tokens::new(has.get().saturating_sub(blocks.saturating_mul(block)));
+        let unused = all.min(has.get().saturating_sub(kept.get()) / block);
+        let worth = shape.worth(limits);
+        let unit = shape.kv.blocks_bytes(1, kind);
+        let gives = |blocks: u32| {
+            let all = shape.kv.capacity_bytes(has, kind);
+            all.saturating_sub(shape.kv.capacity_bytes(after(blocks), kind))
         };
-        worth.context_us(kept, left, kept)
-    };
-    let mut prefix_kv = Candidate::graded(
-        Source::PrefixKv,
-        Class::LlmElastic,
-        unit,
-        prefix,
-        Cost {
-            free_us: free(prefix),
-            now_us: lost(prefix),
-            undo_us: undo(prefix),
+        let unpriced = match limits.mode {
+            ResidencyMode::MaxContext => 0,
+            ResidencyMode::Balanced | ResidencyMode::MaxSpeed => untouched.min(unused),
+        };
+        let undo = |blocks: u32| {
+            let touched = blocks.saturating_sub(unpriced);
+            in_us(TOUCH_NS_PER_MIB, shape.kv.blocks_bytes(touched, goal.kv_type))
+        };
+        let free = |blocks: u32| in_us(UNMAP_NS_PER_MIB, shape.kv.blocks_bytes(blocks, goal.kv_type));
+        let cost = |from: Tokens, blocks: u32, now_us: u64| Cost {
+            free_us: free(blocks),
+            now_us,
+            undo_us: undo(blocks),
             milli_tokens_per_s: 0,
-            context: kept,
-        },
-        |blocks| lost(blocks).saturating_add(undo(blocks)),
-    );
-    for step in &mut unused_kv.steps {
-        step.bytes = gives(step.units);
+            context: Tokens::new(from.get().saturating_sub(after(blocks).get())),
+        };
+        let beyond = |blocks: u32| {
+            let to = after(blocks.max(unpriced));
+            worth.context_us(after(unpriced), to, kept.min(to))
+        };
+        let mut unused_kv = Candidate::graded(
+            Source::UnusedKv,
+            Class::LlmElastic,
+            unit,
+            unused,
+            cost(has, unused, beyond(unused)),
+            |blocks| beyond(blocks).saturating_add(undo(blocks)),
+        );
+        // A sequence that has lost its end can be cut back to what is left of it, unless it has a recurrent state, which cannot
+        // be taken back: then it has to be read again as a whole.
+        let prefix = all - unused;
+        let lost = |blocks: u32| {
+            let left = if shape.state_bytes == Bytes::ZERO {
+                after(unused.saturating_add(blocks)).min(kept)
+            } else {
+                Tokens::ZERO
+            };
+            worth.context_us(kept, left, kept)
+        };
+        let mut prefix_kv = Candidate::graded(
+            Source::PrefixKv,
+            Class::LlmElastic,
+            unit,
+            prefix,
+            Cost {
+                free_us: free(prefix),
+                now_us: lost(prefix),
+                undo_us: undo(prefix),
+                milli_tokens_per_s: 0,
+                context: kept,
+            },
+            |blocks| lost(blocks).saturating_add(undo(blocks)),
+        );
+        for step in &mut unused_kv.steps {
+            step.bytes = gives(step.units);
+        }
+        for step in &mut prefix_kv.steps {
+            step.bytes = gives(unused.saturating_add(step.units)).saturating_sub(gives(unused));
+        }
+        for candidate in [&mut unused_kv, &mut prefix_kv] {
+            candidate.steps.retain(|step| step.bytes > Bytes::ZERO);
+        }
+        vec![unused_kv, prefix_kv]
     }
-    for step in &mut prefix_kv.steps {
-        step.bytes = gives(unused.saturating_add(step.units)).saturating_sub(gives(unused));
-    }
-    for candidate in [&mut unused_kv, &mut prefix_kv] {
-        candidate.steps.retain(|step| step.bytes > Bytes::ZERO);
-    }
-    vec![unused_kv, prefix_kv]
-}
 
-/// KV in a smaller type, one step for each type that is allowed; `held` tokens have to be converted.
-fn kv_type_candidate(shape: &ModelShape, limits: &PlanLimits, goal: &EnginePlan, held: Tokens) -> Option<Candidate> {
-    let worth = shape.worth(limits);
-    let capacity = goal.kv_capacity;
-    let now = shape.kv.capacity_bytes(capacity, goal.kv_type);
-    let converting = in_us(CONVERT_NS_PER_MIB, shape.kv.capacity_bytes(held, goal.kv_type));
-    let lost = |kind: KvType| worth.precision_us(capacity, held, goal.kv_type, kind);
-    let kinds = std::iter::successors(goal.kv_type.smaller(), |kind| kind.smaller());
-    let kinds = kinds.take_while(|kind| *kind >= limits.kv_type_least);
-    let steps: Vec<Step> = (1..)
-        .zip(kinds.clone())
-        .map(|(units, kind)| Step {
-            units,
-            bytes: now.saturating_sub(shape.kv.capacity_bytes(capacity, kind)),
-            cost_us: lost(kind).saturating_add(converting.saturating_mul(2)),
-        })
-        .collect();
-    let most = steps.last()?.bytes;
-    Some(Candidate {
-        source: Source::KvType,
-        class: Class::LlmElastic,
-        cost: Cost {
-            free_us: in_us(UNMAP_NS_PER_MIB, most).saturating_add(converting),
-            now_us: converting.saturating_add(lost(kinds.last()?)),
-            undo_us: converting,
-            milli_tokens_per_s: 0,
-            context: Tokens::ZERO,
-        },
-        steps,
-        unit: Bytes::ZERO,
-    })
-}
-
-/// The oldest KV blocks of the running answer, of which `droppable` tokens may be lost.
-///
-/// They come behind all that the engine could give of its KV otherwise, which are the `others`, for only they take something
-/// from the answer that nothing brings back: so each costs more than all of those together.
-fn oldest_kv_candidate(
-    shape: &ModelShape,
-    limits: &PlanLimits,
-    goal: &EnginePlan,
-    kv_least: KvType,
-    droppable: Tokens,
-    others: &[Candidate],
-) -> Option<Candidate> {
-    let kind = goal.kv_type.min(kv_least);
-    let (block, has) = (shape.kv.block_tokens.get().max(1), goal.kv_capacity);
-    let free = shape.blocks_to_give(goal, limits);
-    let idle = PlanLimits {
-        kv_used: Tokens::ZERO,
-        ..*limits
-    };
-    let most = shape.blocks_to_give(goal, &idle).saturating_sub(free);
-    let blocks = most.min(droppable.get() / block);
-    let without = |blocks: u32| {
-        let left = has.get().saturating_sub(blocks.saturating_mul(block));
-        shape.kv.capacity_bytes(Tokens::new(left), kind)
-    };
-    let worth = shape.worth(limits);
-    let tokens = |blocks: u32| blocks.saturating_mul(block).min(limits.kv_used.get());
-    let lost = |blocks: u32| {
-        let left = Tokens::new(limits.kv_used.get().saturating_sub(tokens(blocks)));
-        worth
-            .context_us(limits.kv_used, left, limits.kv_used)
-            .saturating_mul(LOST_FOR_EVER)
-    };
-    let before: u64 = others
-        .iter()
-        .filter_map(|candidate| candidate.steps.last())
-        .map(|step| step.cost_us)
-        .fold(BEHIND_OTHERS_US, u64::saturating_add);
-    let moving = |blocks: u32| in_us(COPY_NS_PER_MIB, shape.kv.blocks_bytes(blocks, goal.kv_type));
-    let mut candidate = Candidate::graded(
-        Source::OldestKv,
-        Class::LlmElastic,
-        shape.kv.blocks_bytes(1, kind),
-        blocks,
-        Cost {
-            free_us: in_us(UNMAP_NS_PER_MIB, shape.kv.blocks_bytes(blocks, goal.kv_type))
-                .saturating_add(moving(blocks)),
-            now_us: moving(blocks).saturating_add(lost(blocks)),
-            undo_us: 0,
-            milli_tokens_per_s: 0,
-            context: Tokens::new(tokens(blocks)),
-        },
-        |blocks| before.saturating_add(moving(blocks)).saturating_add(lost(blocks)),
-    );
-    for step in &mut candidate.steps {
-        step.bytes = without(free).saturating_sub(without(free.saturating_add(step.units)));
-    }
-    candidate.steps.retain(|step| step.bytes > Bytes::ZERO);
-    (!candidate.steps.is_empty()).then_some(candidate)
-}
-
-/// Resident layers, one step for each.
-fn layers_candidate(shape: &ModelShape, limits: &PlanLimits, goal: &EnginePlan) -> Option<Candidate> {
-    let gives = shape.layers_give(goal, limits);
-    let worth = shape.worth(limits);
-    let speed = worth.speed();
-    let ring = if goal.resident.len() == shape.layers.len() {
-        shape.ring_bytes
-    } else {
-        Bytes::ZERO
-    };
-    let steps: Vec<Step> = (1..)
-        .zip(&gives)
-        .map(|(units, bytes)| {
-            let layers = bytes.saturating_add(ring);
-            Step {
+    /// KV in a smaller type, one step for each type that is allowed; `held` tokens have to be converted.
+    fn kv_type(&self) -> Option<Candidate> {
+        let Self {
+            shape,
+            limits,
+            goal,
+            held,
+            ..
+        } = *self;
+        let worth = shape.worth(limits);
+        let capacity = goal.kv_capacity;
+        let now = shape.kv.capacity_bytes(capacity, goal.kv_type);
+        let converting = in_us(CONVERT_NS_PER_MIB, shape.kv.capacity_bytes(held, goal.kv_type));
+        let lost = |kind: KvType| worth.precision_us(capacity, held, goal.kv_type, kind);
+        let kinds = std::iter::successors(goal.kv_type.smaller(), |kind| kind.smaller());
+        let kinds = kinds.take_while(|kind| *kind >= limits.kv_type_least);
+        let steps: Vec<Step> = (1..)
+            .zip(kinds.clone())
+            .map(|(units, kind)| Step {
                 units,
-                bytes: *bytes,
-                cost_us: worth.streaming_us(layers).saturating_add(speed.reading_us(layers)),
-            }
+                bytes: now.saturating_sub(shape.kv.capacity_bytes(capacity, kind)),
+                cost_us: lost(kind).saturating_add(converting.saturating_mul(2)),
+            })
+            .collect();
+        let most = steps.last()?.bytes;
+        Some(Candidate {
+            source: Source::KvType,
+            class: Class::LlmElastic,
+            cost: Cost {
+                free_us: in_us(UNMAP_NS_PER_MIB, most).saturating_add(converting),
+                now_us: converting.saturating_add(lost(kinds.last()?)),
+                undo_us: converting,
+                milli_tokens_per_s: 0,
+                context: Tokens::ZERO,
+            },
+            steps,
+            unit: Bytes::ZERO,
         })
-        .collect();
-    let most = gives.last()?.saturating_add(ring);
-    let streamed: Bytes = shape
-        .layers
-        .iter()
-        .zip(0u32..)
-        .filter(|(_, index)| !goal.resident.contains(index))
-        .map(|(layer, _)| layer.resident_bytes)
-        .sum();
-    let before = speed.milli_tokens_per_s(worth.weights(), streamed);
-    let after = speed.milli_tokens_per_s(worth.weights(), streamed.saturating_add(most));
-    Some(Candidate {
-        source: Source::Layers,
-        class: Class::LlmElastic,
-        cost: Cost {
-            free_us: in_us(UNMAP_NS_PER_MIB, most),
-            now_us: worth.streaming_us(most),
-            undo_us: speed.reading_us(most),
-            milli_tokens_per_s: before.saturating_sub(after),
-            context: Tokens::ZERO,
-        },
-        steps,
-        unit: Bytes::ZERO,
-    })
-}
+    }
 
-/// Workspace of a chunk that is larger than that of every other plan, as a whole.
-fn chunk_candidate(shape: &ModelShape, limits: &PlanLimits, goal: &EnginePlan) -> Option<Candidate> {
-    let bytes = shape.chunk_bytes(limits.prefill_chunk, goal.prefill_chunk);
-    let worth = shape.worth(limits);
-    let streamed = shape.bytes_without(&goal.resident);
-    let slower = worth.prompts_us(streamed, limits.prefill_chunk);
-    let cost = Cost {
-        free_us: in_us(UNMAP_NS_PER_MIB, bytes),
-        now_us: slower.saturating_sub(worth.prompts_us(streamed, goal.prefill_chunk)),
-        undo_us: in_us(TOUCH_NS_PER_MIB, bytes),
-        ..Cost::default()
-    };
-    let candidate = || Candidate::whole(Source::PrefillChunk, Class::LlmElastic, bytes, cost);
-    (bytes > Bytes::ZERO).then(candidate)
+    /// The oldest KV blocks of the running answer, of which `droppable` tokens may be lost.
+    ///
+    /// They come behind all that the engine could give of its KV otherwise, which are the `others`, for only they take something
+    /// from the answer that nothing brings back: so each costs more than all of those together.
+    fn oldest_kv(&self, kv_least: KvType, others: &[Candidate]) -> Option<Candidate> {
+        let Self {
+            shape,
+            limits,
+            goal,
+            droppable,
+            ..
+        } = *self;
+        let kind = goal.kv_type.min(kv_least);
+        let (block, has) = (shape.kv.block_tokens.get().max(1), goal.kv_capacity);
+        let free = shape.blocks_to_give(goal, limits);
+        let idle = PlanLimits {
+            kv_used: Tokens::ZERO,
+            ..*limits
+        };
+        let most = shape.blocks_to_give(goal, &idle).saturating_sub(free);
+        let blocks = most.min(droppable.get() / block);
+        let without = |blocks: u32| {
+            let left = has.get().saturating_sub(blocks.saturating_mul(block));
+            shape.kv.capacity_bytes(Tokens::new(left), kind)
+        };
+        let worth = shape.worth(limits);
+        let tokens = |blocks: u32| blocks.saturating_mul(block).min(limits.kv_used.get());
+        let lost = |blocks: u32| {
+            let left = Tokens::new(limits.kv_used.get().saturating_sub(tokens(blocks)));
+            worth
+                .context_us(limits.kv_used, left, limits.kv_used)
+                .saturating_mul(LOST_FOR_EVER)
+        };
+        let before: u64 = others
+            .iter()
+            .filter_map(|candidate| candidate.steps.last())
+            .map(|step| step.cost_us)
+            .fold(BEHIND_OTHERS_US, u64::saturating_add);
+        let moving = |blocks: u32| in_us(COPY_NS_PER_MIB, shape.kv.blocks_bytes(blocks, goal.kv_type));
+        let mut candidate = Candidate::graded(
+            Source::OldestKv,
+            Class::LlmElastic,
+            shape.kv.blocks_bytes(1, kind),
+            blocks,
+            Cost {
+                free_us: in_us(UNMAP_NS_PER_MIB, shape.kv.blocks_bytes(blocks, goal.kv_type))
+                    .saturating_add(moving(blocks)),
+                now_us: moving(blocks).saturating_add(lost(blocks)),
+                undo_us: 0,
+                milli_tokens_per_s: 0,
+                context: Tokens::new(tokens(blocks)),
+            },
+            |blocks| before.saturating_add(moving(blocks)).saturating_add(lost(blocks)),
+        );
+        for step in &mut candidate.steps {
+            step.bytes = without(free).saturating_sub(without(free.saturating_add(step.units)));
+        }
+        candidate.steps.retain(|step| step.bytes > Bytes::ZERO);
+        (!candidate.steps.is_empty()).then_some(candidate)
+    }
+
+    /// Resident layers, one step for each.
+    fn layers(&self) -> Option<Candidate> {
+        let Self {
+            shape, limits, goal, ..
+        } = *self;
+        let gives = shape.layers_give(goal, limits);
+        let worth = shape.worth(limits);
+        let speed = worth.speed();
+        let ring = if goal.resident.len() == shape.layers.len() {
+            shape.ring_bytes
+        } else {
+            Bytes::ZERO
+        };
+        let steps: Vec<Step> = (1..)
+            .zip(&gives)
+            .map(|(units, bytes)| {
+                let layers = bytes.saturating_add(ring);
+                Step {
+                    units,
+                    bytes: *bytes,
+                    cost_us: worth.streaming_us(layers).saturating_add(speed.reading_us(layers)),
+                }
+            })
+            .collect();
+        let most = gives.last()?.saturating_add(ring);
+        let streamed: Bytes = shape
+            .layers
+            .iter()
+            .zip(0u32..)
+            .filter(|(_, index)| !goal.resident.contains(index))
+            .map(|(layer, _)| layer.resident_bytes)
+            .sum();
+        let before = speed.milli_tokens_per_s(worth.weights(), streamed);
+        let after = speed.milli_tokens_per_s(worth.weights(), streamed.saturating_add(most));
+        Some(Candidate {
+            source: Source::Layers,
+            class: Class::LlmElastic,
+            cost: Cost {
+                free_us: in_us(UNMAP_NS_PER_MIB, most),
+                now_us: worth.streaming_us(most),
+                undo_us: speed.reading_us(most),
+                milli_tokens_per_s: before.saturating_sub(after),
+                context: Tokens::ZERO,
+            },
+            steps,
+            unit: Bytes::ZERO,
+        })
+    }
+
+    /// Workspace of a chunk that is larger than that of every other plan, as a whole.
+    fn chunk(&self) -> Option<Candidate> {
+        let Self {
+            shape, limits, goal, ..
+        } = *self;
+        let bytes = shape.chunk_bytes(limits.prefill_chunk, goal.prefill_chunk);
+        let worth = shape.worth(limits);
+        let streamed = shape.bytes_without(&goal.resident);
+        let slower = worth.prompts_us(streamed, limits.prefill_chunk);
+        let cost = Cost {
+            free_us: in_us(UNMAP_NS_PER_MIB, bytes),
+            now_us: slower.saturating_sub(worth.prompts_us(streamed, goal.prefill_chunk)),
+            undo_us: in_us(TOUCH_NS_PER_MIB, bytes),
+            ..Cost::default()
+        };
+        let candidate = || Candidate::whole(Source::PrefillChunk, Class::LlmElastic, bytes, cost);
+        (bytes > Bytes::ZERO).then(candidate)
+    }
 }
 
 const fn in_us(ns_per_mib: u64, bytes: Bytes) -> u64 {

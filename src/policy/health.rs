@@ -3,7 +3,10 @@
 
 use std::time::Duration;
 
-use super::snapshot::{EngineState, Snapshot, WorkerState};
+use super::{
+    reboot::RebootReason,
+    snapshot::{EngineState, Snapshot, WorkerState},
+};
 
 /// The first reason for which the supervisor does not do all that it is configured for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -23,6 +26,8 @@ pub enum Health {
     EngineFailed,
     /// A worker failed so often that only an operator starts it again.
     WorkerGivenUp { worker: String },
+    /// Everything works, and the machine has lost memory that only a reboot gives back.
+    RebootAdvised { reason: RebootReason },
 }
 
 /// The greatest age of a sample with which the supervisor counts as healthy: five times the longest default interval (our
@@ -30,6 +35,12 @@ pub enum Health {
 pub const HEALTHY_SAMPLE_AGE: Duration = Duration::from_secs(5);
 
 impl Health {
+    /// Whether all that is configured works, which a state of the machine does not change.
+    #[must_use]
+    pub const fn serves(&self) -> bool {
+        matches!(self, Self::Serving | Self::RebootAdvised { .. })
+    }
+
     /// Health in a state whose last sample is `sample_age` old; `None` before the first one.
     #[must_use]
     pub fn of(state: &Snapshot, sample_age: Option<Duration>) -> Self {
@@ -54,7 +65,10 @@ impl Health {
             Some(worker) => Self::WorkerGivenUp {
                 worker: worker.name.clone(),
             },
-            None => Self::Serving,
+            None => match state.reboot.first() {
+                Some(&reason) => Self::RebootAdvised { reason },
+                None => Self::Serving,
+            },
         }
     }
 }
@@ -79,6 +93,11 @@ mod tests {
         let fresh = Some(Duration::from_millis(10));
         let mut state = Snapshot::default();
         assert_eq!(Health::of(&state, None), Health::Serving);
+        let reason = RebootReason::ContiguousRefused { refusals: 3 };
+        state.reboot.push(reason);
+        let advised = Health::of(&state, fresh);
+        assert_eq!(advised, Health::RebootAdvised { reason });
+        assert!(advised.serves());
         state.workers.push(WorkerView {
             name: "asr".to_owned(),
             state: WorkerState::Degraded,

@@ -30,6 +30,7 @@ pub mod pressure;
 pub mod pressure_level;
 mod reach;
 pub mod reason;
+pub mod reboot;
 mod reclaim;
 pub mod refusal;
 pub mod rehearsal;

@@ -18,7 +18,7 @@ pub struct Release {
     pub bytes: Bytes,
     /// The part of it that the pool keeps.
     pub to_pool: Bytes,
-    /// The part of it that everybody can have.
+    /// The part of it that every program can have.
     pub to_os: Bytes,
 }
 

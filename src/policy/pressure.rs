@@ -62,7 +62,7 @@ impl fmt::Display for StallWatch {
 pub enum GpuUse {
     /// The driver counts it.
     Counted(Bytes),
-    /// What has grown since the start of what nobody accounts for, the page pool of the GPU included.
+    /// What has grown since the start of unaccounted memory, the page pool of the GPU included.
     Inferred(Bytes),
 }
 
@@ -93,11 +93,14 @@ pub struct Sample {
     /// What the GPU holds, of a board whose GPU has the memory of the processor.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gpu_used: Option<GpuUse>,
+    /// The part of it that no process holds, at most 10 s old.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu_orphaned: Option<Bytes>,
     /// Memory that zram keeps pushed-out pages in. No decision needs it.
     #[serde(skip)]
     pub zram_store: Option<Bytes>,
-    /// The largest free block of memory. No decision needs it.
-    #[serde(skip)]
+    /// The largest free block of memory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub largest_free: Option<Bytes>,
     /// Memory used by all processes that share the budget, where the budget is for a session and not for the machine.
     pub scope_used: Option<Bytes>,

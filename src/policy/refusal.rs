@@ -38,9 +38,6 @@ pub enum Refusal {
         level: PressureLevel,
         retry_after: Duration,
     },
-    /// Would not fit an empty budget.
-    #[error("cannot {act}: it needs {asked}, the whole budget is {budget}")]
-    ExceedsBudget { act: String, asked: Bytes, budget: Bytes },
     /// The prompt is longer than the *configured* context.
     #[error(
         "cannot take a prompt of {prompt} tokens: this model's maximum context length is {limit} tokens (`{model}`)"
@@ -133,16 +130,6 @@ pub enum Refusal {
     /// An operator has stopped the worker, and only an operator starts it again.
     #[error("cannot {act}: an operator has stopped worker `{worker}`")]
     Stopped { act: String, worker: String },
-    /// No such lease, or it has ended; an expired lease does not come back.
-    #[error("lease {lease} is unknown or has ended")]
-    UnknownLease { lease: String },
-    /// The caller may not do this.
-    #[error("cannot {act}: {problem}")]
-    NotAllowed {
-        act: String,
-        /// `lease asr#7 belongs to uid 0`.
-        problem: String,
-    },
 }
 
 impl Refusal {
@@ -160,14 +147,11 @@ impl Refusal {
             | Self::EngineLost { retry_after, .. }
             | Self::WorkerLost { retry_after, .. }
             | Self::DeadlineUnreachable { retry_after, .. } => Some(*retry_after),
-            Self::ExceedsBudget { .. }
-            | Self::ContextLengthExceeded { .. }
+            Self::ContextLengthExceeded { .. }
             | Self::Invalid { .. }
             | Self::UnknownModel { .. }
             | Self::NotConfigured { .. }
-            | Self::Stopped { .. }
-            | Self::UnknownLease { .. }
-            | Self::NotAllowed { .. } => None,
+            | Self::Stopped { .. } => None,
         }
     }
 
@@ -178,7 +162,6 @@ impl Refusal {
             Self::InsufficientMemory { .. } | Self::PressureHigh { .. } => {
                 "try again after the stated time; `cotenant status` shows who holds what"
             }
-            Self::ExceedsBudget { .. } => "ask for less, or raise the budget in the configuration",
             Self::ContextLengthExceeded { .. } => "shorten the prompt, or raise the context in the configuration",
             Self::KvCapacityShed { .. } => "try again when the KV cache has grown back, or shorten the prompt",
             Self::KvReclaimed { .. } | Self::Starting { .. } => "try again after the stated time",
@@ -190,8 +173,6 @@ impl Refusal {
             Self::DeadlineUnreachable { .. } => "allow a longer read timeout, or try again when pressure has fallen",
             Self::NotConfigured { .. } => "add it to the configuration",
             Self::Stopped { .. } => "an operator starts it by `cotenant start`",
-            Self::UnknownLease { .. } => "request a new lease",
-            Self::NotAllowed { .. } => "act as the owner of the lease, or as an operator",
             Self::Invalid { .. } | Self::UnknownModel { .. } => return None,
         })
     }
@@ -221,11 +202,6 @@ pub(crate) fn samples() -> Vec<Refusal> {
             act: act(),
             level: PressureLevel::Critical,
             retry_after,
-        },
-        Refusal::ExceedsBudget {
-            act: act(),
-            asked: large,
-            budget: small,
         },
         Refusal::ContextLengthExceeded {
             model: "m".to_owned(),
@@ -290,13 +266,6 @@ pub(crate) fn samples() -> Vec<Refusal> {
         Refusal::Stopped {
             act: act(),
             worker: "tts".to_owned(),
-        },
-        Refusal::UnknownLease {
-            lease: "asr#7".to_owned(),
-        },
-        Refusal::NotAllowed {
-            act: "release lease asr#7".to_owned(),
-            problem: "it belongs to uid 0".to_owned(),
         },
     ]
 }

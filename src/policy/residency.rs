@@ -9,6 +9,6 @@ mod path;
 mod plans;
 mod shape;
 
-#[cfg(test)]
-pub(crate) use self::shape::sample_shape;
 pub use self::shape::{EnginePlan, FloorError, KvShape, LayerKind, LayerShape, ModelShape, PlanLimits};
+#[cfg(test)]
+pub(crate) use self::shape::{sample_shape, small_model};

@@ -12,6 +12,7 @@ use super::{
     page_pool::Release,
     peaks::Peaks,
     pressure::{PressureLevel, Sample},
+    reboot::RebootReason,
     residency::{EnginePlan, ModelShape},
 };
 use crate::units::{Bytes, Timestamp, Tokens};
@@ -235,4 +236,7 @@ pub struct Snapshot {
     /// What became of the last memory that was given back, on a board with a page pool for the GPU.
     #[serde(default)]
     pub last_release: Option<Release>,
+    /// Why a reboot is advised; empty while none is.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub reboot: Vec<RebootReason>,
 }

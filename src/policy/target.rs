@@ -35,12 +35,12 @@ pub struct Receipt {
 
 /// The newest target that a holder was sent, and what it has answered to it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Told {
+pub struct SentTarget {
     newest: Option<Target>,
     answered: Option<Verdict>,
 }
 
-impl Told {
+impl SentTarget {
     /// Takes note of a target; returns whether it is a new one.
     pub fn learn(&mut self, target: Option<&Target>) -> bool {
         // Zero names no target: the lease is ending.
@@ -108,18 +108,18 @@ mod tests {
         }
     }
 
-    fn told(nonce: u64) -> Told {
-        let mut told = Told::default();
-        assert!(told.learn(Some(&target(nonce))));
-        told
+    fn sent(nonce: u64) -> SentTarget {
+        let mut sent = SentTarget::default();
+        assert!(sent.learn(Some(&target(nonce))));
+        sent
     }
 
     const DEFERRED: TargetAnswer = TargetAnswer::Deferred {
         overage: Bytes::new(50),
     };
 
-    fn receive(told: &mut Told, nonce: u64, bytes: u64, answer: TargetAnswer) -> (Verdict, bool) {
-        let receipt = told.receive(nonce, Bytes::new(bytes), answer);
+    fn receive(sent: &mut SentTarget, nonce: u64, bytes: u64, answer: TargetAnswer) -> (Verdict, bool) {
+        let receipt = sent.receive(nonce, Bytes::new(bytes), answer);
         (receipt.verdict, receipt.pass_on.is_some())
     }
 
@@ -131,34 +131,34 @@ mod tests {
             (6, 100, (Verdict::Conflict, false)),
             (5, 101, (Verdict::Conflict, false)),
         ] {
-            let seen = receive(&mut told(5), nonce, bytes, TargetAnswer::Applied);
+            let seen = receive(&mut sent(5), nonce, bytes, TargetAnswer::Applied);
             assert_eq!(seen, expected, "{nonce} {bytes}");
         }
-        let nothing = receive(&mut Told::default(), 3, 100, TargetAnswer::Applied);
+        let nothing = receive(&mut SentTarget::default(), 3, 100, TargetAnswer::Applied);
         assert_eq!(nothing, (Verdict::Stale, false), "no target in force");
     }
 
     #[test]
     fn a_replayed_answer_is_not_passed_on_again() {
-        let mut told = told(5);
-        assert_eq!(receive(&mut told, 5, 100, DEFERRED), (Verdict::Deferred, true));
-        assert_eq!(receive(&mut told, 5, 100, DEFERRED), (Verdict::Deferred, false));
+        let mut sent = sent(5);
+        assert_eq!(receive(&mut sent, 5, 100, DEFERRED), (Verdict::Deferred, true));
+        assert_eq!(receive(&mut sent, 5, 100, DEFERRED), (Verdict::Deferred, false));
         assert_eq!(
-            receive(&mut told, 5, 100, TargetAnswer::Applied),
+            receive(&mut sent, 5, 100, TargetAnswer::Applied),
             (Verdict::Applied, true)
         );
         assert_eq!(
-            receive(&mut told, 5, 100, TargetAnswer::Applied),
+            receive(&mut sent, 5, 100, TargetAnswer::Applied),
             (Verdict::Applied, false)
         );
         assert_eq!(
-            receive(&mut told, 5, 100, DEFERRED),
+            receive(&mut sent, 5, 100, DEFERRED),
             (Verdict::Applied, false),
             "applied stays applied"
         );
-        assert!(!told.learn(Some(&target(5))) && !told.learn(Some(&target(4))) && !told.learn(None));
-        assert!(told.learn(Some(&target(6))));
-        assert_eq!(receive(&mut told, 6, 100, DEFERRED), (Verdict::Deferred, true));
+        assert!(!sent.learn(Some(&target(5))) && !sent.learn(Some(&target(4))) && !sent.learn(None));
+        assert!(sent.learn(Some(&target(6))));
+        assert_eq!(receive(&mut sent, 6, 100, DEFERRED), (Verdict::Deferred, true));
     }
 
     proptest! {
@@ -166,13 +166,13 @@ mod tests {
         fn whatever_is_answered_each_target_is_applied_once_at_most(
             letters in prop::collection::vec((0u64..6, 99u64..102, 0u8..4), 0..60),
         ) {
-            let mut told = Told::default();
+            let mut sent = SentTarget::default();
             let mut newest = 0;
             let mut applied = Vec::new();
             for (nonce, bytes, letter) in letters {
                 let answer = match letter {
                     0 => {
-                        let is_new = told.learn(Some(&target(nonce)));
+                        let is_new = sent.learn(Some(&target(nonce)));
                         prop_assert_eq!(is_new, nonce > newest);
                         newest = newest.max(nonce);
                         continue;
@@ -181,7 +181,7 @@ mod tests {
                     2 => DEFERRED,
                     _ => TargetAnswer::Refused { reason: "busy".to_owned() },
                 };
-                let receipt = told.receive(nonce, Bytes::new(bytes), answer.clone());
+                let receipt = sent.receive(nonce, Bytes::new(bytes), answer.clone());
                 if receipt.pass_on.is_some() {
                     prop_assert_eq!((nonce, bytes), (newest, 100));
                     prop_assert!(!applied.contains(&nonce), "nothing after it was applied");

@@ -11,6 +11,9 @@
 //! A worker that is to end although no memory is short *winds down* first: APIs send it nothing new, what it does is
 //! finished, and only then it is stopped. One that was stopped for being idle is *asleep*: a request starts it.
 
+mod lesson;
+mod rest;
+
 use std::{mem, time::Duration};
 
 use serde::{Deserialize, Serialize};
@@ -224,15 +227,6 @@ pub(super) enum RestStep {
     Work {
         before_rest: Option<String>,
     },
-}
-
-/// The fate of a worker's use beyond its bounds.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Growth {
-    /// It came back by itself, or the worker goes on with it: it is a need.
-    Stays,
-    /// It is not known yet, or the worker ends for it: the next one is started as if it had not been.
-    Open,
 }
 
 /// The lesson of a worker's high water.
@@ -785,182 +779,6 @@ impl Worker {
             }
         }
     }
-
-    /// When time brings something to it; `may_rest` unless it waits to become larger, or nothing new is admitted.
-    pub(super) fn next_deadline(&self, may_rest: bool, now: Timestamp) -> Option<Timestamp> {
-        let own = [self.comes_up_by(now), self.next_due(), self.next_rest(may_rest, now)];
-        own.into_iter().flatten().min()
-    }
-
-    /// The step that a ready worker takes by itself, by the time and its work.
-    pub(super) fn take_rest(&mut self, may_rest: bool, now: Timestamp) -> Option<RestStep> {
-        let (smallest, requests) = (self.smallest().map(str::to_owned), self.requests);
-        let (shrinks_at, sleeps_at) = (self.shrinks_at(), self.sleeps_at());
-        let Phase::Running(run) = &mut self.phase else {
-            return None;
-        };
-        let Stage::Ready(ready) = &mut run.stage else {
-            return None;
-        };
-        if let Some(winding) = ready.winding {
-            let quiet = requests == 0 && now >= winding.since + QUIET;
-            return match winding.cause {
-                WindCause::Idle if requests > 0 => {
-                    ready.winding = None;
-                    None
-                }
-                cause if quiet || now >= winding.since + WIND_DOWN_MAX => Some(RestStep::Stop(match cause {
-                    WindCause::Idle => StopCause::Idle,
-                    WindCause::Outgrown => StopCause::Recycle,
-                })),
-                _ => None,
-            };
-        }
-        if !may_rest || run.resizing.is_some() || ready.verify_by.is_some() {
-            return None;
-        }
-        if requests > 0 {
-            ready.shrunk = false;
-            let before_rest = ready.before_rest.take();
-            return Some(RestStep::Work { before_rest });
-        }
-        if sleeps_at.is_some_and(|at| at <= now) {
-            ready.winding = Some(Winding {
-                cause: WindCause::Idle,
-                since: now,
-            });
-            return None;
-        }
-        shrinks_at.filter(|at| *at <= now)?;
-        ready.shrunk = true;
-        ready.before_rest = run.before_shed.clone().or_else(|| run.variant.clone());
-        let idle = now.saturating_since(self.idle_since);
-        smallest.map(|variant| RestStep::Shrink { variant, idle })
-    }
-
-    /// When [`take_rest`](Self::take_rest) has something to do by the time alone.
-    fn next_rest(&self, may_rest: bool, now: Timestamp) -> Option<Timestamp> {
-        let run = self.run()?;
-        let ready = run.ready()?;
-        if let Some(winding) = ready.winding {
-            let quiet = winding.since + QUIET;
-            if self.requests == 0 && now < quiet {
-                return Some(quiet);
-            }
-            return Some(winding.since + WIND_DOWN_MAX).filter(|at| *at > now);
-        }
-        if !may_rest || self.requests > 0 || run.resizing.is_some() || ready.verify_by.is_some() {
-            return None;
-        }
-        [self.shrinks_at(), self.sleeps_at()].into_iter().flatten().min()
-    }
-
-    fn shrinks_at(&self) -> Option<Timestamp> {
-        let shrunk = self.run()?.ready()?.shrunk;
-        let after = self.params.rest.idle_shrink_after.filter(|_| !shrunk)?;
-        self.smallest().map(|_| self.idle_since + after)
-    }
-
-    fn sleeps_at(&self) -> Option<Timestamp> {
-        self.params.rest.idle_stop_after.map(|after| self.idle_since + after)
-    }
-
-    /// The smallest of its variants, when it is not in it.
-    fn smallest(&self) -> Option<&str> {
-        let variants = self.params.variants.iter();
-        let least = variants.min_by_key(|variant| variant.steady)?;
-        (least.steady < self.steady()).then_some(least.name.as_str())
-    }
-
-    /// Whether it is restarted if it holds more than it may. One that outgrows its bounds again right after a start
-    /// would do so for ever: each time waits longer.
-    fn may_be_recycled(&self, ready_at: Timestamp, now: Timestamp) -> bool {
-        let stable = self.params.start.restart.stable_after;
-        self.recycles == 0 || now >= ready_at + stable.saturating_mul(1 << self.recycles.min(6))
-    }
-
-    /// Takes what it was measured to use. Returns the bound that it has been above for `settle`, so that it winds down now.
-    pub(super) fn outgrows(&mut self, used: Bytes, settle: Duration, now: Timestamp) -> Option<Bytes> {
-        let above = self.params.rest.recycle_above?;
-        let ready_at = self.run()?.ready()?.at;
-        let may_be_recycled = self.may_be_recycled(ready_at, now);
-        let ready = self.ready_mut()?;
-        if used <= above {
-            ready.over_since = None;
-            return None;
-        }
-        let since = *ready.over_since.get_or_insert(now);
-        if ready.winding.is_some() || now < since + settle || !may_be_recycled {
-            return None;
-        }
-        ready.winding = Some(Winding {
-            cause: WindCause::Outgrown,
-            since: now,
-        });
-        self.recycles = self.recycles.saturating_add(1);
-        Some(above)
-    }
-
-    /// The fate of its last growth beyond its bounds.
-    fn growth(&self, settle: Duration, now: Timestamp) -> Growth {
-        let Some(ready) = self.run().and_then(Run::ready) else {
-            return Growth::Stays;
-        };
-        match ready.over_since {
-            // It has given its highest use back by itself.
-            None => Growth::Stays,
-            Some(since) if ready.winding.is_some() || self.may_be_recycled(ready.at, now) || now < since + settle => {
-                Growth::Open
-            }
-            Some(_) => Growth::Stays,
-        }
-    }
-
-    /// Takes what the kernel remembers as the most that this life has used. Returns whether that is learned at once.
-    pub(super) fn peaked(&mut self, peak: Bytes) -> bool {
-        if !self.is_up() {
-            return false;
-        }
-        let may_have_outgrown = self.may_have_outgrown(peak);
-        let Some(run) = self.run_mut().filter(|run| run.resizing.is_none()) else {
-            // Between two sizes it is unknown of which one it is the peak.
-            return false;
-        };
-        run.peak.seen = run.peak.seen.max(Some(peak));
-        if mem::take(&mut run.peak.next_is_of_others) {
-            run.peak.of_others = run.peak.of_others.max(Some(peak));
-        }
-        // Of one that may have outgrown its bounds it is known with the next measurement whether that stays.
-        run.peak.of_others < Some(peak) && !may_have_outgrown
-    }
-
-    /// The lesson of its high water when it has come up and is measured at rest, at `measured_at`: the need of a start;
-    /// and what it has come to use since, unless it is to end for that.
-    pub(super) fn lesson(&mut self, measured_at: Timestamp, settle: Duration, now: Timestamp) -> Option<Lesson> {
-        let growth = self.growth(settle, now);
-        let run = self
-            .run()
-            .filter(|run| run.ready().is_some() && measured_at >= run.since)?;
-        // Without the kernel's high water it is unknown what happened between two measurements.
-        let peak = run.peak.seen?;
-        if self.may_have_outgrown(peak) {
-            let is_its_own = run.peak.of_others < Some(peak);
-            return (growth == Growth::Stays && is_its_own).then_some(Lesson::Seen(peak));
-        }
-        let run = self.run_mut()?;
-        // A process that was taken over has lived once, however many supervisors it has seen.
-        let counted = mem::replace(&mut run.peak.counted, true) || run.taken_over_at.is_some();
-        (!counted).then_some(Lesson::Lived(peak))
-    }
-
-    /// Whether a peak may be one that it has grown to beyond its bounds since it was started, which says nothing of what
-    /// a start takes: of a process that was taken over, it is unknown when it was.
-    fn may_have_outgrown(&self, peak: Bytes) -> bool {
-        let since_its_start = self
-            .run()
-            .is_some_and(|run| run.peak.counted || run.taken_over_at.is_some());
-        since_its_start && self.params.rest.recycle_above.is_some_and(|above| peak > above)
-    }
 }
 
 impl Run {
@@ -1015,13 +833,6 @@ impl Ready {
 
 /// After its grace a worker is killed; reaping one that holds 1 GiB took 182 to 248 ms.
 const STOP_SLACK: Duration = Duration::from_secs(2);
-
-/// How long a worker must have been without work after APIs were notified to send none: a request that was on its way to
-/// it has arrived by then.
-const QUIET: Duration = Duration::from_millis(50);
-
-/// How long the work of a worker that winds down may take. As long as a client waits for a transcript.
-const WIND_DOWN_MAX: Duration = Duration::from_secs(30);
 
 #[cfg(test)]
 mod tests {

@@ -5,7 +5,6 @@
 
 use super::{
     ParseError, ProbeError, ProbeRoot,
-    nvmap::PagePool,
     source::{lines, number, read_bytes, words},
 };
 use crate::units::Bytes;
@@ -53,15 +52,6 @@ pub struct Meminfo {
     pub nvmap_used: Option<Bytes>,
     /// `NvMapMemFree`: the nvmap page pool; L4T R32 and R35 only.
     pub nvmap_free: Option<Bytes>,
-}
-
-/// What a tenant can get on the GPU.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Allocatable {
-    /// For certain.
-    pub low: Bytes,
-    /// At most: the page pool of nvmap may hold up to an eighth of the memory, invisible where it cannot be read.
-    pub high: Bytes,
 }
 
 impl Meminfo {
@@ -130,28 +120,6 @@ impl Meminfo {
     #[must_use]
     pub fn available_low(&self) -> Bytes {
         self.available.saturating_sub(self.cma_free.unwrap_or_default())
-    }
-
-    /// What a tenant can get on the GPU: [`Self::available_low`] and the page pool of nvmap.
-    #[must_use]
-    pub fn allocatable(&self, pool: Option<PagePool>) -> Allocatable {
-        let low = self.available_low();
-        match pool {
-            Some(pool) => {
-                let all = low.saturating_add(pool.bytes());
-                Allocatable { low: all, high: all }
-            }
-            None => Allocatable {
-                low,
-                high: low.saturating_add(PagePool::max_of(self.total)),
-            },
-        }
-    }
-
-    /// Free without any reclaim: `MemFree − CmaFree`. What libraries see that size themselves by `cudaMemGetInfo`.
-    #[must_use]
-    pub fn free_low(&self) -> Option<Bytes> {
-        Some(self.free?.saturating_sub(self.cma_free.unwrap_or_default()))
     }
 
     /// What no line of the file accounts for: drivers' memory, nvmap and its page pool, and the store of zram.
@@ -247,7 +215,7 @@ mod tests {
             ];
             let text: String = keys.iter().zip(&values).map(|(key, value)| format!("{key}: {value} kB\n")).collect();
             let info = Meminfo::parse(text.as_bytes()).unwrap();
-            let _ = (info.residual(), info.allocatable(None));
+            let _ = (info.residual(), info.available_low());
         }
     }
 }

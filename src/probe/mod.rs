@@ -5,7 +5,7 @@
 //!
 //! | file | what it reads |
 //! |---|---|
-//! | `meminfo` | `/proc/meminfo` with CMA; what a tenant can get, and what nobody accounts for |
+//! | `meminfo` | `/proc/meminfo` with CMA; what a tenant can get, and unaccounted memory |
 //! | `buddyinfo` | the largest free blocks |
 //! | `vmstat` | refaults, scans, stalls, swap-ins, OOM kills |
 //! | `psi` | pressure stall information, and triggers on it |

@@ -28,12 +28,6 @@ pub struct PagePool {
 }
 
 impl PagePool {
-    /// The most it holds on a machine with `total` bytes: 128 of each 1024 pages (`nvmap_pp.c`).
-    #[must_use]
-    pub fn max_of(total: Bytes) -> Bytes {
-        Bytes::new((total.get() / PAGE).saturating_mul(128) / 1024).saturating_mul(PAGE)
-    }
-
     /// All that can be had from it.
     #[must_use]
     pub fn bytes(&self) -> Bytes {
@@ -70,6 +64,14 @@ impl Clients {
         let mut held = self.rows.iter().filter(|row| row.pid == pid).map(|row| row.size);
         let first = held.next()?;
         Some(held.fold(first, Bytes::saturating_add))
+    }
+
+    /// What all rows hold together; `None` when the table was cut.
+    #[must_use]
+    pub fn held_by_all(&self) -> Option<Bytes> {
+        let held = self.rows.iter().map(|row| row.size);
+        self.total
+            .map(|_complete| held.fold(Bytes::ZERO, Bytes::saturating_add))
     }
 
     /// What several processes hold together; `None` when none of them has a row.

@@ -111,7 +111,7 @@ impl ProcessMemory {
     }
 }
 
-/// Resident set size by `/proc/<pid>/statm`: cheap, readable for everybody, shared pages in full.
+/// Resident set size by `/proc/<pid>/statm`: cheap, readable for every process, shared pages in full.
 #[must_use]
 pub fn resident(proc: &Path, pid: u32) -> Option<Bytes> {
     let text = read_bytes(&file(proc, pid, "statm")).ok()?;

@@ -184,7 +184,6 @@ impl PsiWatch {
 #[derive(Debug)]
 pub struct PsiTrigger {
     file: File,
-    window: Duration,
 }
 
 impl PsiTrigger {
@@ -207,18 +206,12 @@ impl PsiTrigger {
         // The kernel overwrites the last byte with NUL: without the newline the last digit would be lost.
         let text = format!("some {} {}\n", stall.as_micros(), window.as_micros());
         match file.write(text.as_bytes())? {
-            written if written == text.len() => Ok(Self { file, window }),
+            written if written == text.len() => Ok(Self { file }),
             written => Err(io::Error::other(format!(
                 "the kernel took {written} of {} bytes",
                 text.len()
             ))),
         }
-    }
-
-    /// Its window.
-    #[must_use]
-    pub fn window(&self) -> Duration {
-        self.window
     }
 
     /// Waits in this thread for a notification; `false` when `timeout` ran out first.

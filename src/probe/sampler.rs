@@ -12,7 +12,7 @@ use super::{
     board::{Board, L4tRelease},
     buddyinfo::FreeBlocks,
     meminfo::Meminfo,
-    nvmap::PagePool,
+    nvmap::{Nvmap, PagePool},
     processes::MemorySum,
     psi::{Pressure, PsiAlarm, PsiRung, PsiWatch},
     session::SessionReader,
@@ -38,6 +38,8 @@ pub struct Reading {
     pub pool: Option<PagePool>,
     /// What the GPU holds.
     pub gpu: Option<GpuUse>,
+    /// The part of it that no process holds, at most 10 s old.
+    pub gpu_orphaned: Option<Bytes>,
     /// Memory that zram keeps pushed-out pages in.
     pub zram_store: Option<Bytes>,
     /// The largest free blocks.
@@ -60,6 +62,7 @@ impl Reading {
             // Not `NvMapMemFree`: where the kernel prints it, its own estimate of what is available has it already.
             nvmap_pool: self.pool.map(|pool| pool.bytes()),
             gpu_used: self.gpu,
+            gpu_orphaned: self.gpu_orphaned,
             zram_store: self.zram_store,
             largest_free: self.free_blocks.map(|blocks| blocks.size),
             scope_used: self.scope.map(|scope| scope.used),
@@ -93,14 +96,41 @@ pub struct Sampler {
     buddyinfo: Option<Source>,
     zram: ZramStore,
     gpu: GpuCounter,
+    orphans: Orphans,
 }
+
+/// GPU memory that no process holds: what nvmap has allocated beyond the rows of its table. Memory that two processes share
+/// is in both rows, so that it is more rather than less.
+#[derive(Debug)]
+struct Orphans {
+    nvmap: Option<Nvmap>,
+    last: Option<(Instant, Option<Bytes>)>,
+}
+
+impl Orphans {
+    fn read(&mut self, now: Instant) -> Option<Bytes> {
+        let nvmap = self.nvmap.as_ref()?;
+        if let Some((at, last)) = self.last
+            && now.saturating_duration_since(at) < ORPHANS_EVERY
+        {
+            return last;
+        }
+        let held = nvmap.clients().and_then(|clients| clients.held_by_all());
+        let orphaned = held.zip(nvmap.total()).map(|(held, total)| total.saturating_sub(held));
+        self.last = Some((now, orphaned));
+        orphaned
+    }
+}
+
+/// The table has a line for each process and is written anew by the kernel for each reader.
+const ORPHANS_EVERY: Duration = Duration::from_secs(10);
 
 /// How the memory of the GPU is known.
 #[derive(Debug)]
 enum GpuCounter {
     /// `stats/total_memory` of nvmap, as root.
     Counted(Source),
-    /// From what nobody accounts for; with its value at the first reading.
+    /// From unaccounted memory; with its value at the first reading.
     Inferred(Option<Bytes>),
     /// The GPU has memory of its own, or there is none.
     Apart,
@@ -157,6 +187,10 @@ impl Sampler {
             buddyinfo: Source::open_optional(root.proc("buddyinfo")),
             zram: ZramStore::open(root),
             gpu: GpuCounter::open(root),
+            orphans: Orphans {
+                nvmap: Nvmap::find(root),
+                last: None,
+            },
         })
     }
 
@@ -188,6 +222,7 @@ impl Sampler {
         Ok(Reading {
             meminfo,
             gpu: self.gpu.read(&meminfo, zram_store),
+            gpu_orphaned: self.orphans.read(Instant::now()),
             zram_store,
             free_blocks: text(&mut self.buddyinfo).and_then(FreeBlocks::parse),
             vmstat: text(&mut self.vmstat).map(Vmstat::parse),

@@ -108,7 +108,7 @@ impl SessionReader {
     }
 
     /// Reads the page tables of those that were not read for longest, for a few milliseconds: what the next reading is
-    /// reckoned from. Not before whoever waits for a reading has it.
+    /// reckoned from. Not before the reading has been delivered.
     pub(super) fn refresh(&mut self, now: Instant) {
         let ends = Instant::now() + REFRESH;
         while Instant::now() < ends {

@@ -60,7 +60,7 @@ impl Context {
         request: &Request<T>,
         needed: Permission,
     ) -> Result<Call, CallError> {
-        // A connection without credentials is nobody's, and has no role.
+        // A connection without credentials has no owner and no role.
         let peer = match self.remote {
             Some(_) => Some(PeerInfo {
                 uid: u32::MAX,
@@ -87,7 +87,7 @@ impl Context {
     }
 
     /// Sends an event that has one answer, and waits for it until the call's deadline. When the caller goes away
-    /// before, the arbiter is told.
+    /// before, the arbiter is notified.
     pub(super) async fn ask(&self, call: &Call, event: impl FnOnce(Ticket) -> Event) -> Result<Answer, Status> {
         let ticket = self.supervisor.ticket();
         let (sender, receiver) = oneshot::channel();
@@ -171,7 +171,7 @@ impl Call {
     }
 }
 
-/// A ticket without its answer; tells the arbiter when nobody waits for it any more.
+/// A ticket without its answer; notifies the arbiter when its caller has gone.
 struct Pending<'a> {
     supervisor: &'a dyn Supervisor,
     ticket: Option<Ticket>,

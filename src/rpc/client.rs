@@ -113,7 +113,7 @@ impl Endpoint {
     /// Connects.
     ///
     /// # Errors
-    /// When nobody listens there, or not to this user.
+    /// When no server listens there, or not to this user.
     pub async fn connect(&self) -> Result<Channel, ConnectError> {
         let fails = |source: io::Error| ConnectError {
             endpoint: self.clone(),

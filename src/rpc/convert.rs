@@ -4,7 +4,7 @@ use std::time::{Duration, SystemTime};
 
 use super::{
     status::{CallError, shorten},
-    supervisor::{EventRecord, EventRecordKind},
+    supervisor::{EventRecord, EventRecordKind, Supervisor},
     v1,
 };
 use crate::{
@@ -117,8 +117,28 @@ const fn class(class: Class) -> v1::LeaseClass {
     }
 }
 
+/// The state in one message, with what the supervisor adds to it.
+pub(super) fn full_status(supervisor: &dyn Supervisor) -> v1::GetStatusResponse {
+    // Read before the state, so that no event after it is missing from the state.
+    let last_sequence = *supervisor.events().last_sequence().borrow();
+    let snapshot = supervisor.snapshot().borrow().clone();
+    let clock = Clock::new(supervisor.now());
+    let mut status = status(&snapshot, supervisor.boot_id(), last_sequence, clock);
+    status.locked = supervisor.locked();
+    status.next_shed = supervisor.next_shed();
+    (status.standby_served, status.standby_missed) = supervisor.standby();
+    if let Some(engine) = &mut status.engine {
+        let gap = supervisor.command_gap_max().filter(|gap| !gap.is_zero());
+        engine.command_gap_max = gap.and_then(|gap| gap.try_into().ok());
+    }
+    for worker in &mut status.workers {
+        worker.confinement = supervisor.confinement(&worker.name);
+    }
+    status
+}
+
 /// The state in one message.
-pub(super) fn status(snapshot: &Snapshot, boot_id: &str, last_sequence: u64, clock: Clock) -> v1::GetStatusResponse {
+fn status(snapshot: &Snapshot, boot_id: &str, last_sequence: u64, clock: Clock) -> v1::GetStatusResponse {
     let sample = snapshot.sample.as_ref();
     let gpu = sample.and_then(|sample| sample.gpu_used);
     v1::GetStatusResponse {
@@ -178,6 +198,7 @@ pub(super) fn status(snapshot: &Snapshot, boot_id: &str, last_sequence: u64, clo
         standby_served: 0,
         standby_missed: 0,
         next_shed: String::new(),
+        reboot_advised: snapshot.reboot.iter().map(ToString::to_string).collect(),
         learned_peaks: snapshot
             .peaks
             .iter()

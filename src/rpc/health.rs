@@ -1,25 +1,17 @@
 //! `grpc.health.v1`: health of each part.
 
-use std::{
-    collections::{BTreeMap, HashMap},
-    convert::Infallible,
-    future::{Ready, ready},
-    sync::{Arc, Mutex, PoisonError},
-    task::{Context, Poll},
-};
+use std::collections::BTreeMap;
 
-use tonic::{
-    Request, Response, Status,
-    body::Body,
-    codegen::{BoxFuture, Service, http},
-    server::{Grpc, NamedService, UnaryService},
+use futures_util::{StreamExt, stream::BoxStream};
+use tokio::sync::watch;
+use tokio_stream::wrappers::WatchStream;
+use tonic::{Request, Response, Status};
+
+use super::health_v1::{
+    HealthCheckRequest, HealthCheckResponse, HealthListRequest, HealthListResponse,
+    health_check_response::ServingStatus,
+    health_server::{self, HealthServer},
 };
-use tonic_health::{
-    ServingStatus,
-    pb::health_server::HealthServer,
-    server::{HealthReporter, HealthService},
-};
-use tonic_prost::ProstCodec;
 
 /// The whole supervisor, as `grpc_health_probe` asks without a name.
 pub const OVERALL: &str = "";
@@ -33,6 +25,8 @@ pub const LLM: &str = "cotenant.v1.LlmService";
 pub const ENGINE: &str = "cotenant.engine";
 /// Pressure: serving unless it is Critical.
 pub const PRESSURE: &str = "cotenant.pressure";
+/// The machine: serving unless a reboot is advised.
+pub const REBOOT: &str = "cotenant.reboot";
 
 /// The name of a worker: `cotenant.worker.asr`.
 #[must_use]
@@ -40,119 +34,70 @@ pub fn worker(name: &str) -> String {
     format!("cotenant.worker.{name}")
 }
 
-/// Sets what the health service says. Clones set the same.
+/// The health of each part by name. Clones share it.
 #[derive(Clone, Debug)]
-pub struct Health {
-    reporter: HealthReporter,
-    known: Known,
-}
-
-/// What is known, and whether it serves.
-type Known = Arc<Mutex<BTreeMap<String, bool>>>;
+pub struct Health(watch::Sender<BTreeMap<String, ServingStatus>>);
 
 impl Health {
-    /// Nothing serves but the services themselves, until it is set.
-    pub(super) async fn new() -> Self {
-        let health = Self {
-            reporter: HealthReporter::new(),
-            known: Known::default(),
-        };
-        for name in [OVERALL, ENGINE, PRESSURE] {
-            health.set(name, false).await;
-        }
-        for name in [LEASES, OPERATORS, LLM] {
-            health.set(name, true).await;
-        }
-        health
+    /// Nothing serves but the services themselves, and no reboot is advised, until it is set.
+    pub(super) fn new() -> Self {
+        let parts = [OVERALL, ENGINE, PRESSURE].map(|name| (name, ServingStatus::NotServing));
+        let services = [LEASES, OPERATORS, LLM, REBOOT].map(|name| (name, ServingStatus::Serving));
+        let known = parts
+            .into_iter()
+            .chain(services)
+            .map(|(name, status)| (name.to_owned(), status));
+        Self(watch::Sender::new(known.collect()))
     }
 
-    /// Sets whether `name` serves; a name that was not known before becomes known.
-    pub async fn set(&self, name: &str, serving: bool) {
+    /// Sets whether `name` serves; a name that was not known before becomes known. Watchers are sent changes only.
+    pub fn set(&self, name: &str, serving: bool) {
         let status = if serving {
             ServingStatus::Serving
         } else {
             ServingStatus::NotServing
         };
-        self.reporter.set_service_status(name, status).await;
-        let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        known.insert(name.to_owned(), serving);
+        self.0
+            .send_if_modified(|known| known.insert(name.to_owned(), status) != Some(status));
     }
 
-    /// The service that says it.
-    pub(super) fn service(&self) -> Listing {
-        Listing {
-            inner: HealthServer::new(HealthService::from_health_reporter(self.reporter.clone())),
-            known: Arc::clone(&self.known),
-        }
+    /// The service that answers with it.
+    pub(super) fn service(&self) -> HealthServer<Self> {
+        HealthServer::new(self.clone())
     }
 }
 
-/// The health service with `List`, which the library does not have yet.
-#[derive(Clone)]
-pub(super) struct Listing {
-    inner: HealthServer<HealthService>,
-    known: Known,
-}
+#[tonic::async_trait]
+impl health_server::Health for Health {
+    type WatchStream = BoxStream<'static, Result<HealthCheckResponse, Status>>;
 
-impl NamedService for Listing {
-    const NAME: &'static str = <HealthServer<HealthService> as NamedService>::NAME;
-}
-
-impl Service<http::Request<Body>> for Listing {
-    type Response = http::Response<Body>;
-    type Error = Infallible;
-    type Future = BoxFuture<Self::Response, Infallible>;
-
-    fn poll_ready(&mut self, _context: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
-        Poll::Ready(Ok(()))
+    async fn check(&self, request: Request<HealthCheckRequest>) -> Result<Response<HealthCheckResponse>, Status> {
+        let status = self.0.borrow().get(&request.get_ref().service).copied();
+        status
+            .map(|status| Response::new(response(status)))
+            .ok_or_else(|| Status::not_found("unknown service"))
     }
 
-    fn call(&mut self, request: http::Request<Body>) -> Self::Future {
-        if request.uri().path() != LIST {
-            return self.inner.call(request);
-        }
-        let list = List(Arc::clone(&self.known));
-        Box::pin(async move { Ok(Grpc::new(ProstCodec::default()).unary(list, request).await) })
-    }
-}
-
-struct List(Known);
-
-impl UnaryService<ListRequest> for List {
-    type Response = ListResponse;
-    type Future = Ready<Result<Response<ListResponse>, Status>>;
-
-    fn call(&mut self, _request: Request<ListRequest>) -> Self::Future {
-        let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let statuses = known.iter().map(|(name, serving)| {
-            let status = if *serving { SERVING } else { NOT_SERVING };
-            (name.clone(), ListStatus { status })
-        });
-        ready(Ok(Response::new(ListResponse {
+    async fn list(&self, _request: Request<HealthListRequest>) -> Result<Response<HealthListResponse>, Status> {
+        let known = self.0.borrow();
+        let statuses = known.iter().map(|(name, status)| (name.clone(), response(*status)));
+        Ok(Response::new(HealthListResponse {
             statuses: statuses.collect(),
-        })))
+        }))
+    }
+
+    async fn watch(&self, request: Request<HealthCheckRequest>) -> Result<Response<Self::WatchStream>, Status> {
+        let service = request.into_inner().service;
+        let mut last = None;
+        let changes = WatchStream::new(self.0.subscribe()).filter_map(move |known| {
+            let status = known.get(&service).copied().unwrap_or(ServingStatus::ServiceUnknown);
+            let changed = last.replace(status) != Some(status);
+            std::future::ready(changed.then(|| Ok(response(status))))
+        });
+        Ok(Response::new(changes.boxed()))
     }
 }
 
-/// `grpc.health.v1.HealthListRequest`.
-#[derive(Clone, PartialEq, prost::Message)]
-struct ListRequest {}
-
-/// `grpc.health.v1.HealthListResponse`.
-#[derive(Clone, PartialEq, prost::Message)]
-struct ListResponse {
-    #[prost(map = "string, message", tag = "1")]
-    statuses: HashMap<String, ListStatus>,
+fn response(status: ServingStatus) -> HealthCheckResponse {
+    HealthCheckResponse { status: status.into() }
 }
-
-/// `grpc.health.v1.HealthCheckResponse`.
-#[derive(Clone, PartialEq, prost::Message)]
-struct ListStatus {
-    #[prost(int32, tag = "1")]
-    status: i32,
-}
-
-const LIST: &str = "/grpc.health.v1.Health/List";
-/// Of `grpc.health.v1.HealthCheckResponse.ServingStatus`.
-const SERVING: i32 = 1;
-const NOT_SERVING: i32 = 2;

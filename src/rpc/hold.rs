@@ -29,7 +29,7 @@ use crate::{
     policy::{
         event::Event,
         lease::{LeaseId, LeaseView, Target, TargetAnswer},
-        target::{Told, Verdict},
+        target::{SentTarget, Verdict},
     },
     units::Bytes,
 };
@@ -84,8 +84,8 @@ struct Hold {
 struct Held {
     id: LeaseId,
     name: String,
-    /// What it was told last, and what it said to that.
-    told: Told,
+    /// The target that it was sent last, and its answer.
+    sent: SentTarget,
 }
 
 /// What happens next on a stream.
@@ -113,7 +113,7 @@ impl Hold {
     }
 
     async fn next(&mut self) -> Result<Next, Status> {
-        let told = |notice| match notice {
+        let heard = |notice| match notice {
             Ok(notice) => Ok(Next::Notice(notice)),
             Err(RecvError::Lagged(_)) => Ok(Next::Missed),
             Err(RecvError::Closed) => Err(CallError::Stopping.into()),
@@ -123,8 +123,8 @@ impl Hold {
                 Some(message) => Next::Message(Box::new(message)),
                 None => Next::Done,
             }),
-            notice = self.notices.recv() => told(notice),
-            notice = self.given_back.recv() => told(notice),
+            notice = self.notices.recv() => heard(notice),
+            notice = self.given_back.recv() => heard(notice),
             allowed = self.call.expired() => Err(CallError::DeadlinePassed { allowed }.into()),
             () = self.context.stop.cancelled() => Err(CallError::Stopping.into()),
         }
@@ -143,7 +143,7 @@ impl Hold {
         // A foreign or ended lease is found out here, before its targets are touched.
         let view = self.context.renew(&self.call, lease, message.generation).await?;
         if answer.is_some() {
-            // What is measured is the process that asked for the lease; nobody else can say what has become of its memory.
+            // What is measured is the process that asked for the lease; only it can say what has become of its memory.
             self.call.check_holds(&view)?;
         }
         if self.held.is_none()
@@ -154,11 +154,11 @@ impl Hold {
         let held = self.held.get_or_insert_with(|| Held {
             id: lease,
             name: view.name(),
-            told: Told::default(),
+            sent: SentTarget::default(),
         });
-        let new_target = held.told.learn(view.target.as_ref());
+        let new_target = held.sent.learn(view.target.as_ref());
         let receipt = answer.map(|answer| {
-            held.told
+            held.sent
                 .receive(message.nonce, Bytes::new(message.target_bytes), answer)
         });
         if let Some(receipt) = receipt {
@@ -206,8 +206,8 @@ impl Hold {
                 ..
             } => {
                 let target = Target { nonce, bytes, deadline };
-                // Also when a renewal has told of it before: this one has the reason.
-                held.told.learn(Some(&target));
+                // Also when a renewal has reported it before: this one has the reason.
+                held.sent.learn(Some(&target));
                 self.send_target(&target, reason).await?;
                 Ok(false)
             }
@@ -231,7 +231,7 @@ impl Hold {
             // The next message of the holder gets the arbiter's own answer, if this state is older than the lease.
             return Ok(());
         };
-        if held.told.learn(view.target.as_ref())
+        if held.sent.learn(view.target.as_ref())
             && let Some(target) = &view.target
         {
             self.send_target(target, String::new()).await?;

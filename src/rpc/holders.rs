@@ -68,7 +68,7 @@ impl Holders {
         let mut watches = self.watches.lock().unwrap_or_else(PoisonError::into_inner);
         watches.forget_those_gone(&*self.supervisor);
         let known = watches.of.get(&process.pid());
-        // One that has ended has its watch until it is told, and its id may be another one's by now.
+        // One that has ended has its watch until it is notified, and its id may be another one's by now.
         let leases = known
             .filter(|watch| !watch.process.is_over())
             .map(|watch| Arc::clone(&watch.leases));

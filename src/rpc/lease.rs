@@ -165,7 +165,7 @@ impl LeaseService for Leases {
             .await?;
         let response = match answer {
             Answer::Lease { lease } => {
-                // The same request again, by another process: that one would use what nobody measures.
+                // The same request again, by another process: that one would use memory that is not measured.
                 call.check_holds(&lease)?;
                 if let Some(process) = &call.peer.process {
                     self.holders.attach(&lease, process);
@@ -274,7 +274,7 @@ impl LeaseService for Leases {
             lease,
             reason: message.clone(),
         };
-        // Nobody may be listening.
+        // There may be no listener.
         let _ = self.context.given_back.send(ended);
         Ok(Response::new(ReleaseLeaseResponse { message }))
     }
@@ -329,7 +329,7 @@ const NAME_MAX: usize = 63;
 /// Longest request id: a UUID has 36 bytes.
 const REQUEST_ID_MAX: usize = 64;
 
-/// Leases on a page unless told otherwise, and at most.
+/// Leases on a page unless set otherwise, and at most.
 const PAGE_DEFAULT: usize = 100;
 const PAGE_MAX: usize = 1000;
 

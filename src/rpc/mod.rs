@@ -14,6 +14,7 @@
 //! | `outlet.rs` | the server's side of a stream, and what happens to a client that does not read |
 //! | `operator.rs`, `generate.rs` | the other services |
 //! | `convert.rs`, `status.rs` | proto to domain and back, errors with their details |
+//! | `json.rs` | messages as JSON, for the command line and the page |
 //! | `health.rs` | what `grpc.health.v1` says |
 //! | `client.rs` | how the command line connects |
 
@@ -26,6 +27,7 @@ mod generate;
 pub mod health;
 mod hold;
 mod holders;
+pub mod json;
 mod lease;
 mod lease_watch;
 pub mod llm;
@@ -60,5 +62,16 @@ pub mod v1 {
     tonic::include_proto!("cotenant.v1");
 }
 
-/// The descriptors of `cotenant.v1` and what it imports, for reflection.
+/// Generated from `proto/grpc/health/v1/health.proto`.
+#[expect(
+    unused_qualifications,
+    clippy::allow_attributes,
+    clippy::allow_attributes_without_reason,
+    reason = "generated code"
+)]
+pub mod health_v1 {
+    tonic::include_proto!("grpc.health.v1");
+}
+
+/// The descriptors of both packages and what they import, for reflection.
 pub const DESCRIPTOR_SET: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/cotenant_descriptor.bin"));

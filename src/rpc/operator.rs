@@ -64,27 +64,7 @@ impl OperatorService for Operators {
 
     async fn get_status(&self, request: Request<GetStatusRequest>) -> Result<Response<GetStatusResponse>, Status> {
         self.context.admit("GetStatus", &request, Permission::Observe)?;
-        let supervisor = &self.context.supervisor;
-        // Read before the state, so that no event after it is missing from the state.
-        let last_sequence = *supervisor.events().last_sequence().borrow();
-        let snapshot = supervisor.snapshot().borrow().clone();
-        let mut status = convert::status(
-            &snapshot,
-            supervisor.boot_id(),
-            last_sequence,
-            Clock::new(supervisor.now()),
-        );
-        status.locked = supervisor.locked();
-        status.next_shed = supervisor.next_shed();
-        (status.standby_served, status.standby_missed) = supervisor.standby();
-        if let Some(engine) = &mut status.engine {
-            let gap = supervisor.command_gap_max().filter(|gap| !gap.is_zero());
-            engine.command_gap_max = gap.and_then(|gap| gap.try_into().ok());
-        }
-        for worker in &mut status.workers {
-            worker.confinement = supervisor.confinement(&worker.name);
-        }
-        Ok(Response::new(status))
+        Ok(Response::new(convert::full_status(&*self.context.supervisor)))
     }
 
     async fn watch_events(

@@ -21,7 +21,7 @@ use super::{slots::Slot, status::CallError};
 #[derive(Debug)]
 pub(super) struct Outlet<T> {
     responses: mpsc::Sender<T>,
-    /// What the client is told after the last response.
+    /// What the client receives after the last response.
     last: Arc<OnceLock<Status>>,
     patience: Duration,
 }

@@ -133,7 +133,7 @@ fn peer_pidfd(fd: RawFd) -> Option<OwnedFd> {
     if bytes != size_of::<RawFd>() || pidfd < 0 {
         return None;
     }
-    // SAFETY: the kernel has just made this descriptor for us, and nobody else knows its number.
+    // SAFETY: the kernel has just made this descriptor for us, and no other code has its number.
     Some(unsafe { OwnedFd::from_raw_fd(pidfd) })
 }
 
@@ -159,7 +159,7 @@ fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
     // SAFETY: pidfd_open takes two integers and touches no memory of ours.
     let result = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
     match RawFd::try_from(result) {
-        // SAFETY: the kernel has just made this descriptor for us, and nobody else knows its number.
+        // SAFETY: the kernel has just made this descriptor for us, and no other code has its number.
         Ok(fd) if fd >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
         _ => Err(io::Error::last_os_error()),
     }

@@ -21,7 +21,7 @@ use super::{
 pub struct Remote {
     pub(super) listener: TcpListener,
     pub(super) tls: ServerTlsConfig,
-    /// What everybody may do who has a certificate.
+    /// What every client with a certificate may do.
     pub(super) role: Role,
 }
 
@@ -53,7 +53,7 @@ pub enum RemoteError {
 }
 
 impl Remote {
-    /// Listens on `address`; whoever has a certificate that `certificates` trust has `role`.
+    /// Listens on `address`; a client whose certificate `certificates` trust has `role`.
     ///
     /// # Errors
     ///

@@ -101,13 +101,13 @@ pub struct Roles {
     pub tenants: Ids,
     /// Viewers.
     pub viewers: Ids,
-    /// Everybody else. `None` by default: an abstract socket has no file mode, so that every local user reaches it.
+    /// All other users. `None` by default: an abstract socket has no file mode, so that every local user reaches it.
     pub others: Option<Role>,
     own_uid: u32,
 }
 
 impl Roles {
-    /// Root and `own_uid` are operators, and nobody else may do anything.
+    /// Root and `own_uid` are operators, and other users may do nothing.
     #[must_use]
     pub fn new(own_uid: u32) -> Self {
         Self {

@@ -261,7 +261,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// A server over `sockets` that nobody can reach yet.
+    /// A server over `sockets` that cannot be reached yet.
     pub async fn new(
         sockets: Sockets,
         supervisor: Arc<dyn Supervisor>,
@@ -276,7 +276,7 @@ impl Server {
             roles,
             limits,
             holders: Vec::new(),
-            health: Health::new().await,
+            health: Health::new(),
         }
     }
 
@@ -413,9 +413,7 @@ impl Context {
 }
 
 fn reflection() -> tonic_reflection::server::Builder<'static> {
-    tonic_reflection::server::Builder::configure()
-        .register_encoded_file_descriptor_set(DESCRIPTOR_SET)
-        .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+    tonic_reflection::server::Builder::configure().register_encoded_file_descriptor_set(DESCRIPTOR_SET)
 }
 
 /// Accepts one connection; returns it with a time, in [`boot_ticks`], at which it was waiting already.

@@ -13,7 +13,7 @@
 //! | a lease of another run | FAILED_PRECONDITION | `BOOT_ID_CHANGED` | |
 //! | somebody else's lease | PERMISSION_DENIED | `NOT_HOLDER` | |
 //! | an old generation | FAILED_PRECONDITION | `STALE_GENERATION` | |
-//! | the peer's role is too weak, it may not do this | PERMISSION_DENIED | `ROLE_MISSING`, `NOT_ALLOWED` | |
+//! | the peer's role is too weak | PERMISSION_DENIED | `ROLE_MISSING` | |
 //! | draining, stopping, loading | UNAVAILABLE | `DRAINING`, `STOPPING`, `OVERLOADED`, `ENGINE_NOT_READY` | RetryInfo |
 //! | KV cache reclaimed in mid-stream | ABORTED | `KV_RECLAIMED` | RetryInfo |
 //! | a later call for the same lease came while this one waited | ABORTED | `REPLACED` | |
@@ -355,10 +355,6 @@ impl From<Refusal> for Status {
             R::PressureHigh { level, .. } => build(Code::ResourceExhausted, "PRESSURE_HIGH")
                 .with("level", level)
                 .retry(retry_after),
-            R::ExceedsBudget { asked, budget, .. } => build(Code::FailedPrecondition, "EXCEEDS_BUDGET")
-                .with_bytes("asked_bytes", asked)
-                .with_bytes("budget_bytes", budget)
-                .memory_limit(budget),
             R::ContextLengthExceeded { model, prompt, limit } => {
                 build(Code::InvalidArgument, "CONTEXT_LENGTH_EXCEEDED")
                     .with("model", model)
@@ -411,8 +407,6 @@ impl From<Refusal> for Status {
             R::UnknownModel { model, .. } => build(Code::NotFound, "UNKNOWN_MODEL").resource("model", &model),
             R::NotConfigured { what, .. } => build(Code::FailedPrecondition, "NOT_CONFIGURED").with("what", what),
             R::Stopped { worker, .. } => build(Code::FailedPrecondition, "STOPPED").with("worker", worker),
-            R::UnknownLease { lease } => build(Code::NotFound, "UNKNOWN_LEASE").resource("lease", &lease),
-            R::NotAllowed { problem, .. } => build(Code::PermissionDenied, "NOT_ALLOWED").with("problem", problem),
         };
         builder.status()
     }

@@ -31,7 +31,7 @@ pub trait Supervisor: Send + Sync + 'static {
     /// The time, since the start and by the wall clock.
     fn now(&self) -> (Timestamp, SystemTime);
 
-    /// A ticket that nobody else has.
+    /// A unique ticket.
     fn ticket(&self) -> Ticket;
 
     /// Hands an event to the arbiter. The answer to `answer`'s ticket, if any, is sent to its channel; the caller
@@ -53,7 +53,7 @@ pub trait Supervisor: Send + Sync + 'static {
     /// The state, and every change of it.
     fn snapshot(&self) -> watch::Receiver<Arc<Snapshot>>;
 
-    /// What tenants must be told, from now on.
+    /// Notices for tenants, from now on.
     fn notices(&self) -> broadcast::Receiver<Notice>;
 
     /// The last lines of the journal.
@@ -62,7 +62,7 @@ pub trait Supervisor: Send + Sync + 'static {
     /// The last death certificates of workers.
     fn deaths(&self) -> &DeathLog;
 
-    /// What keeps the process `pid` from a lease by the name `tenant`, if anything: nobody but a worker asks by its name,
+    /// What keeps the process `pid` from a lease by the name `tenant`, if anything: only a worker asks by its name,
     /// and who is measured with a worker asks by no other.
     fn bar(&self, _tenant: &str, _pid: Option<u32>) -> Option<Bar> {
         None
@@ -123,7 +123,7 @@ pub enum SubmitError {
     Stopped,
 }
 
-/// Something that the holder of a lease must be told: the actions `SetTarget` and `EndLease`.
+/// Something that the holder of a lease is notified of: the actions `SetTarget` and `EndLease`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Notice {
     /// Come down to a target.
@@ -198,7 +198,7 @@ impl EventRecord {
 
 /// The last lines of the journal in memory, for any number of readers at their own pace.
 ///
-/// A reader costs nothing while it does not read: it remembers a number, and is told how many lines it has missed.
+/// A reader costs nothing while it does not read: it remembers a number, and learns how many lines it has missed.
 #[derive(Debug)]
 pub struct EventLog {
     kept: Mutex<Kept>,

@@ -185,7 +185,7 @@ impl WyomingClient {
         Ok(self.hear(audio, None, None).await?.text)
     }
 
-    /// What is said in `audio`, where the server is told to expect `language`. A server that tells the text in pieces is
+    /// What is said in `audio`, where the server is set to expect `language`. A server that tells the text in pieces is
     /// passed on to `pieces` while it does.
     ///
     /// # Errors
@@ -230,7 +230,7 @@ impl WyomingClient {
                         told.notify_one();
                         // One without words is only a sign of life.
                         if let Some(pieces) = pieces.filter(|_| !piece.text.is_empty()) {
-                            // Nobody listens any more when the request is over, which drops this.
+                            // The receiver is gone when the request is over, which drops this.
                             let _ = pieces.send(piece.text).await;
                         }
                     }
@@ -550,7 +550,7 @@ impl Stream for SpeechStream {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ClientError {
-    /// Nobody listens.
+    /// No server listens.
     #[error("cannot connect to `{endpoint}`")]
     Connect {
         /// Whom we asked.

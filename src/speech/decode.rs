@@ -27,7 +27,7 @@ use super::{
     resample::Resampler,
 };
 
-/// Formats that are read, as a client may be told them.
+/// Formats that are read, as they are listed for clients.
 pub const READ_FORMATS: &str = "wav, mp3, m4a or aac (AAC-LC), ogg or webm (Opus, Vorbis), flac";
 
 /// Whether a file is read as a WAV file.

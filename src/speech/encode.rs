@@ -218,11 +218,11 @@ const FLAC_BLOCK: usize = 4096;
 /// The least that the encoder takes.
 const FLAC_BLOCK_MIN: usize = 32;
 
-/// Opus packets of 20 ms, as everybody sends them.
+/// Opus packets of 20 ms, as is usual.
 const PACKETS_PER_SECOND: u32 = 50;
 const OPUS_RATE_HZ: u32 = 48_000;
 
-/// Our choice: speech at this rate is told from the original by nobody, and a slow board encodes it in hundredths of its time.
+/// Our choice: speech at this rate cannot be distinguished from the original, and a slow board encodes it in hundredths of its time.
 const OPUS_BITS_PER_SECOND: i32 = 32_000;
 const OPUS_COMPLEXITY: i32 = 5;
 

@@ -41,7 +41,7 @@ pub enum HttpShape {
 pub struct HttpSpeechClient {
     address: String,
     shape: HttpShape,
-    /// What the server is told as its model, where the protocol asks for one.
+    /// The model name sent to the server, where the protocol asks for one.
     model: String,
     timeouts: ClientTimeouts,
 }
@@ -58,7 +58,7 @@ impl HttpSpeechClient {
         }
     }
 
-    /// What is said in `audio`, where the server is told to expect `language`.
+    /// What is said in `audio`, where the server is set to expect `language`.
     ///
     /// # Errors
     /// When it cannot be reached, does not answer in time, refuses, or answers something else.
@@ -96,7 +96,7 @@ impl HttpSpeechClient {
             .unwrap_or_else(|_| Err(self.late("transcribe", patience)))
     }
 
-    /// Speaks `text`, by one of the people whom the voice knows (Piper alone can be told); returns as soon as the audio
+    /// Speaks `text`, by one of the people whom the voice knows (Piper alone takes that); returns as soon as the audio
     /// begins. Dropping the returned value closes the connection.
     ///
     /// # Errors
@@ -414,7 +414,7 @@ const TEXT_BYTES_MAX: usize = 1 << 20;
 /// What is read of a refusal.
 const REFUSAL_BYTES_MAX: usize = 16 << 10;
 
-/// What is told of a refusal.
+/// What is shown of a refusal.
 const REFUSAL_CHARS_MAX: usize = 300;
 
 /// Tags before the samples are short; a file with a picture in it is not what we asked for.

@@ -569,7 +569,7 @@ impl Drop for SocketFile {
     }
 }
 
-/// Whether a path is a socket on which nobody listens. To connect to any other file is refused in the same way.
+/// Whether a path is a socket on which no process listens. To connect to any other file is refused in the same way.
 async fn is_abandoned(path: &Path) -> bool {
     let is_socket = fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_socket());
     is_socket

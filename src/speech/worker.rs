@@ -18,7 +18,7 @@ pub enum SpeechClient {
 }
 
 impl SpeechClient {
-    /// What is said in `audio`, where the worker is told to expect `language`. One that tells the text in pieces is passed
+    /// What is said in `audio`, where the worker is set to expect `language`. One that tells the text in pieces is passed
     /// on to `pieces` while it does.
     ///
     /// # Errors

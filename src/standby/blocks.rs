@@ -1,6 +1,6 @@
 //! Blocks of the emergency reserve: eight sizes with free lists.
 //!
-//! Taking one and giving it back waits for nobody: a list is a number that is compared and swapped, with a count of its
+//! Taking one and giving it back never waits: a list is a number that is compared and swapped, with a count of its
 //! changes beside it, so that one who was held up in between does not take an old list for the present one.
 
 use std::{
@@ -107,11 +107,11 @@ pub(super) fn region() -> (*const u8, usize) {
 /// Lets every page be there.
 ///
 /// # Safety
-/// Nobody may have a block.
+/// No block may be in use.
 pub(super) unsafe fn touch() {
     let start = REGION.0.get().cast::<u8>();
     for offset in (0..TOTAL).step_by(PAGE) {
-        // SAFETY: inside the region, which is nobody's; volatile so that it happens.
+        // SAFETY: inside the region, which is unused; volatile so that it happens.
         unsafe { start.add(offset).write_volatile(0) };
     }
 }

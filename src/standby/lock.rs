@@ -111,7 +111,7 @@ pub fn lock_program() -> Locked {
     sum
 }
 
-/// Touches what this thread may need of its stack below the caller, and keeps it in memory; told by [`stacks`].
+/// Touches what this thread may need of its stack below the caller, and keeps it in memory; used by [`stacks`].
 #[inline(never)]
 pub fn lock_stack() {
     let mut below = [0u8; STACK];

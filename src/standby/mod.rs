@@ -62,7 +62,7 @@ pub fn prepare() -> Locked {
     let locked = lock::range("memory for sheds", start, length, lock::When::Now);
     static TOUCHED: Once = Once::new();
     TOUCHED.call_once(|| {
-        // SAFETY: nobody has a block yet, since `READY` is set below and never taken back.
+        // SAFETY: no block is in use yet, since `READY` is set below and never taken back.
         unsafe { blocks::touch() };
         READY.store(true, Ordering::Release);
     });
@@ -152,7 +152,7 @@ fn block(layout: Layout) -> Option<*mut u8> {
     block
 }
 
-// SAFETY: a block is as large as asked and as aligned, nobody else has it until it is given back, and what is not one of
+// SAFETY: a block is as large as asked and as aligned, it has one owner until it is given back, and what is not one of
 // the blocks goes to the allocator below, as it came from there.
 unsafe impl<A: GlobalAlloc> GlobalAlloc for Standby<A> {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
@@ -194,7 +194,7 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for Standby<A> {
         // SAFETY: as promised by the caller.
         let moved = unsafe { self.alloc(larger) };
         if !moved.is_null() {
-            // SAFETY: both are at least as large as what is copied, and the new one is nobody else's.
+            // SAFETY: both are at least as large as what is copied, and the new one is ours alone.
             unsafe { ptr::copy_nonoverlapping(start, moved, layout.size().min(size)) };
             // SAFETY: as promised by the caller, who does not use it any more.
             unsafe { self.dealloc(start, layout) };

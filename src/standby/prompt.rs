@@ -9,7 +9,7 @@ use std::io;
 /// The slice that is asked for: the shortest that the kernel gives.
 const SLICE_NS: u64 = 100_000;
 
-/// `SCHED_FLAG_RESET_ON_FORK`: what such a thread starts, threads of the engine and workers, is as everybody else.
+/// `SCHED_FLAG_RESET_ON_FORK`: what such a thread starts, threads of the engine and workers, is as any other.
 const RESET_ON_FORK: u64 = 1;
 
 /// `struct sched_attr` in its first form, 48 bytes (sched_setattr(2)).
@@ -50,12 +50,12 @@ pub fn be_prompt() -> io::Result<()> {
 /// How this thread is scheduled now.
 fn attributes() -> io::Result<Attributes> {
     let mut found = Attributes::default();
-    // SAFETY: the kernel writes at most as many bytes as it is told that there are.
+    // SAFETY: the kernel writes at most as many bytes as the size says.
     let result = unsafe { libc::syscall(libc::SYS_sched_getattr, 0, &raw mut found, size_of::<Attributes>(), 0) };
     if result != 0 {
         return Err(io::Error::last_os_error());
     }
-    // A later kernel may have told of more than there was room for.
+    // A later kernel may have more to report than there was room for.
     found.size = u32::try_from(size_of::<Attributes>()).unwrap_or(0);
     Ok(found)
 }

@@ -29,6 +29,7 @@ use crate::{
         health::safe_profile,
         lease::{LeaseKind, LeaseState},
         pressure::{GpuUse, PressureLevel},
+        reboot::RebootReason,
         snapshot::Snapshot,
     },
     units::Bytes,
@@ -68,6 +69,7 @@ pub struct Metrics {
     regrow_bytes: Counter,
     pressure_level: Size,
     safe_profile: Size,
+    reboot_advised: Family<Reason, Size>,
     pressure_some: Family<Window, Gauge<f64, AtomicU64>>,
     pressure_stall: Family<Kind, Counter<f64, AtomicU64>>,
     worker_deaths: Family<Death, Counter>,
@@ -140,6 +142,7 @@ impl Metrics {
             shed_bytes: table.add("shed_bytes", "Bytes verified back by sheds"),
             regrow_bytes: table.add("regrow_bytes", "Bytes that the engine grew back"),
             safe_profile: table.add("safe_profile", "1 while the LLM is off after crashes of the daemon"),
+            reboot_advised: table.add("reboot_advised", "1 while only a reboot gives lost memory back"),
             pressure_level: table.add("pressure_level", "0 Normal, 1 Elevated, 2 Critical"),
             pressure_some: table.add("pressure_some_ratio", "Share of time in which tasks waited for memory"),
             pressure_stall: table.add(
@@ -201,6 +204,13 @@ impl Metrics {
         set(&self.budget_used, snapshot.used);
         set_known(&self.headroom, snapshot.headroom);
         self.safe_profile.set(u64::from(safe_profile(snapshot).is_some()));
+        for reason in RebootReason::WORDS {
+            let advised = snapshot.reboot.iter().any(|known| known.word() == reason);
+            let reason = reason.to_owned();
+            self.reboot_advised
+                .get_or_create(&Reason { reason })
+                .set(advised.into());
+        }
         self.pressure_level.set(match snapshot.level {
             PressureLevel::Normal => 0,
             PressureLevel::Elevated => 1,
@@ -466,7 +476,7 @@ impl Table {
 /// A whole number that rises and falls.
 type Size = Gauge<u64, AtomicU64>;
 
-/// The same, left out while nobody knows it: unknown is not zero.
+/// The same, left out while it is unknown: unknown is not zero.
 type Known = Family<[(String, String); 0], Size>;
 
 fn set_known(gauge: &Known, bytes: Option<Bytes>) {

@@ -60,7 +60,7 @@ pub struct Survivor {
 }
 
 impl LaunchRecord {
-    /// The record of a start of `spec`; `None` when nobody may take the worker over.
+    /// The record of a start of `spec`; `None` when the worker may not be taken over.
     ///
     /// Nor when it runs as another user and we are not root: then it could not be looked at.
     pub(super) fn of(
@@ -189,7 +189,7 @@ fn user_id(user: &str) -> Option<u32> {
 
 /// Names a specification: equal ones have equal names, in one version of this program.
 fn specification_of(spec: &WorkerSpec) -> String {
-    // FNV-1a, 64 bits: nobody gains by a collision who could not write the configuration as well.
+    // FNV-1a, 64 bits: only those gain by a collision who could write the configuration as well.
     let hash = format!("{spec:?}").bytes().fold(FNV_OFFSET, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(FNV_PRIME)
     });

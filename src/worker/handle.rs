@@ -93,7 +93,7 @@ impl WorkerHandle {
             self.shared.renew();
         }
         let spec = self.shared.spec();
-        let variants = &spec.variants;
+        let variants = &spec.memory.variants;
         let variant = match variant {
             Some(name) if !variants.is_empty() && !variants.iter().any(|known| known.name == name) => {
                 return Err(StartError::Variant {
@@ -180,7 +180,14 @@ impl WorkerHandle {
     /// When it is not ready, has no such variant, or does not do it.
     pub async fn resize(&self, variant: &str) -> Result<ResizeReport, ResizeError> {
         let name = || self.name().to_owned();
-        if !self.shared.spec().variants.iter().any(|known| known.name == variant) {
+        if !self
+            .shared
+            .spec()
+            .memory
+            .variants
+            .iter()
+            .any(|known| known.name == variant)
+        {
             return Err(ResizeError::Variant {
                 worker: name(),
                 variant: variant.to_owned(),
@@ -213,8 +220,8 @@ impl WorkerHandle {
         })
     }
 
-    /// Tells it that memory is short. Returns how many of its processes could be told: none when it does not run, or
-    /// nobody has connected to its socket.
+    /// Tells it that memory is short. Returns how many of its processes could be notified: none when it does not run, or
+    /// no process has connected to its socket.
     pub fn tell_memory_is_short(&self) -> usize {
         self.shared.tap().as_ref().map_or(0, Tap::tell)
     }

@@ -96,7 +96,7 @@ pub fn foresee(spec: &WorkerSpec) -> Result<Foreseen, LaunchError> {
         Listen::Port(port) => (Some(port.to_string()), None),
         Listen::Socket(path) => (None, Some(path.as_path())),
     };
-    let variant = spec.variants.first().map(|variant| variant.name.as_str());
+    let variant = spec.memory.variants.first().map(|variant| variant.name.as_str());
     let value = |variable: &str| value_of(spec, variant, port.as_deref(), socket, variable);
     let argv = spec
         .argv

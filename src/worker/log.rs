@@ -183,7 +183,7 @@ fn printable(text: &str) -> String {
     shown
 }
 
-/// Bytes in a pipe that nobody has read yet.
+/// Bytes in a pipe that are not read yet.
 fn left_in(pipe: &OwnedFd) -> libc::c_int {
     let mut bytes = 0;
     // SAFETY: FIONREAD writes one integer, and the descriptor is open.

@@ -27,9 +27,9 @@ pub(super) struct Notifications {
     proc: PathBuf,
 }
 
-/// What a worker told.
+/// What a worker reported.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Told {
+pub(super) struct Notification {
     pub(super) ready: bool,
     pub(super) status: Option<String>,
 }
@@ -38,7 +38,7 @@ impl Notifications {
     /// A socket in `folder`, removed when this is dropped.
     ///
     /// A path, since not every library for it knows abstract names. Anybody may write to it, as a worker may run as
-    /// another user; who wrote is told by the kernel.
+    /// another user; the kernel names the writer.
     pub(super) fn open(folder: &Path, name: &str, proc: PathBuf) -> io::Result<Self> {
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let path = folder.join(format!(
@@ -69,7 +69,7 @@ impl Notifications {
     }
 
     /// Waits for the next message of the process `leader`, or of one of its group or descent.
-    pub(super) async fn next(&self, leader: u32) -> io::Result<Told> {
+    pub(super) async fn next(&self, leader: u32) -> io::Result<Notification> {
         loop {
             let receive = || receive(self.socket.as_raw_fd());
             self.socket.readable().await?;
@@ -112,16 +112,16 @@ fn receive(fd: std::os::fd::RawFd) -> io::Result<(String, Option<UnixCredentials
     Ok((String::from_utf8_lossy(text).into_owned(), sender))
 }
 
-fn parse(text: &str) -> Told {
-    let mut told = Told::default();
+fn parse(text: &str) -> Notification {
+    let mut sent = Notification::default();
     for line in text.lines() {
         match line.split_once('=') {
-            Some(("READY", "1")) => told.ready = true,
-            Some(("STATUS", status)) => told.status = Some(status.to_owned()),
+            Some(("READY", "1")) => sent.ready = true,
+            Some(("STATUS", status)) => sent.status = Some(status.to_owned()),
             _ => {}
         }
     }
-    told
+    sent
 }
 
 /// systemd takes 4096 bytes.
@@ -133,15 +133,15 @@ mod tests {
 
     #[test]
     fn a_message_of_several_lines_is_read() {
-        let told = parse("STATUS=loading 3 of 7\nMAINPID=9\nREADY=1");
+        let sent = parse("STATUS=loading 3 of 7\nMAINPID=9\nREADY=1");
         assert_eq!(
-            told,
-            Told {
+            sent,
+            Notification {
                 ready: true,
                 status: Some("loading 3 of 7".to_owned())
             }
         );
-        assert_eq!(parse("READY=0\nnonsense"), Told::default());
+        assert_eq!(parse("READY=0\nnonsense"), Notification::default());
     }
 
     #[tokio::test]

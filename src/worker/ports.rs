@@ -14,7 +14,7 @@ pub(super) struct Claimed {
 }
 
 impl Claimed {
-    /// A port that nobody listens on now and no other worker has been given.
+    /// A port that no process listens on now and no other worker has been given.
     pub(super) fn free() -> io::Result<Self> {
         for _ in 0..ATTEMPTS_MAX {
             let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port();

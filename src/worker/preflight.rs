@@ -16,7 +16,7 @@ use super::{
     ports,
 };
 use crate::{
-    config::{Endpoint, WorkerConfig},
+    config::{Listen, WorkerConfig},
     units::Bytes,
 };
 
@@ -314,8 +314,8 @@ fn program_facts(worker: &WorkerConfig) -> ProgramFacts {
     };
     let found = find_program(&program, &worker.env);
     let mut facts = ProgramFacts {
-        port_owner: match worker.endpoint {
-            Endpoint::Port(port) => ports::listener(port).map(|owner| (port, owner)),
+        port_owner: match worker.listen {
+            Listen::Port(port) => ports::listener(port).map(|owner| (port, owner)),
             _ => None,
         },
         ..ProgramFacts::default()
@@ -342,7 +342,7 @@ fn program_facts(worker: &WorkerConfig) -> ProgramFacts {
 }
 
 /// Libraries that a program needs, itself or through others, and that its dynamic linker does not find. The linker is
-/// asked, since nobody knows its search order better; it maps the program and does not run it.
+/// asked, since it knows its own search order best; it maps the program and does not run it.
 fn missing_libraries(linker: &str, program: &Path, env: &BTreeMap<String, String>) -> Vec<String> {
     let child = Command::new(linker)
         .arg("--list")

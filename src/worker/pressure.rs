@@ -56,7 +56,7 @@ enum End {
     },
 }
 
-/// Why a worker cannot be told.
+/// Why a worker cannot be notified.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot make `{path}` for a worker to watch")]
 pub struct TapError {
@@ -108,7 +108,7 @@ impl Tap {
     }
 
     /// Notifies watchers that memory is short; returns how many could be notified. One that has not read since it was
-    /// told last counts: it has it still to read.
+    /// notified last counts: it has it still to read.
     pub(super) fn tell(&self) -> usize {
         match &self.end {
             End::Fifo(fifo) => usize::from(told(unistd::write(fifo, &SIGN))),

@@ -56,7 +56,7 @@ pub(super) struct Spawned {
 /// Starts a program in a process group of its own, without stdin, with its output in pipes.
 ///
 /// With [`Leash::Ours`] the kernel sends it SIGKILL when this program ends in whatever way. With [`Leash::Long`] it
-/// goes on, and holds the reading end of its pipes too, so that it can write on when nobody reads: see
+/// goes on, and holds the reading end of its pipes too, so that it can write on without a reader: see
 /// [`reopened`].
 ///
 /// # Errors
@@ -423,7 +423,7 @@ fn signal_group(pid: libc::pid_t, signal: libc::c_int) -> io::Result<()> {
         return Ok(());
     }
     let error = io::Error::last_os_error();
-    // Nobody is left in it.
+    // It is empty.
     if error.raw_os_error() == Some(libc::ESRCH) {
         return Ok(());
     }
@@ -437,7 +437,7 @@ fn pidfd_open(pid: libc::pid_t) -> io::Result<OwnedFd> {
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the kernel has just returned this descriptor, close-on-exec, and nobody else knows it.
+    // SAFETY: the kernel has just returned this descriptor, close-on-exec, and no other code has it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 

@@ -198,7 +198,7 @@ impl MemoryReading {
         }
     }
 
-    /// The most that it has used, as far as the kernel remembers, and no less than now: of GPU memory nobody remembers a peak.
+    /// The most that it has used, as far as the kernel remembers, and no less than now: of GPU memory no peak is kept.
     #[must_use]
     pub fn peak(&self) -> Option<Bytes> {
         let peak = self.sum.peak?;

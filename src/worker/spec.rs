@@ -2,8 +2,8 @@
 
 use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
-use super::confine::Confinement;
-use crate::units::Bytes;
+use crate::config::{Confinement, WorkerMemory};
+pub use crate::config::{Listen, Readiness};
 
 /// Everything the supervisor needs to know about one worker.
 ///
@@ -38,10 +38,8 @@ pub struct WorkerSpec {
     pub ready_timeout: Duration,
     /// Time between SIGTERM and SIGKILL where no other is given.
     pub stop_grace: Duration,
-    /// What it is expected to hold in its first variant, or at all when it has none.
-    pub memory: MemoryEnvelope,
-    /// Sizes between which it can be switched while it runs; empty when it cannot.
-    pub variants: Vec<Variant>,
+    /// What it is expected to hold, and the sizes between which it can be switched while it runs.
+    pub memory: WorkerMemory,
     /// Kernel's bias for its out-of-memory killer, −1000 … 1000; lowering it needs `CAP_SYS_RESOURCE`.
     pub oom_score_adj: Option<i16>,
     /// What it may use and touch.
@@ -78,59 +76,13 @@ impl WorkerSpec {
             readiness: Readiness::Describe,
             ready_timeout: READY_TIMEOUT,
             stop_grace: STOP_GRACE,
-            memory: MemoryEnvelope::default(),
-            variants: Vec::new(),
+            memory: WorkerMemory::default(),
             oom_score_adj: None,
             confinement: Confinement::default(),
             pressure: None,
             log_lines: LOG_LINES,
             heir: None,
         }
-    }
-}
-
-/// Where a worker listens.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Listen {
-    /// On a TCP port of 127.0.0.1 that is chosen for each start.
-    FreePort,
-    /// Nowhere: it is only started, measured and stopped.
-    Nowhere,
-    /// On this TCP port of 127.0.0.1.
-    Port(u16),
-    /// On this Unix socket.
-    Socket(PathBuf),
-}
-
-/// How a worker shows that it can serve.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Readiness {
-    /// It accepts a connection.
-    Connect,
-    /// It answers Wyoming's `describe`.
-    Describe,
-    /// `GET` of a path on its port is answered with a status.
-    Http {
-        /// The path, with its `/`.
-        path: String,
-        /// The status, usually 200.
-        status: u16,
-    },
-    /// A line of its stdout or stderr contains this text.
-    LogLine(String),
-    /// A line of its stdout or stderr matches this regular expression.
-    LogPattern(String),
-    /// It sends `READY=1` to the socket that `NOTIFY_SOCKET` names, as sd_notify(3) does.
-    Notify,
-    /// It counts as ready as soon as it runs.
-    Started,
-}
-
-impl Readiness {
-    /// Whether it cannot be seen later.
-    #[must_use]
-    pub const fn is_shown_once(&self) -> bool {
-        matches!(self, Self::LogLine(_) | Self::LogPattern(_) | Self::Notify)
     }
 }
 
@@ -152,24 +104,6 @@ pub enum PressureKind {
     Fifo,
     /// A stream socket, for a worker of several.
     Socket,
-}
-
-/// Memory that a worker is expected to hold.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct MemoryEnvelope {
-    /// After start and after a request.
-    pub steady: Bytes,
-    /// At most, while it loads or serves.
-    pub peak: Bytes,
-}
-
-/// One of the sizes a worker can be switched between.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Variant {
-    /// As the worker knows it, for example `grammar` or `open`.
-    pub name: String,
-    /// What it holds in this size.
-    pub memory: MemoryEnvelope,
 }
 
 /// Default of [`WorkerSpec::ready_timeout`]: the recogniser's open model loads in under 1 s here; a Jetson on a cold

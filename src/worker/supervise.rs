@@ -74,7 +74,7 @@ impl Supervisor {
                         self.emit(WorkerEventKind::Starting { pid }).await;
                         self.attend(child).await;
                     }
-                    // Nobody has it on the book yet, so its end is none.
+                    // It is not in the ledger yet, so its end is none.
                     Err(error) => {
                         let _ = reply.send(Err(error));
                     }
@@ -314,7 +314,7 @@ impl Supervisor {
             _ => None,
         };
         let port = port.and_then(Claimed::fixed);
-        // What the kernel has said of it while nobody listened is not known.
+        // What the kernel has said of it while there was no reader is not known.
         let mut life = Life::before_start(&self.shared.roots);
         life.look_at_group(pid);
         self.status.send_modify(|status| {
@@ -345,7 +345,7 @@ impl Supervisor {
         })
     }
 
-    /// Reads both outputs; `found` tells when the line that shows readiness was seen, at first as it is told.
+    /// Reads both outputs; `found` tells when the line that shows readiness was seen, at first as it is given.
     fn follow(
         &self,
         (stdout, stderr): (OwnedFd, OwnedFd),
@@ -587,7 +587,7 @@ impl Supervisor {
             start: self.status.borrow().start,
             kind,
         };
-        // Nobody listens any more only when the daemon goes down.
+        // The receiver is gone only when the daemon goes down.
         let _ = self.events.send(event).await;
     }
 }
@@ -652,7 +652,7 @@ impl Child {
                 (Readiness::Notify, _) => {
                     note("it has not sent `READY=1`".to_owned());
                     let Some(notifications) = notifications else {
-                        // Taken over: the supervisor before has heard it, or nobody ever will.
+                        // Taken over: the supervisor before has heard it, or none ever will.
                         if *log_line.borrow() {
                             return;
                         }
@@ -660,10 +660,10 @@ impl Child {
                     };
                     loop {
                         match notifications.next(pid).await {
-                            Ok(told) if told.ready => break,
-                            Ok(told) => note(format!(
+                            Ok(sent) if sent.ready => break,
+                            Ok(sent) => note(format!(
                                 "it has not sent `READY=1`; its status is `{}`",
-                                told.status.unwrap_or_default()
+                                sent.status.unwrap_or_default()
                             )),
                             Err(error) => {
                                 note(format!("its notifications cannot be read: {error}"));

@@ -9,9 +9,8 @@ use cotenant::{
     http::{
         self, Api, Limits,
         backend::{
-            AnswerPart, Backends, ChatBackend, ChatEvent, ChatRequest, ChatStream, EventLine, FinishReason, ModelInfo,
-            ModelKind, SpeechBackend, SpeechRequest, SpeechStream, StatusBackend, TranscribeRequest, Transcript, Usage,
-            Voice,
+            AnswerPart, Backends, ChatBackend, ChatEvent, ChatRequest, ChatStream, FinishReason, ModelInfo, ModelKind,
+            SpeechBackend, SpeechRequest, SpeechStream, StatusBackend, TranscribeRequest, Transcript, Usage, Voice,
         },
     },
     policy::{refusal::Refusal, snapshot::Snapshot},
@@ -482,8 +481,8 @@ impl StatusBackend for Willing {
         String::new()
     }
 
-    fn recent_events(&self, _limit: usize) -> Vec<EventLine> {
-        Vec::new()
+    fn document(&self) -> serde_json::Value {
+        serde_json::Value::Null
     }
 
     fn models(&self) -> Vec<ModelInfo> {

@@ -12,6 +12,7 @@ use std::{
     time::Duration,
 };
 
+use crate::weights::Weights as _;
 use candle_core::quantized::GgmlDType;
 use cotenant::{
     engine::{

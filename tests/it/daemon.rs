@@ -8,6 +8,7 @@ mod door;
 mod faults;
 mod fleet;
 mod frozen;
+mod gpu;
 mod hold;
 mod house;
 mod life;

@@ -28,4 +28,6 @@ mod sayable;
 mod speech;
 mod stage;
 mod support;
+#[path = "../../benches/developer/weights.rs"]
+mod weights;
 mod worker;

@@ -6,6 +6,7 @@ use std::{
     process::{Command, Output},
 };
 
+use crate::weights::Weights as _;
 use cotenant::engine::{
     spec::Architecture,
     synthetic::{Synthetic, TypeMix},

@@ -131,7 +131,7 @@ fn memory_that_the_gpu_gave_back_shows_in_the_pool_alone() {
     let read = |machine: &Machine| Sampler::open(&machine.root, None).unwrap().read().unwrap();
     let (before, after) = (read(&before), read(&after));
     assert_eq!(before.meminfo, after.meminfo);
-    let rise = after.meminfo.allocatable(after.pool).low - before.meminfo.allocatable(before.pool).low;
+    let rise = after.pool.unwrap().bytes() - before.pool.unwrap().bytes();
     assert_eq!(rise.whole_mib(), 1957);
 }
 
@@ -153,6 +153,15 @@ fn gpu_memory_is_counted_where_it_can_be_and_inferred_elsewhere() {
         (counted.largest_free, counted.cma_failures),
         (Some(Bytes::from_mib(1)), Some(2))
     );
+    assert_eq!(counted.gpu_orphaned, Some(Bytes::ZERO), "its rows are all there is");
+    let orphaned = root
+        .with_capture(
+            "sys/kernel/debug/nvmap/iovmm/clients",
+            "nvmap/iovmm_clients_vllm_r36.txt",
+        )
+        .with("sys/kernel/debug/nvmap/stats/total_memory", "15687254016\n");
+    let orphaned = read(&mut Sampler::open(&orphaned.root, None).unwrap()).gpu_orphaned;
+    assert_eq!(orphaned, Some(Bytes::from_kib(15_319_584 - 14_617_792)));
     // Without root, on a board of which meminfo alone is read: idle, and then with the voice stack. 5241728 − 1125520 KiB more
     // are accounted for by nobody, of which zram's store has grown by 1000 KiB.
     let board = Machine::new()

@@ -6,13 +6,14 @@ use std::{
 };
 
 use cotenant::{
+    policy::params::VariantParams,
     units::Bytes,
     worker::{
         KernelRoots,
         confine::Groups,
         handle::WorkerHandle,
         report::{WorkerEvent, WorkerEventKind},
-        spec::{Listen, MemoryEnvelope, Readiness, Variant, WorkerSpec},
+        spec::{Listen, Readiness, WorkerSpec},
     },
 };
 use tokio::{sync::mpsc, time::timeout};
@@ -81,14 +82,12 @@ impl Bench {
         words.extend(argv);
         words.push(grammar.to_str().unwrap());
         let mut spec = self.spec("asr", &words);
-        let variant = |name: &str, mib| Variant {
+        let variant = |name: &str, mib| VariantParams {
             name: name.to_owned(),
-            memory: MemoryEnvelope {
-                steady: Bytes::from_mib(mib),
-                peak: Bytes::from_mib(mib + 16),
-            },
+            steady: Bytes::from_mib(mib),
+            peak: Bytes::from_mib(mib + 16),
         };
-        spec.variants = vec![variant("grammar", 40), variant("open", 112)];
+        spec.memory.variants = vec![variant("grammar", 40), variant("open", 112)];
         self.handle(spec)
     }
 

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use cotenant::{
     policy::{
         lease::{LeaseId, LeaseView, Peer, Ticket},
-        target::Told,
+        target::SentTarget,
     },
     units::{Bytes, Timestamp},
 };
@@ -52,7 +52,7 @@ pub(crate) struct Tenant {
     /// When the term ends that it was granted last: from then on it does not rely on its lease.
     pub(crate) term_ends: Timestamp,
     /// Its hold stream, and for which lease it is.
-    stream: (Option<LeaseId>, Told),
+    stream: (Option<LeaseId>, SentTarget),
     pub(crate) requests: u32,
 }
 
@@ -84,7 +84,7 @@ impl Tenant {
             deaf_to: None,
             unheard_end: false,
             term_ends: Timestamp::START,
-            stream: (None, Told::default()),
+            stream: (None, SentTarget::default()),
             requests: 0,
         }
     }
@@ -118,9 +118,9 @@ impl Tenant {
     }
 
     /// Its hold stream for a lease; a new one knows of no target.
-    pub(crate) fn stream_of(&mut self, lease: LeaseId) -> &mut Told {
+    pub(crate) fn stream_of(&mut self, lease: LeaseId) -> &mut SentTarget {
         if self.stream.0 != Some(lease) {
-            self.stream = (Some(lease), Told::default());
+            self.stream = (Some(lease), SentTarget::default());
         }
         &mut self.stream.1
     }

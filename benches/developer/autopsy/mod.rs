@@ -234,7 +234,7 @@ impl Tally {
         let wrong = self
             .got
             .iter()
-            .filter(|(class, _)| class.is_oom() && **class != self.class);
+            .filter(|(class, _)| OUT_OF_MEMORY.contains(class) && **class != self.class);
         wrong.map(|(_, count)| count).sum()
     }
 
@@ -362,3 +362,6 @@ const EVENTS: usize = 64;
 
 /// How late a certificate may come.
 const DELAY_MAX: Duration = Duration::from_millis(200);
+
+/// The kernel killed it for memory.
+const OUT_OF_MEMORY: [DeathClass; 2] = [DeathClass::GlobalOom, DeathClass::MemcgOom];

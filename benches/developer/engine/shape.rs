@@ -11,6 +11,7 @@ use clap::ValueEnum;
 use serde_json::json;
 
 use super::EngineArgs;
+use crate::weights::Weights as _;
 use cotenant::{
     cli::{
         Output,
@@ -151,8 +152,8 @@ impl ShapeName {
             Self::Qwen35Large => Synthetic::qwen35_4b(mix, seed),
             Self::Qwen3 => Synthetic::qwen3_0_6b(mix, seed),
             Self::Llama => Synthetic::llama_3_2_1b(mix, seed),
-            Self::Gemma3 => Synthetic::gemma3_1b(mix, seed),
-            Self::Qwen25 => Synthetic::qwen2_5_0_5b(mix, seed),
+            Self::Gemma3 => gemma3_1b(mix, seed),
+            Self::Qwen25 => qwen2_5_0_5b(mix, seed),
             Self::TinyGemma3 => tiny(Architecture::Gemma3),
             Self::TinyGranite => tiny(Architecture::Granite),
             Self::TinyLlama => tiny(Architecture::Llama),
@@ -205,5 +206,49 @@ pub(crate) fn write(args: &EngineArgs, path: &Path, output: Output) -> Result<()
     match output {
         Output::Table => output::write(&format!("wrote `{}`: {bytes}\n", path.display())),
         Output::Json | Output::Ndjson => output::write_json(output, &json!({ "path": path, "bytes": bytes })),
+    }
+}
+
+/// The shape of Gemma 3 1B, whose rows are no multiple of 256.
+fn gemma3_1b(types: TypeMix, seed: u64) -> Synthetic {
+    Synthetic {
+        architecture: Architecture::Gemma3,
+        layers: 26,
+        width: 1152,
+        feed_forward: 6912,
+        heads: 4,
+        kv_heads: 1,
+        head_dim: 256,
+        rotary: 256,
+        rotary_base: 1e6,
+        recurrent: (0, 0, 0),
+        vocabulary: 262_144,
+        context_max: 32_768,
+        tied: true,
+        nextn: 0,
+        types,
+        seed,
+    }
+}
+
+/// The shape of Qwen2.5-0.5B, whose rows are no multiple of 256.
+fn qwen2_5_0_5b(types: TypeMix, seed: u64) -> Synthetic {
+    Synthetic {
+        architecture: Architecture::Qwen2,
+        layers: 24,
+        width: 896,
+        feed_forward: 4864,
+        heads: 14,
+        kv_heads: 2,
+        head_dim: 64,
+        rotary: 64,
+        rotary_base: 1e6,
+        recurrent: (0, 0, 0),
+        vocabulary: 151_936,
+        context_max: 32_768,
+        tied: true,
+        nextn: 0,
+        types,
+        seed,
     }
 }

@@ -5,7 +5,7 @@ use std::{net::SocketAddr, time::Duration};
 /// Why a request failed.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum HttpError {
-    /// Nobody answered.
+    /// There was no answer.
     #[error("cannot ask `{path}`")]
     Transport {
         /// The path.

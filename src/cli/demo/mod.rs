@@ -356,7 +356,7 @@ async fn play(args: &DemoArgs) -> Result<(bool, Stage), String> {
 
     narrator.decisions(&watch, &mut told);
 
-    // 2. A neighbour takes memory and asks nobody.
+    // 2. A neighbour takes memory and asks for no lease.
     report.mark(began, MarkKind::Alarm, "neighbour comes");
     narrator.say(&format!("a neighbour takes {} and asks nobody", play::NEIGHBOUR));
     let pss_before = watch::pss(stage.daemon().pid());

@@ -96,6 +96,8 @@ impl Report {
                 })
                 .collect(),
             budget: super::play::TOTAL,
+            budget_name: "session",
+            epoch: None,
             marks: self.marks.clone(),
             order: ["supervisor", "tts", "asr", "llm", "neighbour"]
                 .map(str::to_owned)

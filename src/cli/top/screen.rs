@@ -10,9 +10,12 @@ use ratatui::{
 use crate::{
     cli::{
         exit::escaped,
-        show::{self, span, word},
+        show::{self, span},
     },
-    rpc::v1::{Engine, EngineState, GetStatusResponse, JournalEntry, Lease, Pressure, PressureLevel},
+    rpc::{
+        json::word,
+        v1::{Engine, EngineState, GetStatusResponse, JournalEntry, Lease, Pressure, PressureLevel},
+    },
     units::Bytes,
 };
 
@@ -150,6 +153,15 @@ impl Screen {
         if let Some(silent) = self.silent_for {
             let message = format!("no answer for {} s; what follows is older", silent.as_secs());
             lines.push(Line::from(self.styled(message, Style::new().fg(Color::Red))));
+        }
+        for why in &status.reboot_advised {
+            let style = Style::new().fg(Color::Red);
+            let advised = wrapped(&format!("reboot advised: {why}"), columns);
+            lines.extend(
+                advised
+                    .into_iter()
+                    .map(|line| self.styled(line.to_string(), style).into()),
+            );
         }
         if let Some(pressure) = &status.pressure {
             let headroom = pressure.headroom_bytes.map_or_else(|| "unknown".to_owned(), bytes);
@@ -502,6 +514,7 @@ mod tests {
                 ..Engine::default()
             }),
             workers: vec![worker("asr", WorkerState::Ready), worker("tts", WorkerState::Starting)],
+            reboot_advised: vec!["no process holds 2.1 GiB of the 4.7 GiB that the GPU has".to_owned()],
             next_shed: "unused KV blocks (20 MiB): cheapest for 32 MiB, with headroom below 52 MiB (now 40 MiB)"
                 .to_owned(),
             leases: vec![

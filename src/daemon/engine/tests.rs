@@ -18,6 +18,7 @@ use crate::{
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
         text::TextSide,
+        weights::Weights as _,
     },
     policy::{
         arbiter::Arbiter,
@@ -162,7 +163,7 @@ async fn a_file_that_holds_another_model_by_then_is_looked_at_again_instead_of_l
     driver.stop(Duration::from_secs(10)).await;
 }
 
-/// A model that finds what it is told when it measures itself; or that has nothing resident any more then.
+/// A model that finds what it is given when it measures itself; or that has nothing resident any more then.
 struct Measured(Model, Option<Calibration>);
 
 impl LanguageModel for Measured {

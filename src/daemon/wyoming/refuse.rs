@@ -27,8 +27,7 @@ pub(super) fn unanswered(refusal: &Refusal) -> Unanswered {
         | Refusal::ContextLengthExceeded { .. }
         | Refusal::KvCapacityShed { .. }
         | Refusal::KvReclaimed { .. } => Unanswered::NotHandled(refusal.to_string()),
-        Refusal::ExceedsBudget { .. }
-        | Refusal::QuotaExceeded { .. }
+        Refusal::QuotaExceeded { .. }
         | Refusal::Draining { .. }
         | Refusal::Starting { .. }
         | Refusal::EngineLost { .. }
@@ -37,9 +36,7 @@ pub(super) fn unanswered(refusal: &Refusal) -> Unanswered {
         | Refusal::Invalid { .. }
         | Refusal::UnknownModel { .. }
         | Refusal::NotConfigured { .. }
-        | Refusal::Stopped { .. }
-        | Refusal::UnknownLease { .. }
-        | Refusal::NotAllowed { .. } => Unanswered::Error(error_of(refusal)),
+        | Refusal::Stopped { .. } => Unanswered::Error(error_of(refusal)),
     }
 }
 
@@ -53,8 +50,7 @@ pub(super) const fn passes(refusal: &Refusal) -> Passing {
         | Refusal::Starting { .. } => Passing::Soon,
         // It is being restarted; what it was asked for may also be what it died of.
         Refusal::WorkerLost { .. } => Passing::Once,
-        Refusal::ExceedsBudget { .. }
-        | Refusal::ContextLengthExceeded { .. }
+        Refusal::ContextLengthExceeded { .. }
         | Refusal::KvCapacityShed { .. }
         | Refusal::KvReclaimed { .. }
         | Refusal::EngineLost { .. }
@@ -62,9 +58,7 @@ pub(super) const fn passes(refusal: &Refusal) -> Passing {
         | Refusal::Invalid { .. }
         | Refusal::UnknownModel { .. }
         | Refusal::NotConfigured { .. }
-        | Refusal::Stopped { .. }
-        | Refusal::UnknownLease { .. }
-        | Refusal::NotAllowed { .. } => Passing::Never,
+        | Refusal::Stopped { .. } => Passing::Never,
     }
 }
 
@@ -84,7 +78,6 @@ const fn code_of(refusal: &Refusal) -> &'static str {
         Refusal::InsufficientMemory { .. } | Refusal::PressureHigh { .. } | Refusal::KvCapacityShed { .. } => {
             "memory-pressure"
         }
-        Refusal::ExceedsBudget { .. } => "exceeds-budget",
         Refusal::ContextLengthExceeded { .. } => "context-length-exceeded",
         Refusal::KvReclaimed { .. } => "kv-reclaimed",
         Refusal::QuotaExceeded { .. } => "busy",
@@ -97,8 +90,6 @@ const fn code_of(refusal: &Refusal) -> &'static str {
         Refusal::UnknownModel { .. } => "model-not-found",
         Refusal::NotConfigured { .. } => "not-configured",
         Refusal::Stopped { .. } => "stopped",
-        Refusal::UnknownLease { .. } => "unknown-lease",
-        Refusal::NotAllowed { .. } => "not-allowed",
     }
 }
 

@@ -138,50 +138,52 @@ impl Connection {
         Ok(())
     }
 
+    /// The voice that a client means. A name that there is not is spoken by the default voice, as over HTTP; a speaker is
+    /// never replaced by somebody else.
     fn voice(&self, wanted: Option<Voice>) -> Result<VoiceChoice, SessionError> {
         let wanted = wanted.unwrap_or_default();
         let api = &self.api.0;
         let info = api.cache.info();
         let mut voices: Vec<_> = info.tts.iter().flat_map(|program| &program.voices).collect();
         let speaker = wanted.speaker.filter(|speaker| !speaker.is_empty());
-        let named = wanted.name.as_ref().is_some_and(|name| !name.is_empty());
-        if let (Some(speaker), false) = (&speaker, named) {
+        let choice = |voice: Option<&Model>| VoiceChoice {
+            voice: voice.map(|voice| voice.artifact.name.clone()),
+            speaker: speaker.clone(),
+        };
+        let name = wanted.name.filter(|name| !name.is_empty());
+        let name = name.map(|name| api.settings.aliases.get(&name).cloned().unwrap_or(name));
+        let named = name.and_then(|name| {
+            let voice = voices.iter().find(|voice| voice.artifact.name == name).copied();
+            if voice.is_none() {
+                let shown: String = name.chars().take(SHOWN_MAX).collect();
+                tracing::info!(voice = %shown.escape_debug(), "unknown voice; spoken by the default one");
+            }
+            voice
+        });
+        if let Some(voice) = named {
+            let name = &voice.artifact.name;
+            let known: Vec<&str> = voice.speakers.iter().map(|speaker| speaker.name.as_str()).collect();
+            return match &speaker {
+                Some(speaker) if known.is_empty() => Err(unknown_speaker(
+                    speaker,
+                    &format!("the voice `{name}` is of one person"),
+                )),
+                Some(speaker) if !known.contains(&speaker.as_str()) => {
+                    let shown = known.iter().take(SPEAKERS_SHOWN).map(|known| format!("`{known}`"));
+                    let shown = shown.collect::<Vec<_>>().join(", ");
+                    let count = known.len();
+                    let known = format!("the voice `{name}` knows {count} people: {shown}");
+                    Err(unknown_speaker(speaker, &known))
+                }
+                _ => Ok(choice(Some(voice))),
+            };
+        }
+        if let Some(speaker) = &speaker {
             // Without a voice, the first one that has this speaker.
             voices.retain(|voice| voice.speakers.iter().any(|known| known.name == *speaker));
             if voices.is_empty() {
                 return Err(unknown_speaker(speaker, "no voice here knows it"));
             }
-        }
-        let choice = |voice: Option<&Model>| VoiceChoice {
-            voice: voice.map(|voice| voice.artifact.name.clone()),
-            speaker: speaker.clone(),
-        };
-        if let Some(name) = wanted.name.filter(|name| !name.is_empty()) {
-            let name = api.settings.aliases.get(&name).cloned().unwrap_or(name);
-            if let Some(voice) = voices.iter().find(|voice| voice.artifact.name == name) {
-                let known: Vec<&str> = voice.speakers.iter().map(|speaker| speaker.name.as_str()).collect();
-                return match &speaker {
-                    Some(speaker) if known.is_empty() => Err(unknown_speaker(
-                        speaker,
-                        &format!("the voice `{name}` is of one person"),
-                    )),
-                    Some(speaker) if !known.contains(&speaker.as_str()) => {
-                        let shown = known.iter().take(SPEAKERS_SHOWN).map(|known| format!("`{known}`"));
-                        let shown = shown.collect::<Vec<_>>().join(", ");
-                        let count = known.len();
-                        let known = format!("the voice `{name}` knows {count} people: {shown}");
-                        Err(unknown_speaker(speaker, &known))
-                    }
-                    _ => Ok(choice(Some(voice))),
-                };
-            }
-            let known = voices.iter().map(|voice| format!("`{}`", voice.artifact.name));
-            return Err(error_of(&Refusal::Invalid {
-                field: "voice".to_owned(),
-                value: name.chars().take(SHOWN_MAX).collect(),
-                problem: format!("is not one of {}", known.collect::<Vec<_>>().join(", ")),
-            })
-            .into());
         }
         let Some(language) = wanted.language.filter(|language| !language.is_empty()) else {
             // The worker's own choice, but for a person who is in one voice only.

@@ -22,6 +22,11 @@ pub fn choose(compute: Compute) -> Result<Arc<dyn Device>, LoadErrorKind> {
     }
 }
 
+/// Has a GPU that did not compute tried again by the next choice.
+pub fn retry_gpu() {
+    cuda::retry();
+}
+
 /// Why the CPU computes where a GPU may.
 #[must_use]
 pub fn without_gpu(compute: Compute) -> Option<Unavailable> {

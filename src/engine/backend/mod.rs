@@ -22,7 +22,7 @@ mod memory;
 mod operation;
 
 pub use super::error::DeviceError;
-pub use choice::{choose, without_gpu};
+pub use choice::{choose, retry_gpu, without_gpu};
 pub use memory::{Buffer, Cells, Part, Region, View, offset_in_block};
 pub use operation::{
     Activate, Attend, Convert, Copies, Delta, Finish, Gap, Multiply, Norm, Operation, Prepare, Product, Residual,
@@ -36,6 +36,11 @@ pub trait Device: Send + Sync {
 
     /// Bytes that attention needs beside its other memory, however many tokens there are.
     fn scratch_bytes(&self, spec: &AttentionSpec) -> Bytes;
+
+    /// Bytes that it takes for itself once it is started, whatever it computes.
+    fn context_bytes(&self) -> Bytes {
+        Bytes::ZERO
+    }
 
     /// Memory that comes and goes part by part does so in pieces of this size at least.
     fn granule(&self) -> Bytes {
@@ -61,7 +66,7 @@ pub trait Device: Send + Sync {
 
 /// Memory and arithmetic of one device.
 ///
-/// An error of it is for good: every later call may return it again, and the engine ends.
+/// An error of it is permanent: every later call may return it again, and the engine ends.
 ///
 /// # Safety
 ///
@@ -101,7 +106,7 @@ pub unsafe trait Backend: Send {
     /// When there is none.
     fn reserve(&self, bytes: Bytes, granule: Bytes) -> io::Result<Region>;
 
-    /// Gives back what it keeps for later and nobody holds: free pages of the allocator, on a device the driver's pools.
+    /// Gives back what it keeps for later without a holder: free pages of the allocator, on a device the driver's pools.
     /// Called when a model has been opened, and not on the way of a shed.
     fn trim(&self);
 

@@ -256,6 +256,8 @@ pub struct Multiply<'a> {
     pub copies: Copies,
     /// Rows of the input.
     pub rows: usize,
+    /// What becomes of the two products, of a gate and of what it is multiplied with: a device does it in the same launch.
+    pub activate: Option<Activate>,
 }
 
 /// `out[r][first + i] = Σ weight[i][c] · input[r][c]`.
@@ -395,7 +397,7 @@ pub struct Delta {
 pub struct Activate {
     /// Which activation.
     pub activation: Activation,
-    /// Projected gate; the result.
+    /// Projected gate; the result, of which [`Multiply::activate`] makes copies alone.
     pub gate: View,
     /// What it is multiplied with.
     pub up: View,

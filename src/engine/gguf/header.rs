@@ -523,6 +523,7 @@ mod tests {
     use crate::engine::{
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
+        weights::Weights as _,
     };
 
     #[test]

@@ -10,7 +10,9 @@ use super::{
 };
 use crate::{
     engine::{
-        backend::{Activate, Attend, Delta, Finish, Norm, Operation, Prepare, Residual, Rotate, Types, View},
+        backend::{
+            Activate, Attend, Backend, Buffer, Delta, Finish, Norm, Operation, Prepare, Residual, Rotate, Types, View,
+        },
         error::ForwardError,
         preemption::{Checkpoint, Preempt, Preemption, Work},
         shape::FLAGS,
@@ -39,8 +41,16 @@ impl Model {
     /// # Errors
     /// See [`ForwardError`]; after most of them the sequence is lost.
     pub fn forward(&mut self, tokens: &[u32], checkpoint: &mut dyn Checkpoint) -> Result<Logits<'_>, ForwardError> {
-        self.pass(tokens, checkpoint, None)?;
-        Ok(Logits(self.backend.read(&self.logits, 0..self.spec.vocabulary)?))
+        let first = self.pass(tokens, checkpoint, None)?;
+        let row = self.position.saturating_sub(first).saturating_sub(1);
+        let read = result(self.backend.as_mut(), &self.logits, self.spec.vocabulary, (first, row));
+        match read {
+            Ok(logits) => Ok(Logits(logits)),
+            Err(error) => {
+                self.lost = true;
+                Err(error)
+            }
+        }
     }
 
     /// As [`Self::forward`], handing the logits of every token to `each` with its index in `tokens`.
@@ -53,16 +63,16 @@ impl Model {
         checkpoint: &mut dyn Checkpoint,
         each: &mut dyn FnMut(usize, &[f32]),
     ) -> Result<(), ForwardError> {
-        self.pass(tokens, checkpoint, Some(each))
+        self.pass(tokens, checkpoint, Some(each)).map(drop)
     }
 
-    /// Appends `tokens`; leaves the logits of the last one in the workspace.
-    pub(super) fn pass(
+    /// Appends `tokens`; the logits of the last one are to be read, unless each was. Says where the last chunk begins.
+    fn pass(
         &mut self,
         tokens: &[u32],
         checkpoint: &mut dyn Checkpoint,
         mut each: Each<'_>,
-    ) -> Result<(), ForwardError> {
+    ) -> Result<u32, ForwardError> {
         if let Some(error) = &self.broken {
             return Err(error.clone().into());
         }
@@ -76,9 +86,9 @@ impl Model {
         let result = self.chunks(tokens, needed, &mut preemption, &mut each);
         self.end_chunk(&mut preemption);
         self.estimators = preemption.estimators;
-        result?;
+        let first = result?;
         self.mark_wanted = 0;
-        Ok(())
+        Ok(first)
     }
 
     /// Between two chunks, and behind the last one, however that ended.
@@ -88,16 +98,17 @@ impl Model {
         }
     }
 
-    /// The chunks of a pass, one after the other.
+    /// The chunks of a pass, one after the other. Says where the last one begins.
     fn chunks(
         &mut self,
         tokens: &[u32],
         mut needed: u32,
         preemption: &mut Preemption<'_>,
         each: &mut Each<'_>,
-    ) -> Result<(), ForwardError> {
-        let mut done = 0;
+    ) -> Result<u32, ForwardError> {
+        let (mut done, mut first) = (0, self.position);
         while done < tokens.len() {
+            first = self.position;
             self.end_chunk(preemption);
             let end = tokens.len().min(done + self.workspace.chunk());
             let end = self.until_mark().map_or(end, |left| end.min(done + left));
@@ -121,7 +132,7 @@ impl Model {
             done = end;
             self.mark_if_wanted();
         }
-        Ok(())
+        Ok(first)
     }
 
     /// Refuses what cannot be computed before anything is; returns the length of the sequence afterwards.
@@ -183,16 +194,20 @@ impl Model {
     ) -> Result<(), ForwardError> {
         match each {
             Some(each) => {
-                for row in 0..run.rows {
+                for (row, at) in (0..run.rows).zip(0u32..) {
                     self.head(row, run)?;
-                    self.check_finite(row)?;
-                    each(done + row, self.backend.read(&self.logits, 0..self.spec.vocabulary)?);
+                    let place = (self.position, at);
+                    let logits = result(self.backend.as_mut(), &self.logits, self.spec.vocabulary, place)?;
+                    each(done + row, logits);
                 }
             }
+            // They are waited for where they are read.
             None if last => self.head(run.rows - 1, run)?,
-            None => {}
+            None => {
+                let flags = self.spec.vocabulary..self.spec.vocabulary + FLAGS;
+                is_finite(self.backend.read(&self.logits, flags)?, (self.position, 0))?;
+            }
         }
-        self.check_finite(run.rows - 1)?;
         self.position += u32::try_from(run.rows).unwrap_or(u32::MAX);
         Ok(())
     }
@@ -200,20 +215,6 @@ impl Model {
     /// What operations set where a result is not finite, behind the logits: of keys and values, and of the logits.
     fn flags(&self) -> View {
         self.logits.view(self.spec.vocabulary..self.spec.vocabulary + FLAGS)
-    }
-
-    /// Waits for what is queued, and refuses results that are not finite; `row` is the one whose logits were computed.
-    fn check_finite(&mut self, row: usize) -> Result<(), ForwardError> {
-        let flags = self.spec.vocabulary..self.spec.vocabulary + FLAGS;
-        let row = match self.backend.read(&self.logits, flags)? {
-            [0.0, 0.0] => return Ok(()),
-            [0.0, _] => row,
-            // What the cache keeps of a NaN is a finite number: all that comes behind it is worth nothing.
-            _ => 0,
-        };
-        Err(ForwardError::NotFinite {
-            position: self.position.saturating_add(u32::try_from(row).unwrap_or(u32::MAX)),
-        })
     }
 
     /// Cosines and sines for the rows of a chunk; behind them those of local layers, where there are any.
@@ -273,6 +274,18 @@ impl Model {
         wants: &[(Role, Slot, usize)],
         run: &mut Run<'_, '_>,
     ) -> Result<(), Failure> {
+        self.products_then(index, source, wants, None, run)
+    }
+
+    /// The same, and what becomes of them.
+    fn products_then(
+        &mut self,
+        index: usize,
+        source: Slot,
+        wants: &[(Role, Slot, usize)],
+        activate: Option<Activate>,
+        run: &mut Run<'_, '_>,
+    ) -> Result<(), Failure> {
         let wants = self.wants(index, wants, run.rows)?;
         let first = wants.first().ok_or(Failure::NoMatrix)?;
         let part = self.layout.layers.get(index).and_then(|parts| parts.get(first.number));
@@ -280,10 +293,11 @@ impl Model {
             part: *part.ok_or(Failure::NoMatrix)?,
             piece: 0,
         };
-        let input = Input {
+        let mut input = Input {
             floats: self.workspace.slot(source).view(0..run.rows * first.columns),
             copies: self.workspace.copies(),
             rows: run.rows,
+            activate,
         };
         if run.rows > 1 {
             let found = run.preemption.check_if_due();
@@ -293,15 +307,18 @@ impl Model {
             let backend = self.backend.as_mut();
             match self
                 .weights
-                .multiply(backend, at, &self.layout, &wants, &input, run.preemption)?
+                .multiply(backend, at, &self.layout, &wants, &mut input, run.preemption)?
             {
-                Progress::Done => return Ok(()),
+                Progress::Done => break,
                 Progress::Paused(place) => {
                     at = place;
                     self.preempt(Preempt::Pause, at, run)?;
                 }
             }
         }
+        // Not together with them, as they were made in pieces.
+        let left = input.activate.take();
+        Ok(left.map_or(Ok(()), |activate| self.backend.queue(Operation::Activate(activate)))?)
     }
 
     /// Copies of a result for products with the matrices of a layer that have these roles.
@@ -493,9 +510,8 @@ impl Model {
         let (inner, width) = (self.spec.feed_forward, self.spec.width);
         let wants = [(Role::FfnGate, Slot::Wide, inner), (Role::FfnUp, Slot::Second, inner)];
         self.norm(index, Vector::FfnNorm, &wants.map(|(role, ..)| role), run)?;
-        self.products(index, Slot::Normed, &wants, run)?;
         let vector = |vector| self.weights.vector(&self.layout.fixed, index, vector);
-        self.backend.queue(Operation::Activate(Activate {
+        let activate = Activate {
             activation: self.spec.activation,
             gate: self.workspace.wide.view(0..run.rows * inner),
             up: self.workspace.second.view(0..run.rows * inner),
@@ -503,7 +519,8 @@ impl Model {
             up_bias: vector(Vector::FfnUpBias),
             width: inner,
             prepare: self.prepare(index, &[Role::FfnDown], 0),
-        }))?;
+        };
+        self.products_then(index, Slot::Normed, &wants, Some(activate), run)?;
         let wants = [(Role::FfnDown, Slot::Normed, width)];
         self.products(index, Slot::Wide, &wants, run)?;
         run.residual = Some(self.residual(index, Vector::FfnDownBias, Vector::FfnPostNorm));
@@ -544,10 +561,11 @@ impl Model {
                 first: 0,
             },
         }))?;
-        let input = Input {
+        let mut input = Input {
             floats,
             copies: self.workspace.copies(),
             rows: 1,
+            activate: None,
         };
         let logits = self.logits.view(0..vocabulary);
         let mut at = Place {
@@ -559,7 +577,7 @@ impl Model {
             let backend = self.backend.as_mut();
             let progress = self
                 .weights
-                .head(backend, parts, logits.clone(), &input, at, run.preemption);
+                .head(backend, parts, logits.clone(), &mut input, at, run.preemption);
             let preempted = match progress {
                 Ok(Progress::Done) => break,
                 Ok(Progress::Paused(place)) => {
@@ -582,6 +600,31 @@ impl Model {
         }))?;
         Ok(())
     }
+}
+
+/// Waits for what is queued, and returns the logits; `place` is where their chunk begins, and which row of it they belong to.
+fn result<'a>(
+    backend: &'a mut dyn Backend,
+    logits: &'a Buffer,
+    vocabulary: usize,
+    place: (u32, u32),
+) -> Result<&'a [f32], ForwardError> {
+    let (logits, flags) = backend.read(logits, 0..vocabulary + FLAGS)?.split_at(vocabulary);
+    is_finite(flags, place)?;
+    Ok(logits)
+}
+
+/// Refuses results that are not finite, by what operations set of the chunk that begins at `first` and of the logits of its row `row`.
+fn is_finite(flags: &[f32], (first, row): (u32, u32)) -> Result<(), ForwardError> {
+    let row = match flags {
+        [0.0, 0.0] => return Ok(()),
+        [0.0, _] => row,
+        // What the cache keeps of a NaN is a finite number: all that comes behind it is worth nothing.
+        _ => 0,
+    };
+    Err(ForwardError::NotFinite {
+        position: first.saturating_add(row),
+    })
 }
 
 /// Rows that attend together at least: with fewer, widening a long context costs as much as attending to it.

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! Positions are those within the cache (<https://arxiv.org/abs/2309.17453>): what comes after the gap moves up. Rotary
-//! positions tell only how far two tokens are from each other, so that nobody's keys have to be turned for it, as
+//! positions tell only how far two tokens are from each other, so that no keys have to be turned for it, as
 //! llama.cpp's context shift does. Tokens keep the angles at which they were read, and a query is turned back by the
 //! length of the gap when it meets what lies before it. So dropping moves nothing, loses no precision, and is the same
 //! for every KV type. Recurrent layers go on with the state that they have, which remembers what was dropped.

@@ -195,7 +195,7 @@ impl Shared {
             };
             state.next += 1;
             if state.reading.is_empty() {
-                // Until now nobody has waited for the disk.
+                // Until now nothing has waited for the disk.
                 self.progress.note();
             }
             state.reading.push(at);

@@ -204,7 +204,8 @@ impl Model {
         let (_, head) = self.held_of(None);
         let (fixed, header) = (self.weights.fixed().bytes() + head, self.header.heap_bytes());
         let (kv, state) = (self.cache.bytes(), self.state.bytes());
-        let (workspace, ring) = (self.workspace.bytes() + self.logits.bytes(), self.weights.ring_bytes());
+        let workspace = self.workspace.bytes() + self.logits.bytes() + self.needs.context;
+        let ring = self.weights.ring_bytes();
         Breakdown {
             weights,
             fixed,
@@ -240,6 +241,7 @@ impl Model {
             + self.state.resident()
             + self.workspace.resident()
             + self.logits.resident()
+            + self.needs.context
     }
 
     /// Held bytes that no page backs yet: never touched.

@@ -369,6 +369,8 @@ impl Memory {
         chunk: usize,
         options: &ModelOptions,
     ) -> Result<Self, LoadErrorKind> {
+        // A device may have less address space than the longest context would need.
+        let context = options.context.map_or(u32::MAX, Tokens::get).min(spec.context_max);
         let logits_bytes = Bytes::of_len((spec.vocabulary + FLAGS) * 4);
         let logits = backend
             .allocate(logits_bytes, Backing::Now)
@@ -387,9 +389,9 @@ impl Memory {
                 "the workspace",
                 shape.workspace_bytes_per_token.saturating_mul(chunk as u64),
             ))?,
-            cache: KvCache::new(backend, shape.kv, spec.context_max, options.kv_backing).map_err(refuse(
+            cache: KvCache::new(backend, shape.kv, context, options.kv_backing).map_err(refuse(
                 "the KV cache (address space alone)",
-                shape.kv.capacity_bytes(shape.context_max, KvType::F16),
+                shape.kv.capacity_bytes(Tokens::new(context), KvType::F16),
             ))?,
             logits,
         })
@@ -438,6 +440,7 @@ fn model_shape(header: &Header, spec: &Spec, layout: &Layout, name: Option<&str>
         })
         .unwrap_or_else(|| "model".to_owned());
     let mut shape = layout.model_shape(spec, header, name, needs.copies, needs.scratch);
+    shape.workspace_fixed_bytes = shape.workspace_fixed_bytes.saturating_add(needs.context);
     shape.kv.granule = shape.kv.granule.max(needs.granule);
     shape
 }

@@ -6,7 +6,7 @@ use candle_core::quantized::GgmlDType;
 
 use super::weights::{Place, Weights};
 use crate::engine::{
-    backend::{Backend, Buffer, Copies, DeviceError, Multiply, Operation, Product, View},
+    backend::{Activate, Backend, Buffer, Copies, DeviceError, Multiply, Operation, Product, View},
     preemption::{Preempt, Preemption, Work},
     reader::Missing,
     shape::{Layout, PartLayout, Piece},
@@ -42,15 +42,27 @@ pub(super) struct Input {
     pub(super) floats: View,
     pub(super) copies: Copies,
     pub(super) rows: usize,
+    /// What becomes of the products; nothing once it is queued.
+    pub(super) activate: Option<Activate>,
 }
 
 impl Input {
     fn queue(&self, backend: &mut dyn Backend, products: &[Product]) -> Result<(), DeviceError> {
+        self.queue_then(backend, products, None)
+    }
+
+    fn queue_then(
+        &self,
+        backend: &mut dyn Backend,
+        products: &[Product],
+        activate: Option<Activate>,
+    ) -> Result<(), DeviceError> {
         backend.queue(Operation::Multiply(Multiply {
             products: products.into(),
             input: self.floats.clone(),
             copies: self.copies.clone(),
             rows: self.rows,
+            activate,
         }))
     }
 }
@@ -91,7 +103,7 @@ impl Weights {
         backend: &mut dyn Backend,
         (spec, layout): (&Spec, &Layout),
         logits: View,
-        input: &Input,
+        input: &mut Input,
         from: Place,
         preemption: &mut Preemption<'_>,
     ) -> Result<Progress, Failure> {
@@ -191,7 +203,7 @@ impl Weights {
         at: Place,
         layout: &Layout,
         wants: &[Want],
-        input: &Input,
+        input: &mut Input,
         preemption: &mut Preemption<'_>,
     ) -> Result<Progress, Failure> {
         let part = layout.parts.get(at.part).ok_or(Failure::NoMatrix)?;
@@ -199,7 +211,8 @@ impl Weights {
         if self.arena(at.part).is_some() && input.rows == 1 && at.piece == 0 {
             // A token takes less than a slice for it.
             self.resident_rows(at.part, layout, wants, &mut products)?;
-            input.queue(backend, &products)?;
+            let activate = input.activate.take();
+            input.queue_then(backend, &products, activate)?;
             return Ok(Progress::Done);
         }
         let pieces: Vec<(usize, &Piece)> = part

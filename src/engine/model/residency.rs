@@ -95,7 +95,7 @@ impl Model {
         }
         result?;
         // A larger one would take memory that this plan's report does not tell of. And who has asked for a smaller one goes
-        // on from the one that is in force until it is told that it is not any more.
+        // on from the one that is in force until it is notified that it is not any more.
         self.chunk_wanted = if rechunk { chunk } else { chunk.min(self.chunk_wanted) };
         Ok(self.report(&moved, dropped, started, rss_before))
     }
@@ -295,7 +295,7 @@ impl Model {
         let before = std::mem::replace(&mut self.workspace, workspace);
         moved.asked += before.bytes();
         moved.freed += before.resident();
-        // At no time are both in memory: nobody has leased that.
+        // At no time are both in memory: that is not leased.
         drop(before);
         self.workspace.touch();
         moved.grown += self.workspace.bytes();

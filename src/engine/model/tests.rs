@@ -21,6 +21,7 @@ use crate::{
         shape::Layout,
         spec::{Architecture, Spec},
         synthetic::{Synthetic, TypeMix},
+        weights::Weights as _,
     },
     policy::{kv_type::KvType, residency::EnginePlan},
     units::{Bytes, Tokens},
@@ -82,7 +83,7 @@ fn groups_of_a_layer_and_tiles_of_the_head_come_and_go_without_a_trace_in_the_lo
             let report = parts.apply(&plan(chosen)).unwrap();
             assert_eq!(report.freed, report.asked, "{architecture:?} round {round}");
             let held = parts.breakdown();
-            // The last block is not full: some of its pages nobody has needed.
+            // The last block is not full: some of its pages were never needed.
             let (resident, used) = (parts.kernel_resident(), held.used() - held.header);
             assert!(resident <= used && used <= resident + held.kv, "{used}, {resident}");
             for tokens in [&TOKENS[..], &[7], &[round]] {
@@ -224,7 +225,7 @@ fn a_calibration_leaves_everything_as_it_was_also_when_it_is_broken_off() {
             }
             assert_eq!(model.plan(), &plan(resident.clone()));
             assert_eq!((model.position(), model.breakdown().total), (0, held.total));
-            // The last block is not full: some of its pages nobody has needed.
+            // The last block is not full: some of its pages were never needed.
             let (resident, used) = (model.kernel_resident(), model.breakdown().used() - held.header);
             assert!(resident <= used && used <= resident + held.kv, "{used}, {resident}");
             let logits = model.forward(&TOKENS, &mut || Flow::Continue).unwrap();
@@ -463,7 +464,7 @@ fn a_smaller_chunk_is_told_once_when_it_is_in_force_however_the_pass_ends() {
             ..plan([0, 2])
         };
         model.apply(&large).unwrap();
-        // A caller that was told of the larger one continues from it.
+        // A caller that knows the larger one continues from it.
         let fewer = EnginePlan {
             resident: plan([0]).resident,
             ..large.clone()

@@ -55,7 +55,7 @@ pub(super) struct Weights {
     stall: Duration,
     /// Reads embeddings, once one had to be read.
     rows: Option<RowReader>,
-    /// The stream has been started before its model was there, and nobody has asked it for anything.
+    /// The stream has been started before its model was there, and nothing has been requested of it.
     begun: bool,
     /// For each part the index of its first piece in the stream's schedule.
     first_piece: Vec<usize>,
@@ -682,7 +682,7 @@ impl Vectors {
     }
 }
 
-/// Reads vectors that nobody else has taken up, as long as there are any.
+/// Reads vectors that no other thread has taken up, as long as there are any.
 fn read_vectors(file: &WeightFile, extents: &[Extent], next: &AtomicUsize, attention: &Attention) -> VectorsRead {
     let mut read = Vec::new();
     loop {
@@ -696,7 +696,7 @@ fn read_vectors(file: &WeightFile, extents: &[Extent], next: &AtomicUsize, atten
     }
 }
 
-/// Threads that take up vectors. The system has been told of all of them, so that more would only wait, each of them for its
+/// Threads that take up vectors. The system knows all of them, so that more would only wait, each of them for its
 /// stack behind the threads that find memory.
 const SMALL_READERS: usize = 2;
 /// Rings that hanging reads may keep beside the stream's: one, so that reading goes on where only some reads hang. With

@@ -19,6 +19,8 @@ pub(super) struct Needs {
     pub(super) copies: Bytes,
     /// Of the attention, for any number of tokens.
     pub(super) scratch: Bytes,
+    /// For itself, whatever it computes.
+    pub(super) context: Bytes,
     /// The cache comes and goes in pieces of this size at least.
     pub(super) granule: Bytes,
 }
@@ -32,6 +34,7 @@ impl Needs {
             } else {
                 Bytes::ZERO
             },
+            context: device.context_bytes(),
             granule: device.granule(),
         }
     }

@@ -69,7 +69,7 @@ pub trait Source: Send + Sync {
     ///
     /// # Safety
     ///
-    /// `target` is page-aligned, and valid for writes of [`Extent::aligned_bytes`] that nobody else touches meanwhile.
+    /// `target` is page-aligned, and valid for writes of [`Extent::aligned_bytes`] that nothing else touches meanwhile.
     unsafe fn read(&self, extent: &Extent, target: NonNull<u8>, progress: &ReadProgress) -> Result<(), ReadError>;
 
     /// Reads a few bytes, such as an embedding row, to the heap; `target` is as long as `extent`.

@@ -196,7 +196,7 @@ mod tests {
     use super::*;
     use crate::engine::reader::ReadProgress;
 
-    /// Answers when it is told to, with the place of what is read.
+    /// Answers on command, with the place of what is read.
     #[derive(Default)]
     struct Gate {
         closed: AtomicBool,

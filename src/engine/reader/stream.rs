@@ -167,7 +167,7 @@ impl Stream {
         state.failed = true;
         self.shared.progress.give_up();
         state = self.shared.settle(state, self.stall);
-        // Without threads a restart before has failed: there is nobody who would go on with what there is.
+        // Without threads a restart before has failed: nothing would go on with what there is.
         if state.reading == 0 && !self.threads.is_empty() {
             state.schedule = schedule;
             state.end = usize::MAX;

@@ -209,7 +209,7 @@ fn a_file_that_ends_too_soon_is_an_error_of_that_piece_and_a_restart_heals() {
     assert_eq!(piece(&stream, &rest, 0), bytes[35_000..36_000]);
 }
 
-/// Answers when it is told to.
+/// Answers on command.
 struct Gate {
     open: AtomicBool,
 }
@@ -289,7 +289,7 @@ fn a_large_read_is_made_in_several_and_ends_early_when_it_is_given_up() {
     let target = memory.range(0, extent.aligned_bytes()).unwrap();
     let progress = ReadProgress::new();
     progress.give_up();
-    // SAFETY: all of a mapping that nobody else has.
+    // SAFETY: all of a mapping of our own.
     let error = unsafe { source.read(&extent, target, &progress) }.unwrap_err();
     assert_eq!(error.problem, "it is not wanted any more");
     let done = memory.slice(0, bytes.len()).unwrap();

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! A response is cancelled by its client, or by somebody who begins to speak. What a client does wrong is an event
-//! `error`, what a response lacks is told in its `response.done`; both have the codes of [`super::fault`].
+//! `error`, what a response lacks is reported in its `response.done`; both have the codes of [`super::fault`].
 
 mod endpoint;
 mod event;

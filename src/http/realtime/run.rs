@@ -88,7 +88,7 @@ where
 /// Why the work goes no further.
 enum Stop {
     Failed(Fault),
-    /// Nobody waits for it.
+    /// No caller waits for it.
     Unwanted,
 }
 

@@ -27,7 +27,7 @@ use super::{
         },
         chat_wire::ToolChoice,
         fault::Fault,
-        transcription::{Hearing, PIECES_AHEAD, Told},
+        transcription::{Hearing, PIECES_AHEAD, Recognised},
     },
     event::{self, ClientEvent},
     input::{Input, Turn, Utterance},
@@ -105,7 +105,7 @@ enum Happening {
     Sent(Result<(), Error>),
     Came(Option<Result<Message, Error>>),
     Step(Option<Step>),
-    Told(Option<Told>),
+    Recognised(Option<Recognised>),
     Shutdown,
     Time,
 }
@@ -167,8 +167,8 @@ impl Session {
                     self.step(step);
                     Next::GoOn
                 }
-                Happening::Told(told) => {
-                    self.told(told, closing);
+                Happening::Recognised(text) => {
+                    self.recognised(text, closing);
                     Next::GoOn
                 }
                 Happening::Shutdown => {
@@ -221,7 +221,7 @@ impl Session {
             // a client that does not read is not listened to either
             message = stream.next(), if waiting < WAITING_MAX * 2 => Happening::Came(message),
             step = of_any(run, Run::next), if waiting < WAITING_MAX => Happening::Step(step),
-            told = of_any(hearing, |heard| heard.hearing.next()) => Happening::Told(told),
+            text = of_any(hearing, |heard| heard.hearing.next()) => Happening::Recognised(text),
             () = self.shutdown.cancelled(), if !closing => Happening::Shutdown,
             () = sleep_until(deadline) => Happening::Time,
         }
@@ -502,7 +502,7 @@ impl Session {
             let value = self.settings.transcription.as_ref()?.get(key)?.as_str()?;
             (!value.is_empty()).then(|| value.to_owned())
         };
-        let (pieces, told) = mpsc::channel(PIECES_AHEAD);
+        let (pieces, heard) = mpsc::channel(PIECES_AHEAD);
         let request = TranscribeRequest {
             meta: self.part_meta(),
             model: how("model").unwrap_or_default(),
@@ -513,7 +513,7 @@ impl Session {
         };
         let api = self.api.clone();
         let work = async move { patiently(&api, || backend.transcribe(request.clone())).await }.boxed();
-        Ok((Hearing::of(work, told), place))
+        Ok((Hearing::of(work, heard), place))
     }
 
     /// What a part of the session is asked with.
@@ -524,14 +524,14 @@ impl Session {
         }
     }
 
-    fn told(&mut self, told: Option<Told>, closing: bool) {
+    fn recognised(&mut self, recognised: Option<Recognised>, closing: bool) {
         let wanted = self.settings.transcription.is_some();
         let Some(heard) = &self.hearing else {
             return;
         };
         let (item, respond) = (heard.item.clone(), heard.respond);
-        match told {
-            Some(Told::Piece(delta)) => {
+        match recognised {
+            Some(Recognised::Piece(delta)) => {
                 if wanted {
                     self.outbox.event(
                         "conversation.item.input_audio_transcription.delta",
@@ -540,7 +540,7 @@ impl Session {
                 }
                 return;
             }
-            Some(Told::Whole(text)) => {
+            Some(Recognised::Whole(text)) => {
                 self.items.transcribed(&item, &text);
                 if wanted {
                     let seconds = heard.duration.as_secs_f64();
@@ -562,7 +562,7 @@ impl Session {
                     self.outbox.error(&fault, None);
                 }
             }
-            Some(Told::Failed(refusal)) => {
+            Some(Recognised::Failed(refusal)) => {
                 self.hearing = None;
                 self.unheard(&item, respond, &refusal);
             }

@@ -6,6 +6,7 @@ use crate::{
     policy::{
         event::{ChangedKeys, Done, ShedLimit, ShedOutcome, WorkerDone},
         growth_wait::GrowthWait,
+        reboot::RebootReason,
         shedding::{Chosen, NextShed, Source, Weighing},
         snapshot::{Keepers, WorkerWait},
     },
@@ -47,6 +48,25 @@ impl Display for GrowthWait {
                     write!(f, " and {reserved} of that is reserved for workers")?;
                 }
                 Ok(())
+            }
+        }
+    }
+}
+
+impl Display for RebootReason {
+    fn fmt(&self, f: &mut Formatter<'_>) -> Result {
+        match self {
+            Self::OrphanedGpuMemory { bytes, of } => {
+                write!(f, "no process holds {bytes} of the {of} that the GPU has")
+            }
+            Self::ContiguousRefused { refusals } => {
+                write!(
+                    f,
+                    "the kernel refused contiguous memory {refusals} times though memory is plentiful"
+                )
+            }
+            Self::Fragmented { free, largest } => {
+                write!(f, "the largest free block has {largest} with {free} free")
             }
         }
     }

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::core::Arbiter;
 use crate::{
-    policy::params::{Params, ParamsError, ResidencyMode},
+    policy::params::{Params, ParamsError},
     units::Timestamp,
 };
 
@@ -44,16 +44,6 @@ impl Checkpoint {
     #[must_use]
     pub const fn at(&self) -> Timestamp {
         self.0.state.now
-    }
-
-    /// The same state under another residency mode; nothing changes where there is no engine.
-    #[must_use]
-    pub fn with_mode(mut self, mode: ResidencyMode) -> Self {
-        if let Some(engine) = &mut self.0.state.params.engine {
-            engine.mode = mode;
-        }
-        self.0.state.engine.set_mode(mode);
-        self
     }
 
     /// The settings that the arbiter had.

@@ -17,6 +17,7 @@ use crate::{
         params::{Params, ParamsError},
         pressure::Sample,
         reason::ReclaimReason,
+        reboot::RebootAdvice,
         state::State,
     },
     units::{Bytes, Timestamp},
@@ -41,6 +42,8 @@ pub struct Arbiter {
     pub(super) state: State,
     #[serde(default)]
     pub(super) page_pool: PagePool,
+    #[serde(default)]
+    pub(super) reboot: RebootAdvice,
     pub(super) sample: Option<Sample>,
     /// The last shed under pressure.
     pub(super) relieved_at: Option<Timestamp>,
@@ -74,6 +77,7 @@ impl Arbiter {
         Ok(Self {
             state: State::new(params)?,
             page_pool: PagePool::default(),
+            reboot: RebootAdvice::default(),
             sample: None,
             relieved_at: None,
             stats: Stats::default(),

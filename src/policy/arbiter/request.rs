@@ -8,7 +8,7 @@ use crate::{
         admission::{Want, WantKind},
         decision::{AdmissionDecision, Decision, LeaseDecision, LeaseEnd},
         denial::{Denial, NotHolder, Problem, Quota},
-        engine_control::{PlanKind, WaitingConversion, WaitingShed, bytes_in},
+        engine_control::{PlanKind, WaitingOperator, Wish, bytes_in},
         event::{Action, Answer, ChangedKeys, Done},
         kv_type::KvType,
         lease::{Class, LeaseId, LeaseKind, LeaseRequest, Peer, Ticket},
@@ -347,12 +347,12 @@ impl Arbiter {
         let promised = reclaim.is_some_and(|reclaim| self.carry_out(reclaim));
         match self.state.engine.plans.pending.last_key_value() {
             Some((revision, _)) if promised => {
-                let revision = *revision;
-                self.state.engine.waiting.sheds.push(WaitingShed {
+                let (revision, wish) = (*revision, Wish::Shed { asked: bytes });
+                self.state.engine.operators.push(WaitingOperator {
                     ticket,
                     revision,
-                    asked: bytes,
                     before,
+                    wish,
                 });
             }
             _ => {
@@ -416,11 +416,12 @@ impl Arbiter {
         }
         self.ask_engine(plan, kind_of_plan, Some(PlanReason::KvType { change }));
         if let Some((revision, _)) = self.state.engine.plans.pending.last_key_value() {
-            self.state.engine.waiting.conversions.push(WaitingConversion {
+            let (revision, wish) = (*revision, Wish::KvType { kind });
+            self.state.engine.operators.push(WaitingOperator {
                 ticket,
-                revision: *revision,
-                kind,
+                revision,
                 before,
+                wish,
             });
         }
     }

@@ -11,6 +11,7 @@ use crate::{
         lease_table::LeaseTable,
         params::{ENGINE_TENANT, Scope},
         pressure::Sample,
+        reboot::Changed,
     },
     units::{Bytes, Timestamp, Tokens},
 };
@@ -238,6 +239,12 @@ impl Arbiter {
         }
         if let Some(release) = self.page_pool.observe(&sample) {
             self.decide(MemoryDecision::Released(release));
+        }
+        for changed in self.reboot.observe(&sample, self.state.pressure.level()) {
+            self.decide(match changed {
+                Changed::Advised(reason) => MemoryDecision::RebootAdvised(reason),
+                Changed::NotAdvised(reason) => MemoryDecision::RebootNotAdvised(reason),
+            });
         }
         let short = self.state.params.pressure.elevated_below;
         if let Some(bytes) = self.page_pool.bytes_to_empty(short, self.state.now) {

@@ -109,6 +109,7 @@ impl Arbiter {
             shed_bytes: self.stats.shed_bytes,
             regrown_bytes: self.stats.regrown_bytes,
             last_release: self.page_pool.last_release,
+            reboot: self.reboot.reasons().collect(),
         }
     }
 

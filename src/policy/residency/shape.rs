@@ -355,3 +355,16 @@ pub(crate) fn sample_shape(layers: usize, layer_bytes: Bytes) -> ModelShape {
         ring_bytes: Bytes::ZERO,
     }
 }
+
+/// 8 layers of 10 MiB, 8 KiB of KV for each token: 80 MiB of layers, 32 MiB of KV at 4096 tokens, 20 MiB of the rest,
+/// 4 MiB of ring while a layer is streamed. In full 132 MiB; the floor with 512 tokens is 28 MiB.
+#[cfg(test)]
+pub(crate) fn small_model() -> ModelShape {
+    ModelShape {
+        fixed_bytes: Bytes::from_mib(16),
+        state_bytes: Bytes::from_mib(1),
+        workspace_fixed_bytes: Bytes::from_mib(3),
+        ring_bytes: Bytes::from_mib(4),
+        ..sample_shape(8, Bytes::from_mib(10))
+    }
+}

@@ -309,7 +309,7 @@ fn killed_externally(evidence: &Evidence, name: &str) -> Ruling {
     let blind = evidence.log.unreadable.is_some() || evidence.log.incomplete;
     let doubt = match evidence.machine_kills() {
         _ if !blind || name != "SIGKILL" => "",
-        // The counter is the kernel's word that it killed nobody for memory.
+        // The counter is the kernel's word that it killed no process for memory.
         Some(0) => "",
         Some(_) => {
             "; the kernel killed some process for memory meanwhile, and its log, which would name it, cannot be read"

@@ -280,6 +280,10 @@ fn numbers_of_another_namespace_are_not_compared() {
     );
 }
 
+const fn is_oom(class: DeathClass) -> bool {
+    matches!(class, DeathClass::GlobalOom | DeathClass::MemcgOom)
+}
+
 #[test]
 fn out_of_memory_beside_an_exit_belongs_to_a_child() {
     for code in [0, 1, 137] {
@@ -287,7 +291,7 @@ fn out_of_memory_beside_an_exit_belongs_to_a_child() {
             (evidence.before, evidence.after) = (group(0), group(1));
             evidence.log = logged(&[&MEMCG.replace("341226", "341300")]);
         });
-        assert!(!verdict.class.is_oom(), "{code}: {}", verdict.sentence);
+        assert!(!is_oom(verdict.class), "{code}: {}", verdict.sentence);
         assert!(
             verdict
                 .evidence
@@ -564,7 +568,7 @@ proptest! {
             evidence.log = logged(&[&MEMCG.replace("341226", &other.to_string()), &GLOBAL.replace("341226", &other.to_string())]);
             evidence.asked = killed_by_us.then(|| asked(Intent::Stop, true)).flatten();
         });
-        prop_assert!(!verdict.class.is_oom(), "{}", verdict.sentence);
+        prop_assert!(!is_oom(verdict.class), "{}", verdict.sentence);
     }
 
     /// A record that names the process makes every SIGKILL a kill for memory, and no other end.

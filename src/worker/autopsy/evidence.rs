@@ -46,7 +46,7 @@ pub(super) struct Evidence {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Asked {
     pub(super) intent: Intent,
-    /// In words, with figures; empty when nobody said.
+    /// In words, with figures; empty when not given.
     pub(super) why: String,
     /// Whether SIGKILL was sent too.
     pub(super) killed: bool,

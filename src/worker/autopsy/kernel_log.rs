@@ -1,7 +1,7 @@
 //! Kernel log records during the life of a process.
 //!
 //! `/dev/kmsg` is opened at its end before the start and read, without waiting, after the end. So a record that names
-//! the id of the process is about this process: nobody else had the id in between.
+//! the id of the process is about this process: no other process had the id in between.
 
 use std::{
     fs::{File, OpenOptions},
@@ -29,9 +29,9 @@ pub(super) enum RecordKind {
     /// Killed for memory, of the machine or of a control group.
     Oom {
         memcg: bool,
-        /// The group that was full, where it is told.
+        /// The group that was full, where it is logged.
         group: Option<String>,
-        /// The group of the process, where it is told.
+        /// The group of the process, where it is logged.
         task_group: Option<String>,
     },
     /// It did what the processor refused.

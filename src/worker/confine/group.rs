@@ -397,7 +397,7 @@ mod tests {
         let (_dir, roots) = tree("4:cpu,memory:/a\n0::/\n", &files);
         let groups = Groups::open(&roots);
         assert!(groups.describe().unwrap().starts_with("version 1"));
-        // A plain folder has no `cgroup.procs` of its own: what the kernel would refuse is told, not left out.
+        // A plain folder has no `cgroup.procs` of its own: what the kernel would refuse is reported, not left out.
         let (group, measure) = create(&groups, "asr", Some(Bytes::from_mib(64)));
         assert!(group.is_none() && measure.asked);
         assert!(

@@ -4,7 +4,10 @@ use std::{collections::BTreeMap, ffi::CString, fs, io};
 
 use nix::unistd::{Gid, Group, Uid, User, getgrouplist};
 
-use super::settings::{ConfineError, Confinement, Measure, Resource};
+use super::{
+    Confinement, Resource,
+    settings::{ConfineError, Measure},
+};
 
 /// User and groups to become.
 #[derive(Debug)]

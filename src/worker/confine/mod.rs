@@ -1,7 +1,7 @@
 //! Confinement of a worker: control group, limits, user, files, system calls.
 //!
 //! All is prepared by the supervisor and put into force by the new process itself between fork and exec, so that not
-//! one instruction of the worker runs without it. What this machine cannot do is told as a [`Measure`] and never left
+//! one instruction of the worker runs without it. What this machine cannot do is reported as a [`Measure`] and never left
 //! out in silence; with [`Confinement::required`] the worker is not started without it.
 
 use std::{
@@ -19,7 +19,9 @@ mod settings;
 pub use group::Groups;
 pub(super) use group::WorkerGroup;
 pub(super) use settings::Surroundings;
-pub use settings::{ConfineError, Confinement, FileAccess, Measure, Resource, SyscallFilter};
+pub use settings::{ConfineError, Measure};
+
+pub use crate::config::{Confinement, FileAccess, Resource, SyscallFilter};
 
 /// A confinement that the new process puts into force.
 #[derive(Debug)]

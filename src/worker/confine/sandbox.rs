@@ -13,7 +13,10 @@ use landlock::{
 };
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
 
-use super::settings::{FileAccess, Measure, Surroundings, SyscallFilter};
+use super::{
+    FileAccess, SyscallFilter,
+    settings::{Measure, Surroundings},
+};
 
 /// Builds the walls around files, and says what is in force.
 pub(super) fn files(access: Option<&FileAccess>, around: &Surroundings<'_>) -> (Option<OwnedFd>, Option<Measure>) {
@@ -45,7 +48,7 @@ pub(super) fn files(access: Option<&FileAccess>, around: &Surroundings<'_>) -> (
 
 fn ruleset(access: &FileAccess, around: &Surroundings<'_>) -> Result<Option<OwnedFd>, String> {
     let words = |error: &dyn std::error::Error| error.to_string();
-    // The newest that is asked for; what an older kernel does not know is left out by the crate, and its version is told.
+    // The newest that is asked for; what an older kernel does not know is left out by the crate, and its version is reported.
     let abi = ABI::V5;
     let read = AccessFs::from_read(abi);
     let all = AccessFs::from_all(abi);

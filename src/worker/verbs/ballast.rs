@@ -138,7 +138,7 @@ impl Ballast {
 impl Drop for Ballast {
     fn drop(&mut self) {
         if let Some(start) = self.start {
-            // SAFETY: the mapping is ours and nobody looks at it any more.
+            // SAFETY: the mapping is ours and no longer used.
             let _ = unsafe { mman::munmap(start, self.length) };
         }
     }

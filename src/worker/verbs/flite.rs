@@ -57,7 +57,7 @@ impl Flite {
         }
         // SAFETY: a wave that is not null is valid until it is deleted.
         let audio = unsafe { copied(&*wave) };
-        // SAFETY: the library made it and nobody else has it.
+        // SAFETY: the library made it and it is ours alone.
         unsafe { (self.functions.delete_wave)(wave) };
         audio.ok_or(FliteError::Silent)
     }

@@ -1,7 +1,7 @@
 //! Detection that no supervisor is left.
 //!
 //! A supervisor keeps a file locked, and names it in the environment of its workers. When it is gone the kernel takes the
-//! lock away; when the next one is there it has it again. A worker that finds nobody for longer than a lease goes on
+//! lock away; when the next one is there it has it again. A worker that finds no supervisor for longer than a lease goes on
 //! without renewal gives its memory back by ending.
 
 use std::{
@@ -17,7 +17,7 @@ use tokio::time::{Instant, sleep};
 
 use super::super::adopt::LOCK_VARIABLE;
 
-/// Returns when nobody has supervised this worker for a term; never for one that was started by hand.
+/// Returns when this worker has been without a supervisor for a term; never for one that was started by hand.
 pub(super) async fn left_alone() {
     let Some(lock) = env::var_os(LOCK_VARIABLE).map(PathBuf::from) else {
         return std::future::pending().await;
@@ -25,7 +25,7 @@ pub(super) async fn left_alone() {
     let term = env::var(TERM_VARIABLE).ok().and_then(|text| text.parse().ok());
     let term = term.map_or(TERM, Duration::from_millis);
     without(&lock, term).await;
-    // Nobody may be left to read it, which is no reason to stay.
+    // There may be no reader left, which is no reason to stay.
     let words = format!(
         "no supervisor for {:.0} s: giving the memory back\n",
         term.as_secs_f64()
@@ -33,7 +33,7 @@ pub(super) async fn left_alone() {
     let _ = io::stderr().write_all(words.as_bytes());
 }
 
-/// Returns when nobody has had `lock` for `term`.
+/// Returns when `lock` has been free for `term`.
 async fn without(lock: &Path, term: Duration) {
     let mut alone_since = None;
     loop {
@@ -51,7 +51,7 @@ async fn without(lock: &Path, term: Duration) {
     }
 }
 
-/// Whether somebody has locked the file; nobody has one that is not there.
+/// Whether the file is locked; one that does not exist is not.
 fn is_held(path: &Path) -> io::Result<bool> {
     let file = match File::open(path) {
         Ok(file) => file,

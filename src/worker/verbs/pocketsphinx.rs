@@ -161,7 +161,7 @@ impl Decoder {
 
 impl Drop for Decoder {
     fn drop(&mut self) {
-        // SAFETY: `ps_init` made it, and nobody uses it after this.
+        // SAFETY: `ps_init` made it, and it is not used after this.
         unsafe { (self.functions.ps_free)(self.raw) };
     }
 }

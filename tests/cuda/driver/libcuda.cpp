@@ -3,6 +3,8 @@
 //   FAKE_CUDA_DEVICE=orin|hopper|blackwell|turing   attributes; `orin` shares its memory with the host
 //   FAKE_CUDA_DRIVER=12060          its version: PTX of a newer one is refused
 //   FAKE_CUDA_MEMORY=BYTES          what there is
+//   FAKE_CUDA_CONTEXT=BYTES         what each context takes of it for itself
+//   FAKE_CUDA_MAPPED_MS=N           how much longer a kernel takes while host memory of 512 KiB or more is registered
 //   FAKE_CUDA_LARGEST=BYTES|N%      the largest single allocation, or so much of what is free (fragmentation)
 //   FAKE_CUDA_ORDER=late|eager|SEED when queued work is done: as late or as early as the program's own waits allow, or at random
 //   FAKE_CUDA_FAULTS=NAME@N=CODE[!|!!],...   call N of NAME fails with CODE; with `!` every later call fails too until the context
@@ -86,7 +88,7 @@ constexpr size_t GRANULE = 2 << 20, PAGE = 4096, RESERVED_MOST = 8ull << 30, POI
 // Of the process, and never destroyed: other threads may still call when it exits.
 struct State {
   std::recursive_mutex mutex;
-  const Device* device = &DEVICES[0]; int driver = 12060; uint64_t total = 0, seed = 0; bool eager = false, late = false;
+  const Device* device = &DEVICES[0]; int driver = 12060; uint64_t total = 0, seed = 0, context_bytes = 0, mapped_ms = 0; bool eager = false, late = false;
   std::string largest, log; std::vector<Fault> faults;
   bool initialised = false; int broken = 0, lost = 0;              // until the context is gone; until the process is
   std::map<std::string, uint64_t> calls; uint64_t executed = 0, waits = 0, turn = 0, used = 0, peak = 0, host_peak = 0; Handle next = 1;
@@ -129,6 +131,8 @@ bool read_environment() {
   for (auto& d : DEVICES) if (env("FAKE_CUDA_DEVICE") == d.name) { s.device = &d; known = true; }
   s.total = s.device->memory;
   if (auto v = env("FAKE_CUDA_MEMORY"); !v.empty()) s.total = strtoull(v.c_str(), nullptr, 10);
+  s.mapped_ms = strtoull(env("FAKE_CUDA_MAPPED_MS").c_str(), nullptr, 10);
+  if (auto v = env("FAKE_CUDA_CONTEXT"); !v.empty()) s.context_bytes = strtoull(v.c_str(), nullptr, 10);
   if (auto v = env("FAKE_CUDA_DRIVER"); !v.empty()) s.driver = atoi(v.c_str());
   s.largest = env("FAKE_CUDA_LARGEST"); s.log = env("FAKE_CUDA_LOG");
   const std::string order = env("FAKE_CUDA_ORDER");
@@ -294,7 +298,7 @@ void destroy(Context* c) {
   for (auto& [p, n] : c->pinned) { simt_memory_remove((void*)p); munmap((void*)p, n); if (s.device->integrated) s.used -= n; }
   for (auto& [p, n] : c->registered) simt_memory_remove((void*)p);
   for (auto& [p, n] : c->reserved) munmap((void*)p, n);
-  s.contexts.erase(c); s.broken = 0;                                  // the value stays: threads may have it as current
+  s.contexts.erase(c); s.used -= s.context_bytes; if (s.contexts.empty()) s.broken = 0;                                  // the value stays: threads may have it as current
 }
 int with_context() { return !s.initialised ? NOT_INITIALIZED : !current ? INVALID_CONTEXT : !s.contexts.count(current) ? CONTEXT_IS_DESTROYED : OK; }
 template <class T> bool is(const std::set<T*>& all, T* one) { return all.count(one) != 0; }
@@ -330,9 +334,15 @@ API(cuDeviceGetAttribute, int* v, int which, int) {
   auto it = known.find(which); if (it == known.end()) { finding(text("attribute %d is not imitated", which)); return INVALID_VALUE; }
   *v = it->second; return OK;
 }
+static Context* make_context(bool primary) {
+  if (s.context_bytes > s.total - s.used) return nullptr;
+  Context* c = new Context{primary, {std::make_shared<Queue>(), {}}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}};
+  s.contexts.insert(c); s.used += s.context_bytes; return c;
+}
 API(cuDevicePrimaryCtxRetain, Context** c, int) {
   DRIVER(cuDevicePrimaryCtxRetain); TRY(s.initialised ? OK : NOT_INITIALIZED);
-  if (!s.primary || !s.contexts.count(s.primary)) { s.primary = new Context{true, {std::make_shared<Queue>(), {}}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}}; s.contexts.insert(s.primary); s.retained = 0; }
+  if (!s.primary || !s.contexts.count(s.primary)) { s.primary = make_context(true); s.retained = 0; }
+  if (!s.primary) return OUT_OF_MEMORY;
   s.retained++; *c = s.primary; return OK;
 }
 API(cuDevicePrimaryCtxRelease_v2, int) {
@@ -344,6 +354,16 @@ API(cuDevicePrimaryCtxRelease_v2, int) {
 API(cuDevicePrimaryCtxReset_v2, int) { LOCK; const int planned_code = planned("cuDevicePrimaryCtxReset_v2"); if (s.contexts.count(s.primary)) destroy(s.primary); s.retained = 0; return planned_code ? planned_code : s.lost; }
 API(cuDevicePrimaryCtxSetFlags_v2, int, unsigned) { DRIVER(cuDevicePrimaryCtxSetFlags_v2); return OK; }
 API(cuDevicePrimaryCtxGetState, int, unsigned* flags, int* active) { DRIVER(cuDevicePrimaryCtxGetState); *flags = 0; *active = s.contexts.count(s.primary) != 0; return OK; }
+API(cuCtxCreate_v2, Context** c, unsigned, int) {
+  DRIVER(cuCtxCreate_v2); TRY(condition()); TRY(s.initialised ? OK : NOT_INITIALIZED);
+  if (!(*c = make_context(false))) return OUT_OF_MEMORY;
+  current = *c; return OK;
+}
+API(cuCtxDestroy_v2, Context* c) {
+  LOCK; const int planned_code = planned("cuCtxDestroy_v2"); if (!s.contexts.count(c) || c->primary) return INVALID_CONTEXT;
+  destroy(c); if (current == c) current = nullptr;
+  RELEASED;
+}
 API(cuCtxSetCurrent, Context* c) { LOCK; TRY(planned("cuCtxSetCurrent")); if (c && !s.contexts.count(c)) return CONTEXT_IS_DESTROYED; current = c; return OK; }
 API(cuCtxGetCurrent, Context** c) { LOCK; TRY(planned("cuCtxGetCurrent")); *c = current; return OK; }
 API(cuCtxGetDevice, int* d) { ENTER(cuCtxGetDevice); *d = 0; return OK; }
@@ -576,6 +596,7 @@ API(cuLaunchKernel, Function* f, unsigned gx, unsigned gy, unsigned gz, unsigned
   for (size_t i = 0; i < f->kernel->sizes.size(); i++) held->emplace_back((char*)params[i], (char*)params[i] + f->kernel->sizes[i]);
   return push(t_stream, [=, kernel = f->kernel]() -> int {
     TRY(planned("kernel")); s.executed++;
+    if (s.mapped_ms) for (Context* c : s.contexts) for (auto& [p, n] : c->registered) if (n >= 512 << 10) { usleep(s.mapped_ms * 1000); break; }
     return guarded(kernel->name, [&]() -> int {
       std::vector<void*> p; for (auto& v : *held) p.push_back(v.data());
       const unsigned grid[3] = {gx, gy, gz}, block[3] = {bx, by, bz};

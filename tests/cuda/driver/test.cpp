@@ -151,6 +151,13 @@ static void registered_memory_is_discarded() {
   context(); char* p = host(8192); IS(cu("cuMemHostRegister_v2", (Thing)p, (size_t)4096, 0u), HOST_MEMORY_ALREADY_REGISTERED); IS(cu("cuMemHostRegister_v2", (Thing)(p + 1), (size_t)9, 0u), INVALID_VALUE);
   IS(madvise(p, 4096, MADV_DONTNEED), 0); IS(cu("cuMemHostUnregister", (Thing)p), OK); IS(cu("cuMemHostUnregister", (Thing)p), HOST_MEMORY_NOT_REGISTERED); memory(100);
 }
+static void contexts_take_memory() {
+  Thing a = nullptr, b = nullptr; size_t before = 0, after = 0, all = 0; IS(cu("cuInit", 0u), OK);
+  IS(cu("cuCtxCreate_v2", &a, 0u, 0), OK); IS(cu("cuMemGetInfo_v2", &before, &all), OK); IS(all - before, 4096);
+  IS(cu("cuDevicePrimaryCtxRetain", &b, 0), OK); IS(cu("cuMemGetInfo_v2", &after, &all), OK); IS(all - after, 8192);
+  IS(cu("cuCtxCreate_v2", &b, 0u, 0), OUT_OF_MEMORY); IS(cu("cuDevicePrimaryCtxRelease_v2", 0), OK);
+  IS(cu("cuMemGetInfo_v2", &after, &all), OK); IS(after, before); IS(cu("cuCtxDestroy_v2", a), OK); IS(cu("cuCtxDestroy_v2", a), INVALID_CONTEXT); IS(cu("cuMemGetInfo_v2", &after, &all), INVALID_CONTEXT);
+}
 
 struct Case { const char* name; void (*run)(); std::vector<const char*> environment; int signal; };
 static const Case CASES[] = {
@@ -164,6 +171,7 @@ static const Case CASES[] = {
   {"faults come as planned", faults_come_as_planned, {"FAULTS=cuMemAlloc_v2@2=2,kernel@1=719,cuStreamCreate@2=46!,cuEventRecord@1=999!!"}, 0},
   {"captures are replayed", captures_are_replayed, {}, 0}, {"use without a context", use_without_context, {}, 0},
   {"shared memory is asked for", shared_memory_is_asked_for, {}, 0}, {"registered memory is discarded", registered_memory_is_discarded, {}, 0},
+  {"contexts take memory", contexts_take_memory, {"MEMORY=12000", "CONTEXT=4096"}, 0},
 };
 int main(int argc, char** argv) {
   if (argc < 3) return 2;

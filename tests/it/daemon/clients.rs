@@ -3,10 +3,12 @@
 use std::{
     ffi::OsStr,
     path::Path,
-    process::{Command, Output},
+    process::{Command, Output, Stdio},
     sync::atomic::{AtomicBool, Ordering},
     time::Duration,
 };
+
+use tokio::io::{AsyncBufReadExt as _, BufReader};
 
 use super::house::{Daemon, House, asr, budget, demo_model, said, tts};
 use crate::support::speech_is_installed;
@@ -217,5 +219,36 @@ async fn frameworks_work_unmodified_also_while_memory_is_shed() {
     let sheds = daemon.status().await.engine.unwrap().sheds - before;
     println!("{sheds} sheds");
     assert!(sheds >= 4, "{sheds} sheds only");
+    daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_page_is_readable_in_a_browser_and_follows_the_next_daemon() {
+    let Some(venv) = std::env::var_os("COTENANT_BROWSER_VENV") else {
+        println!("left out: COTENANT_BROWSER_VENV is not set; `tests/run clients` prepares it");
+        return;
+    };
+    let sections = format!("{}{}", budget(256), demo_model(1024));
+    let mut house = House::new(&sections);
+    house.prefer_release();
+    let daemon = house.start().await;
+    daemon.whole().await;
+    let address = daemon.http.to_string();
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/clients/page_client.py");
+    let mut browser = tokio::process::Command::from(python(&venv));
+    browser.arg(script).arg(format!("http://{address}/"));
+    browser.args(std::env::var_os("COTENANT_SCREENSHOTS"));
+    let mut browser = browser.stdout(Stdio::piped()).kill_on_drop(true).spawn().unwrap();
+    let mut lines = BufReader::new(browser.stdout.take().unwrap()).lines();
+    assert_eq!(lines.next_line().await.unwrap().as_deref(), Some("watching"));
+    daemon.end().await;
+    assert_eq!(lines.next_line().await.unwrap().as_deref(), Some("lost"));
+    house.configure_with_http(&sections, &address);
+    let daemon = house.start().await;
+    let seen = tokio::time::timeout(CLIENT_PATIENCE, browser.wait()).await;
+    assert!(
+        seen.expect("the browser hangs").unwrap().success(),
+        "its output is above"
+    );
     daemon.end().await;
 }

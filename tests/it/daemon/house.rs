@@ -46,6 +46,8 @@ pub(super) struct House {
     /// Whether a neighbour lives in the same session: while a file `come` is there, a process that the daemon does not
     /// know fills this much memory within a second, keeps it for another, and goes. In MiB.
     pub(super) neighbour: Option<u32>,
+    /// Variables of the environment of daemons that are started from now on.
+    pub(super) environment: Vec<(String, String)>,
 }
 
 /// A daemon that runs.
@@ -129,6 +131,7 @@ impl House {
             folder: tempfile::tempdir().unwrap(),
             program: PROGRAM.to_owned(),
             neighbour: None,
+            environment: Vec::new(),
         };
         house.configure(sections);
         house
@@ -216,6 +219,7 @@ impl House {
             .args(["serve", "--config"])
             .arg(self.config())
             .env_remove("NOTIFY_SOCKET")
+            .envs(self.environment.iter().cloned())
             .stdin(Stdio::null())
             .stdout(log.try_clone().unwrap())
             .stderr(log);

@@ -11,6 +11,7 @@ use cotenant::rpc::{
     v1::{CreateLeaseRequest, GetStatusResponse, LeaseClass, lease_service_client::LeaseServiceClient},
 };
 use nix::sys::signal::{Signal, kill};
+use serde_json::Value;
 
 use super::house::{
     House, PROGRAM, asr, ballast, budget, content, demo_model, pid_of, pids, said, worker, workers_ready,
@@ -349,6 +350,55 @@ async fn a_reload_takes_over_what_it_can_and_names_what_needs_a_restart() {
     .await;
     daemon.end_after(&["configuration not reloaded"]).await;
     house.replay();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_page_reads_the_document_of_status_with_the_last_events() {
+    let house = House::new(&format!("{}{}", budget(128), demo_model(1024)));
+    let daemon = house.start().await;
+    daemon.whole().await;
+    let printed = house.json(&["status"]);
+    let mut shown = get(daemon.http, "/status.json").await.json();
+    let events = shown.as_object_mut().unwrap().remove("events").unwrap();
+    let fields = |document: &Value| -> Vec<String> { document.as_object().unwrap().keys().cloned().collect() };
+    assert_eq!(fields(&shown), fields(&printed));
+    for part in ["budget", "engine"] {
+        assert_eq!(fields(&shown[part]), fields(&printed[part]), "{part}");
+    }
+    assert_eq!(shown["engine"]["layersResident"], printed["engine"]["layersResident"]);
+    let events = events.as_array().unwrap();
+    assert!((2..=40).contains(&events.len()), "{events:?}");
+    assert!(
+        events
+            .iter()
+            .all(|event| event["name"] != "sampled" && event.get("body").is_none())
+    );
+    daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_journal_is_drawn_by_owner_with_what_was_shed() {
+    let house = House::new(&format!("{}{}", budget(128), demo_model(16_384)));
+    let daemon = house.start().await;
+    daemon.whole().await;
+    house.tell(&["shed", "8MiB"]);
+    daemon.end().await;
+    let journal = house.path("journal.ndjson").display().to_string();
+    let svg = house.path("memory.svg");
+    house.tell(&["plot", &journal, "--since", "1h", "--svg", &svg.display().to_string()]);
+    let svg = std::fs::read_to_string(svg).unwrap();
+    for text in ["budget 128 MiB", "unaccounted", "llm", "shed "] {
+        assert!(svg.contains(text), "{text} is not in the picture");
+    }
+    let points = house.json(&["plot", &journal]);
+    let held = |point: &Value| point["heldBytes"]["llm"].as_u64().unwrap_or(0);
+    let held: Vec<u64> = points.as_array().unwrap().iter().map(held).collect();
+    let most = *held.iter().max().unwrap();
+    assert!(
+        held[0] == 0 && most > 8 << 20 && held.last().unwrap() + (8 << 20) <= most,
+        "{held:?}"
+    );
+    assert!(house.tell(&["plot", &journal]).contains("budget 128 MiB"));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

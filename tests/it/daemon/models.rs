@@ -2,6 +2,7 @@
 
 use std::{fs, os::fd::AsRawFd as _, path::Path};
 
+use crate::weights::Weights as _;
 use candle_core::quantized::GgmlDType;
 use cotenant::{
     engine::{

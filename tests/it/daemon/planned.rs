@@ -2,6 +2,7 @@
 
 use std::{fs::File, path::Path};
 
+use crate::weights::Weights as _;
 use candle_core::quantized::GgmlDType;
 use cotenant::engine::{
     spec::Architecture,

@@ -1,5 +1,6 @@
 //! What people read, word by word.
 
+use crate::weights::Weights as _;
 use candle_core::quantized::GgmlDType;
 use cotenant::engine::{
     spec::Architecture,

@@ -2,6 +2,7 @@
 
 use std::{borrow::Cow, collections::BTreeMap, fs, io::BufWriter, path::Path};
 
+use crate::weights::Weights as _;
 use candle_core::{
     Device,
     quantized::{

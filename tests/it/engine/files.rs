@@ -1,14 +1,19 @@
 //! Files that are damaged, foreign, cut short or in several parts, and plans for another model.
 
-use std::{fs::OpenOptions, io::Write as _, path::Path};
+use std::{
+    fs::OpenOptions,
+    io::Write as _,
+    path::{Path, PathBuf},
+};
 
+use crate::weights::{Random, Weights as _, write_part};
 use candle_core::quantized::GgmlDType;
 use cotenant::{
     causes::in_one_line,
     engine::{
         Engine, ForwardError, Header, LoadErrorKind, Model,
         spec::Architecture,
-        synthetic::{Synthetic, TypeMix},
+        synthetic::{Entry, Synthetic, TypeMix},
     },
     policy::{kv_type::KvType, residency::EnginePlan},
 };
@@ -420,7 +425,7 @@ fn a_model_in_several_files_is_the_same_model() {
     let whole = write(&model);
     let expected = reference(&whole.path, 0);
     let folder = tempfile::tempdir().unwrap();
-    let first = model.write_parts(folder.path(), 3).unwrap();
+    let first = write_parts(&model, folder.path(), 3);
     for resident in [vec![], vec![1], vec![0, 1, 2, 3]] {
         let mut model = open(&first, &plan(resident, 64, 4), 1);
         assert!(model.forward(&PROMPT, &mut go()).unwrap()[..] == expected[0]);
@@ -444,4 +449,23 @@ fn a_model_in_several_files_is_the_same_model() {
     refused(&first, &["model-00003-of-00003.gguf", "the file has"]);
     std::fs::remove_file(part(3)).unwrap();
     refused(&first, &["model-00003-of-00003.gguf", "No such file"]);
+}
+
+/// Writes a model to `parts` files in `folder`, as `llama-gguf-split` would; returns the first.
+fn write_parts(model: &Synthetic, folder: &Path, parts: u16) -> PathBuf {
+    let tensors = model.tensors();
+    let each = tensors.len().div_ceil(usize::from(parts.max(1))).max(1);
+    let path = |part: usize| folder.join(format!("model-{part:05}-of-{parts:05}.gguf"));
+    let mut random = Random(model.seed);
+    for (number, some) in tensors.chunks(each).enumerate() {
+        let mut entries = if number == 0 { model.metadata() } else { Vec::new() };
+        let list = [
+            ("split.no", Entry::Short(u16::try_from(number).unwrap())),
+            ("split.count", Entry::Short(parts)),
+            ("split.tensors.count", Entry::Int(i32::try_from(tensors.len()).unwrap())),
+        ];
+        entries.extend(list.map(|(key, value)| (key.to_owned(), value)));
+        write_part(&path(number + 1), &entries, some, &mut random).unwrap();
+    }
+    path(1)
 }

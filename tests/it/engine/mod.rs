@@ -8,6 +8,7 @@ mod logits;
 
 use std::path::{Path, PathBuf};
 
+use crate::weights::Weights as _;
 use candle_core::quantized::GgmlDType;
 use cotenant::{
     engine::{

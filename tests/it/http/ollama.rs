@@ -167,15 +167,6 @@ async fn every_refusal_is_its_status_with_a_text_and_retry_headers() {
             true,
         ),
         (
-            Refusal::ExceedsBudget {
-                act: act(),
-                asked: Bytes::from_gib(2),
-                budget: Bytes::from_gib(1),
-            },
-            400,
-            false,
-        ),
-        (
             Refusal::ContextLengthExceeded {
                 model: "tiny".to_owned(),
                 prompt: Tokens::new(9000),

@@ -13,15 +13,15 @@ use cotenant::{
     http::{
         Access, Api, Limits,
         backend::{
-            AnswerPart, Backends, ChatBackend, ChatEvent, ChatRequest, ChatStream, EventLine, FinishReason, ModelInfo,
-            ModelKind, Prompt, SpeechBackend, SpeechRequest, SpeechStream, StatusBackend, TokenizerBackend,
-            TranscribeRequest, Transcript, Usage, Voice,
+            AnswerPart, Backends, ChatBackend, ChatEvent, ChatRequest, ChatStream, FinishReason, ModelInfo, ModelKind,
+            Prompt, SpeechBackend, SpeechRequest, SpeechStream, StatusBackend, TokenizerBackend, TranscribeRequest,
+            Transcript, Usage, Voice,
         },
         serve,
     },
     policy::{pressure::PressureLevel, refusal::Refusal, snapshot::Snapshot},
     speech::decoder::Decoder,
-    units::{Bytes, Timestamp, Tokens},
+    units::{Bytes, Tokens},
 };
 use futures_util::{FutureExt, StreamExt, future::BoxFuture, stream};
 use tokio::{
@@ -300,12 +300,8 @@ impl StatusBackend for ScriptedStatus {
         .to_owned()
     }
 
-    fn recent_events(&self, limit: usize) -> Vec<EventLine> {
-        let event = EventLine {
-            at: Timestamp::from_millis(6100),
-            text: "pressure Critical (headroom 41 MiB): shed KV 4096 to 1024 tokens".to_owned(),
-        };
-        vec![event; limit.min(1)]
+    fn document(&self) -> serde_json::Value {
+        serde_json::json!({"version": "scripted"})
     }
 
     fn models(&self) -> Vec<ModelInfo> {

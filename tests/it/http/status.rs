@@ -1,9 +1,11 @@
 use std::sync::atomic::Ordering;
 
+use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
 use cotenant::{
     policy::snapshot::{EngineState, WorkerState, WorkerView},
-    units::{Bytes, Tokens},
+    units::Tokens,
 };
+use ring::digest::{SHA256, digest};
 use serde_json::json;
 
 use super::{
@@ -224,12 +226,26 @@ async fn the_page_needs_nothing_from_elsewhere() {
     for foreign in ["http://", "https://", "src=", "@import", "url("] {
         assert!(!page.contains(foreign), "the page has {foreign}");
     }
-    open.script.snapshot.lock().unwrap().budget = Bytes::from_mib(512);
     let status = get(open.address, "/status.json").await;
     assert_eq!(status.header("cache-control"), "no-store");
-    let status = status.json();
-    assert_eq!(status["snapshot"]["budget"], 512 << 20);
-    assert_eq!(status["snapshot"]["level"], "normal");
-    assert_eq!(status["events"][0]["at"], 6_100_000);
-    assert_eq!(status["voices"], json!(["slt", "kal"]));
+    assert_eq!(status.json()["version"], "scripted");
+}
+
+#[tokio::test]
+async fn the_page_runs_its_own_script_and_style_only() {
+    let open = open().await;
+    let answer = get(open.address, "/").await;
+    let (policy, page) = (answer.header("content-security-policy"), answer.text());
+    assert!(!policy.contains("unsafe"), "{policy}");
+    for tag in ["script", "style"] {
+        let (_, rest) = page.split_once(&format!("<{tag}>")).unwrap();
+        let (text, rest) = rest.split_once(&format!("</{tag}>")).unwrap();
+        assert!(!rest.contains(&format!("<{tag}")), "one {tag}");
+        let hash = BASE64.encode(digest(&SHA256, text.as_bytes()));
+        assert!(
+            policy.contains(&format!("{tag}-src 'sha256-{hash}'")),
+            "{tag} is {hash}: {policy}"
+        );
+    }
+    assert!(!page.contains(" style=") && !page.contains(" onclick="));
 }

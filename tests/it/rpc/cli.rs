@@ -179,7 +179,7 @@ async fn exit_codes_tell_refused_from_unreachable_from_misused() {
 async fn health_waits_until_it_serves() {
     let daemon = Daemon::start().await;
     let asks = run(&daemon, &["health", "--wait", "--timeout", "20s"]);
-    let sets = daemon.health.set(cotenant::rpc::health::OVERALL, true);
+    let sets = async { daemon.health.set(cotenant::rpc::health::OVERALL, true) };
     let (asked, ()) = tokio::join!(asks, sets);
     assert_eq!((code(&asked), stdout(&asked).as_str()), (0, "SERVING\n"), "{asked:?}");
     daemon.end().await;

@@ -11,7 +11,7 @@ async fn unmodified_grpcio_does_what_a_tenant_does() {
         return;
     };
     let daemon = Daemon::start().await;
-    daemon.health.set(cotenant::rpc::health::OVERALL, true).await;
+    daemon.health.set(cotenant::rpc::health::OVERALL, true);
     let mut command = Command::new(Path::new(&venv).join("bin/python"));
     command
         .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/clients/grpc_client.py"))

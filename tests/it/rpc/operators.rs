@@ -187,7 +187,9 @@ async fn operators_shed_regrow_and_command_workers() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn health_knows_its_parts_and_reflection_names_all_services() {
-    use tonic_health::pb::{HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient};
+    use cotenant::rpc::health_v1::{
+        HealthCheckRequest, HealthListRequest, health_check_response::ServingStatus, health_client::HealthClient,
+    };
     let daemon = Daemon::start().await;
     let mut client = HealthClient::new(daemon.channel().await);
     let ask = |service: &str| HealthCheckRequest {
@@ -195,14 +197,30 @@ async fn health_knows_its_parts_and_reflection_names_all_services() {
     };
     let status = client.check(ask("")).await.unwrap().into_inner().status();
     assert_eq!(status, ServingStatus::NotServing, "until the daemon says so");
-    daemon.health.set(cotenant::rpc::health::OVERALL, true).await;
-    daemon.health.set(&cotenant::rpc::health::worker("asr"), true).await;
+    daemon.health.set(cotenant::rpc::health::OVERALL, true);
+    daemon.health.set(&cotenant::rpc::health::worker("asr"), true);
     for service in ["", "cotenant.v1.LeaseService", "cotenant.worker.asr"] {
         let status = client.check(ask(service)).await.unwrap().into_inner().status();
         assert_eq!(status, ServingStatus::Serving, "{service}");
     }
     let unknown = client.check(ask("nonsense")).await.unwrap_err();
     assert_eq!(unknown.code(), Code::NotFound);
+    let all = client.list(HealthListRequest {}).await.unwrap().into_inner().statuses;
+    assert_eq!(all["cotenant.worker.asr"].status(), ServingStatus::Serving);
+    assert_eq!(all["cotenant.engine"].status(), ServingStatus::NotServing);
+    let mut watched = client.watch(ask("cotenant.worker.tts")).await.unwrap().into_inner();
+    for (set, status) in [
+        (None, ServingStatus::ServiceUnknown),
+        (Some(true), ServingStatus::Serving),
+        (Some(false), ServingStatus::NotServing),
+    ] {
+        if let Some(serving) = set {
+            daemon.health.set("cotenant.worker.tts", serving);
+            // Of another service nothing comes.
+            daemon.health.set("cotenant.engine", serving);
+        }
+        assert_eq!(watched.message().await.unwrap().unwrap().status(), status);
+    }
 
     use tonic_reflection::pb::v1::{
         ServerReflectionRequest, server_reflection_client::ServerReflectionClient,

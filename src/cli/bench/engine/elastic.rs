@@ -48,7 +48,7 @@ impl Order {
         })
     }
 
-    /// Takes back an order that nobody has seen.
+    /// Takes back an order that was not seen.
     fn forget(&self) {
         self.at.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
@@ -232,7 +232,7 @@ impl Bench<'_> {
     }
 }
 
-/// Seconds in which as many threads as grow the engine find that much new memory, when nobody reads.
+/// Seconds in which as many threads as grow the engine find that much new memory, without readers.
 fn first_touch(bytes: Bytes) -> Result<f64, String> {
     let share = Bytes::new(bytes.get() / GROWERS as u64);
     let started = Instant::now();
@@ -257,6 +257,6 @@ const PROMPT_SHED_TOKENS: u32 = 256;
 const ORDER_LEAST: Duration = Duration::from_micros(500);
 const FEW_TOKENS: Duration = Duration::from_millis(20);
 const FEW_LAYERS: Duration = Duration::from_millis(100);
-/// How long a shed lies back in the figures that say so: the free pages of a virtual machine are told its host after 2 s
+/// How long a shed lies back in the figures that say so: the free pages of a virtual machine are reported to its host after 2 s
 /// (`PAGE_REPORTING_DELAY` in Linux's `mm/page_reporting.c`).
 const REST: Duration = Duration::from_secs(3);

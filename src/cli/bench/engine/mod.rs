@@ -319,7 +319,7 @@ impl<'settings> Bench<'settings> {
         // Whole logits, which the gate has compared, are the bench's own.
         arena::trim_heap();
         let held = self.model.breakdown();
-        // What nobody has touched is leased and in no memory: a resident set cannot have it.
+        // What is untouched is leased and in no memory: a resident set cannot have it.
         let book = held.used();
         let rss = arena::process_resident().saturating_sub(self.rss_before);
         let pages = self.model.kernel_resident();

@@ -51,7 +51,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Seconds in which the readers bring what is streamed for one token, when nobody computes.
+    /// Seconds in which the readers bring what is streamed for one token, without computing.
     ///
     /// # Errors
     /// When the file cannot be read.

@@ -1,8 +1,8 @@
 //! Products with rows of `f32`, `f16` and `bf16`, in tiles of some rows by some tokens.
 //!
-//! A part of some rows is widened once and stays in the first-level cache while all tokens go by. Each product is summed in
-//! sixteen lanes, which are added by halves, so that one token and many, and every set of instructions, yield the same
-//! bits as the portable loop.
+//! One or two tokens meet rows as they lie; the next rows are asked for meanwhile. For more, a part of some rows is widened
+//! once and stays in the first-level cache while the tokens go by. Each product is summed in sixteen lanes, which are added
+//! by halves, so that one token and many, and every set of instructions, yield the same bits as the portable loop.
 
 use super::float;
 
@@ -27,29 +27,29 @@ pub(super) const BF16: u8 = 2;
 
 /// The portable form: one row times one token.
 #[inline(always)]
-pub(super) fn dot<T: Copy>(weight: &[T], input: &[T], widen: impl Fn(T) -> f32) -> f32 {
+pub(super) fn dot<T: Copy>(weight: &[T], input: &[f32], widen: impl Fn(T) -> f32) -> f32 {
     let mut sums = [0f32; LANES];
     let (mut left, mut right) = (weight.chunks_exact(LANES), input.chunks_exact(LANES));
     for (x, y) in (&mut left).zip(&mut right) {
         for lane in 0..LANES {
-            sums[lane] = widen(x[lane]).mul_add(widen(y[lane]), sums[lane]);
+            sums[lane] = widen(x[lane]).mul_add(y[lane], sums[lane]);
         }
     }
     for (lane, (x, y)) in left.remainder().iter().zip(right.remainder()).enumerate() {
-        sums[lane] = widen(*x).mul_add(widen(*y), sums[lane]);
+        sums[lane] = widen(*x).mul_add(*y, sums[lane]);
     }
     float::sum(&mut sums)
 }
 
-/// Makes the module of a set: its features, its register of so many numbers, the rows and tokens of a tile, and what it does
-/// with registers.
+/// Makes the module of a set: its features, its register of so many numbers, the rows and tokens of a tile, the rows beside
+/// two tokens, and what it does with registers.
 macro_rules! products {
     (
-        $set:ident, $arch:ident, $features:literal, $register:ty, $width:expr, $rows:expr, $tokens:expr,
-        $zero:expr, $load:expr, $store:expr, $fma:expr, $half:expr, $brain:expr, $sum:expr $(,)?
+        $set:ident, $arch:ident, $features:literal, $register:ty, $width:expr, $rows:expr, $tokens:expr, $beside:expr,
+        $zero:expr, $load:expr, $store:expr, $fma:expr, $half:expr, $brain:expr, $sum:expr, $ask:expr $(,)?
     ) => {
         pub(super) mod $set {
-            use std::arch::$arch::*;
+            use std::{arch::$arch::*, array::from_fn};
 
             use super::super::rows::Rows;
             use super::{BF16, COLUMNS, F16, F32, LANES, ROWS, TOKENS, element};
@@ -66,8 +66,55 @@ macro_rules! products {
             /// The machine has the set; `rows` is as its fields say.
             #[target_feature(enable = $features)]
             pub(in super::super) unsafe fn rows<const KIND: u8>(rows: &Rows<'_>) {
-                let mut weights = [[0f32; COLUMNS]; ROWS];
-                let mut tokens = [[0f32; COLUMNS]; $tokens];
+                // SAFETY: the caller's promise.
+                unsafe {
+                    match rows.tokens {
+                        1 => few::<KIND, 1, 4>(rows),
+                        2 => few::<KIND, 2, $beside>(rows),
+                        _ => many::<KIND>(rows),
+                    }
+                }
+            }
+
+            /// The columns of a token that rows of type `KIND` are multiplied with.
+            fn token<const KIND: u8>(rows: &Rows<'_>, token: usize) -> *const f32 {
+                match KIND {
+                    F32 => rows.floats[token * rows.columns..].as_ptr(),
+                    _ => rows.copy(token).cast(),
+                }
+            }
+
+            /// Rows of type `KIND` times all `N` tokens, `R` rows at once, as they lie.
+            ///
+            /// # Safety
+            ///
+            /// As for `rows`.
+            #[target_feature(enable = $features)]
+            unsafe fn few<const KIND: u8, const N: usize, const R: usize>(rows: &Rows<'_>) {
+                let (count, all) = (rows.weights.len() / rows.row_bytes.max(1), rows.columns);
+                let inputs: [_; N] = from_fn(|at| token::<KIND>(rows, at));
+                for first in (0..count).step_by(R) {
+                    let weights: [_; R] =
+                        from_fn(|at| rows.weights[(first + at).min(count - 1) * rows.row_bytes..].as_ptr());
+                    let mut sums = [[[$zero; PARTS]; R]; N];
+                    // SAFETY: all columns of each row and each token.
+                    unsafe { add::<KIND, N, R, true>(weights, inputs, all, &mut sums) };
+                    for (token, sums) in sums.iter().enumerate() {
+                        for (row, sum) in sums.iter().enumerate().take(count - first) {
+                            rows.put(token, first + row, $sum(sum));
+                        }
+                    }
+                }
+            }
+
+            /// Rows of type `KIND` times any number of tokens.
+            ///
+            /// # Safety
+            ///
+            /// As for `rows`.
+            #[target_feature(enable = $features)]
+            unsafe fn many<const KIND: u8>(rows: &Rows<'_>) {
+                let mut weights = super::Aligned([[0f32; COLUMNS]; ROWS]);
                 let mut sums = [[[$zero; PARTS]; ROWS]; TOKENS];
                 let (count, all) = (rows.weights.len() / rows.row_bytes.max(1), rows.columns);
                 for (from, first) in (0..rows.tokens)
@@ -78,49 +125,24 @@ macro_rules! products {
                     sums[..here].fill([[$zero; PARTS]; ROWS]);
                     for start in (0..all).step_by(COLUMNS) {
                         let width = COLUMNS.min(all - start);
-                        // One or two tokens take whole registers of a row as they lie.
-                        let direct = here <= 2 && width.is_multiple_of(LANES);
-                        let row_at =
-                            |row: usize| rows.weights[(first + row).min(count - 1) * rows.row_bytes..].as_ptr();
-                        for (row, to) in weights
-                            .iter_mut()
-                            .enumerate()
-                            .take(if direct { 0 } else { together })
-                        {
+                        for (row, to) in weights.0.iter_mut().enumerate().take(together) {
+                            let row = rows.weights[(first + row) * rows.row_bytes..].as_ptr();
                             // SAFETY: columns of a row.
-                            unsafe { widen::<KIND>(row_at(row), start, width, to) };
+                            unsafe { widen::<KIND>(row, start, &mut to[..width]) };
                         }
                         for token in (0..here).step_by($tokens) {
                             let step = $tokens.min(here - token);
-                            for (ahead, to) in tokens.iter_mut().enumerate().take(step) {
-                                let token = from + token + ahead;
-                                let copy = if KIND == F32 {
-                                    rows.floats[token * all..].as_ptr().cast()
-                                } else {
-                                    rows.copy(token)
-                                };
-                                // SAFETY: columns of a token.
-                                unsafe { widen::<KIND>(copy, start, width, to) };
-                            }
-                            let sums = &mut sums[token..token + step];
-                            let width = width.div_ceil(LANES) * LANES;
+                            let at = |ahead: usize| self::token::<KIND>(rows, from + token + ahead).wrapping_add(start);
                             for row in (0..together).step_by($rows) {
-                                let wide: [*const u8; $rows] =
-                                    std::array::from_fn(|at| weights[(row + at) % ROWS].as_ptr().cast());
-                                // SAFETY: so many columns of each row from `start`, or of what was widened.
+                                let wide = from_fn(|ahead| weights.0[(row + ahead) % ROWS].as_ptr());
+                                // SAFETY: so many columns of each row and each token.
                                 unsafe {
                                     if step == $tokens {
-                                        tile::<F32, $tokens>(wide, 0, &tokens, width, sums, row);
+                                        tile::<$tokens>(wide, from_fn(at), width, &mut sums[token..], row);
                                         continue;
                                     }
                                     for ahead in 0..step {
-                                        let (token, sums) = (&tokens[ahead..=ahead], &mut sums[ahead..=ahead]);
-                                        if direct {
-                                            let rows = std::array::from_fn(|at| row_at(row + at));
-                                            tile::<KIND, 1>(rows, start, token, width, sums, row);
-                                        } else {
-                                            tile::<F32, 1>(wide, 0, token, width, sums, row);
-                                        }
+                                        tile::<1>(wide, [at(ahead)], width, &mut sums[token + ahead..], row);
                                     }
                                 }
                             }
@@ -134,40 +156,60 @@ macro_rules! products {
                 }
             }
 
-            /// Adds the products of some rows of type `KIND`, from column `start`, with `N` tokens, `width` columns of each.
+            /// Adds the products of the rows from `row`, widened, with `N` tokens, to their sums.
             ///
             /// # Safety
             ///
-            /// There are so many columns of each row.
+            /// There are `width` columns of each row and each token.
             #[target_feature(enable = $features)]
-            unsafe fn tile<const KIND: u8, const N: usize>(
-                weights: [*const u8; $rows],
-                start: usize,
-                tokens: &[[f32; COLUMNS]],
+            unsafe fn tile<const N: usize>(
+                weights: [*const f32; $rows],
+                tokens: [*const f32; N],
                 width: usize,
                 sums: &mut [[Sum; ROWS]],
                 row: usize,
             ) {
-                let Some(tokens) = tokens.first_chunk::<N>() else {
-                    return;
-                };
-                let mut running = [[[$zero; PARTS]; $rows]; N];
+                let mut running: [[Sum; $rows]; N] = from_fn(|ahead| from_fn(|at| sums[ahead][row + at]));
+                // SAFETY: the caller's promise.
+                unsafe {
+                    add::<F32, N, $rows, false>(weights.map(<*const f32>::cast), tokens, width, &mut running);
+                }
                 for ahead in 0..N {
                     for at in 0..$rows {
-                        running[ahead][at] = sums[ahead][row + at];
+                        sums[ahead][row + at] = running[ahead][at];
                     }
                 }
-                for column in (0..width.min(COLUMNS)).step_by(LANES) {
+            }
+
+            /// Adds the products of `R` rows of type `KIND` with `N` tokens to `sums`; with `ASK` it asks for the rows after them.
+            ///
+            /// # Safety
+            ///
+            /// There are `width` columns of each row and each token.
+            #[inline]
+            #[target_feature(enable = $features)]
+            unsafe fn add<const KIND: u8, const N: usize, const R: usize, const ASK: bool>(
+                weights: [*const u8; R],
+                tokens: [*const f32; N],
+                width: usize,
+                sums: &mut [[Sum; R]; N],
+            ) {
+                let mut running = *sums;
+                let whole = width - width % LANES;
+                for column in (0..whole).step_by(LANES) {
+                    if ASK {
+                        let bytes = column * super::bytes_of(KIND);
+                        for row in weights {
+                            $ask(row.wrapping_add(bytes + R * width * super::bytes_of(KIND)));
+                        }
+                    }
                     for part in 0..PARTS {
                         let place = column + part * $width;
                         // SAFETY: a register of the columns that each row and each token has.
                         unsafe {
-                            let mut ys = [$zero; N];
-                            for ahead in 0..N {
-                                ys[ahead] = $load(tokens[ahead].as_ptr().add(place));
-                            }
-                            for at in 0..$rows {
-                                let x = register::<KIND>(weights[at], start + place);
+                            let ys: [_; N] = from_fn(|ahead| $load(tokens[ahead].add(place)));
+                            for at in 0..R {
+                                let x = register::<KIND>(weights[at], place);
                                 for ahead in 0..N {
                                     running[ahead][at][part] = $fma(running[ahead][at][part], x, ys[ahead]);
                                 }
@@ -175,11 +217,31 @@ macro_rules! products {
                         }
                     }
                 }
-                for ahead in 0..N {
-                    for at in 0..$rows {
-                        sums[ahead][row + at] = running[ahead][at];
+                if whole < width {
+                    let rest = |column: &dyn Fn(usize) -> f32| {
+                        let mut lanes = [0f32; LANES];
+                        for (ahead, lane) in lanes.iter_mut().enumerate().take(width - whole) {
+                            *lane = column(whole + ahead);
+                        }
+                        lanes
+                    };
+                    for at in 0..R {
+                        // SAFETY: a column of a row.
+                        let x = rest(&|column| unsafe { element::<KIND>(weights[at], column) });
+                        for ahead in 0..N {
+                            // SAFETY: a column of a token.
+                            let y = rest(&|column| unsafe { *tokens[ahead].add(column) });
+                            for part in 0..PARTS {
+                                // SAFETY: a register of the lanes.
+                                running[ahead][at][part] = unsafe {
+                                    let (x, y) = (x.as_ptr().add(part * $width), y.as_ptr().add(part * $width));
+                                    $fma(running[ahead][at][part], $load(x), $load(y))
+                                };
+                            }
+                        }
                     }
                 }
+                *sums = running;
             }
 
             /// A register of columns from `column` on.
@@ -200,38 +262,35 @@ macro_rules! products {
                 }
             }
 
-            /// `width` columns from `start` of what lies at `from`, and zeros up to a multiple of the lanes.
+            /// Columns from `start` of what lies at `from`, as many as `to` takes.
             ///
             /// # Safety
             ///
             /// There are so many columns.
             #[inline]
             #[target_feature(enable = $features)]
-            unsafe fn widen<const KIND: u8>(from: *const u8, start: usize, width: usize, to: &mut [f32; COLUMNS]) {
-                let mut at = 0;
-                while at + $width <= width.min(COLUMNS) {
+            unsafe fn widen<const KIND: u8>(from: *const u8, start: usize, to: &mut [f32]) {
+                let whole = to.len() - to.len() % $width;
+                for at in (0..whole).step_by($width) {
                     // SAFETY: a register of columns.
-                    unsafe {
-                        $store(to.as_mut_ptr().add(at), register::<KIND>(from, start + at));
-                    }
-                    at += $width;
+                    unsafe { $store(to.as_mut_ptr().add(at), register::<KIND>(from, start + at)) };
                 }
-                for (ahead, to) in to
-                    .iter_mut()
-                    .enumerate()
-                    .take(width.div_ceil(LANES) * LANES)
-                    .skip(at)
-                {
-                    *to = if ahead < width {
-                        // SAFETY: a column.
-                        unsafe { element::<KIND>(from, start + ahead) }
-                    } else {
-                        0.0
-                    };
+                for (at, to) in to.iter_mut().enumerate().skip(whole) {
+                    // SAFETY: a column.
+                    *to = unsafe { element::<KIND>(from, start + at) };
                 }
             }
         }
     };
+}
+
+/// Widened rows, so that no register of them lies in two lines of the cache.
+#[repr(align(64))]
+struct Aligned([[f32; COLUMNS]; ROWS]);
+
+/// Bytes of one number.
+const fn bytes_of(kind: u8) -> usize {
+    if kind == F32 { 4 } else { 2 }
 }
 
 /// One number.
@@ -260,6 +319,7 @@ products!(
     8,
     2,
     3,
+    2,
     _mm256_setzero_ps(),
     |from: *const f32| _mm256_loadu_ps(from),
     |to: *mut f32, value| _mm256_storeu_ps(to, value),
@@ -270,6 +330,7 @@ products!(
         _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
     },
     |sum: &Sum| super::super::rows256::total(_mm256_add_ps(sum[0], sum[1])),
+    |row: *const u8| _mm_prefetch::<_MM_HINT_T0>(row.cast()),
 );
 
 #[cfg(target_arch = "x86_64")]
@@ -279,6 +340,7 @@ products!(
     "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c",
     __m512,
     16,
+    4,
     4,
     4,
     _mm512_setzero_ps(),
@@ -294,6 +356,7 @@ products!(
         let halves = (_mm512_castps512_ps256(sum[0]), _mm512_extractf32x8_ps::<1>(sum[0]));
         super::super::rows256::total(_mm256_add_ps(halves.0, halves.1))
     },
+    |row: *const u8| _mm_prefetch::<_MM_HINT_T0>(row.cast()),
 );
 
 #[cfg(target_arch = "aarch64")]
@@ -305,6 +368,7 @@ products!(
     4,
     2,
     3,
+    2,
     vdupq_n_f32(0.0),
     |from: *const f32| vld1q_f32(from),
     |to: *mut f32, value| vst1q_f32(to, value),
@@ -316,4 +380,5 @@ products!(
         let two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
         vget_lane_f32::<0>(two) + vget_lane_f32::<1>(two)
     },
+    |_row: *const u8| (),
 );

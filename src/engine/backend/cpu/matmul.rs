@@ -220,15 +220,15 @@ kernel! {
 }
 
 kernel! {
-    /// Product of two rows of `f16` bits.
-    pub(crate) fn dot_f16(weight: &[u16], input: &[u16]) -> f32 {
+    /// Product of a row of `f16` bits with a token.
+    pub(crate) fn dot_f16(weight: &[u16], input: &[f32]) -> f32 {
         floats::dot(weight, input, float::half_to_float)
     }
 }
 
 kernel! {
-    /// Product of two rows of `bf16` bits.
-    pub(crate) fn dot_bf16(weight: &[u16], input: &[u16]) -> f32 {
+    /// Product of a row of `bf16` bits with a token.
+    pub(crate) fn dot_bf16(weight: &[u16], input: &[f32]) -> f32 {
         floats::dot(weight, input, |bits| f32::from_bits(u32::from(bits) << 16))
     }
 }
@@ -262,8 +262,8 @@ const FEW_ROWS_TOGETHER: usize = super::neon_tile::ROWS;
 mod tests {
     use super::{
         super::{
-            narrow,
             quant::{Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER, quantize_q8_0, quantize_q8k},
+            rounded,
             test_numbers::numbers,
         },
         *,
@@ -316,8 +316,8 @@ mod tests {
                 Format::F32 => {}
                 Format::Q8K => quantize_q8k(Isa::Baseline, input, copy),
                 Format::Q8_0 => quantize_q8_0(Isa::Baseline, input, copy),
-                Format::F16 => narrow(input, copy, |x| half::f16::from_f32(x).to_bits()),
-                Format::Bf16 => narrow(input, copy, |x| half::bf16::from_f32(x).to_bits()),
+                Format::F16 => rounded(input, copy, |x| half::f16::from_f32(x).to_f32()),
+                Format::Bf16 => rounded(input, copy, |x| half::bf16::from_f32(x).to_f32()),
             }
         }
         let mut owner = Owner::new();

@@ -183,7 +183,11 @@ unsafe impl Backend for Cpu {
             Operation::Move { space, from, to, len } => {
                 move_block(Access::new(owner).region(space)?, (*from, *to), *len)
             }
-            Operation::Multiply(job) => multiply(pool, isa, job, &mut Access::new(owner)),
+            Operation::Multiply(job) => {
+                multiply(pool, isa, job, &mut Access::new(owner))?;
+                let then = job.activate.as_ref();
+                then.map_or(Ok(()), |job| activate(pool, isa, job, &mut Access::new(owner)))
+            }
             Operation::Norm(job) => norm(pool, isa, job, &mut Access::new(owner)),
             Operation::Rotate(job) => {
                 let mut access = Access::new(owner);
@@ -263,8 +267,8 @@ impl<'op> Copying<'op> {
                 Format::F32 => {}
                 Format::Q8_0 => quant::quantize_q8_0(self.isa, input, copy),
                 Format::Q8K => quant::quantize_q8k(self.isa, input, copy),
-                Format::F16 => narrow(input, copy, |x| half::f16::from_f32(x).to_bits()),
-                Format::Bf16 => narrow(input, copy, |x| half::bf16::from_f32(x).to_bits()),
+                Format::F16 => rounded(input, copy, |x| half::f16::from_f32(x).to_f32()),
+                Format::Bf16 => rounded(input, copy, |x| half::bf16::from_f32(x).to_f32()),
             }
         }
     }
@@ -477,9 +481,9 @@ fn widen(row: &[u8], out: &mut [f32], convert: impl Fn(u16) -> f32) {
     }
 }
 
-fn narrow(input: &[f32], copy: &mut [u8], convert: impl Fn(f32) -> u16) {
-    for (x, bits) in input.iter().zip(copy.chunks_exact_mut(2)) {
-        bits.copy_from_slice(&convert(*x).to_ne_bytes());
+fn rounded(input: &[f32], copy: &mut [u8], round: impl Fn(f32) -> f32) {
+    for (x, to) in input.iter().zip(copy.chunks_exact_mut(4)) {
+        to.copy_from_slice(&round(*x).to_ne_bytes());
     }
 }
 

@@ -7,11 +7,11 @@ use super::{float::half_to_float, isa::kernel};
 /// A format that activations are brought into.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Format {
-    /// Brain floating point, for weights of that type.
+    /// `f32` rounded to brain floating point, for weights of that type.
     Bf16,
     /// As they are.
     F32,
-    /// Half precision, for weights of that type.
+    /// `f32` rounded to half precision, for weights of that type.
     F16,
     /// Blocks of 32 `i8` with an `f16` scale; behind a row's blocks the scales again as `f32`, and then, as `i32`, -128 times
     /// each block's sum, which makes up for weights that are read as unsigned numbers.
@@ -46,7 +46,7 @@ impl Format {
     pub(crate) const fn row_bytes(self, columns: usize) -> usize {
         match self {
             Self::F32 => 0,
-            Self::F16 | Self::Bf16 => columns * 2,
+            Self::F16 | Self::Bf16 => columns * 4,
             Self::Q8_0 => columns.div_ceil(BLOCK) * (Q8_0_BYTES + 8),
             Self::Q8K => columns.div_ceil(SUPER) * (Q8K_BYTES + Q8K_SUMS),
         }

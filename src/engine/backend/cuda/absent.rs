@@ -20,6 +20,9 @@ pub fn find(_: Compute) -> Result<Arc<dyn Device>, Unavailable> {
     ))
 }
 
+/// Nothing to try again.
+pub const fn retry() {}
+
 /// That CUDA was left out.
 #[must_use]
 pub fn describe() -> String {

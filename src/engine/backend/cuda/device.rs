@@ -1,26 +1,20 @@
 //! The first GPU as a device that may be chosen: whether it can compute, and which models.
 
-use std::{
-    io,
-    sync::{Arc, Mutex, PoisonError},
-};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::quantized::GgmlDType;
 
 use super::{
     driver::Driver,
     gpu::Gpu,
-    operations::{DELTA_COUNTERS_MAX, scratch_floats},
+    operations::{DELTA_COUNTERS_MAX, OWN_BYTES, scratch_floats},
     parameters::{copies_stride, formats_of, kind_of},
     queue::Cuda,
+    trial::{Speed, Trial, refused},
 };
 use crate::{
     engine::{
-        arena::Backing,
-        backend::{
-            Backend, Buffer, Copies, Device, DeviceError, Multiply, Norm, Operation, Prepare, Product, Row, RowBytes,
-            Types, Widen, cpu::CpuDevice,
-        },
+        backend::{Backend, Device, cpu::CpuDevice},
         error::{LoadErrorKind, Unavailable},
         spec::{AttentionSpec, Spec},
     },
@@ -36,19 +30,14 @@ use crate::{
 struct CudaDevice {
     compute: Compute,
     trial: Trial,
+    /// Of an integrated device, whose weights may lie in either kind of memory, where that was left to the program.
+    speed: Option<Speed>,
 }
 
-/// What a trial has shown.
-#[derive(Clone, Copy, Debug)]
-struct Trial {
-    /// Tensor cores compute the same as other kernels.
-    tensor_cores: bool,
-    /// Bytes of the pieces in which the cache comes and goes.
-    granule: usize,
-}
-
-/// What the last trial of this process has shown, or why a GPU that was started since computes no more.
+/// What the last trial has shown, or why a GPU that was started since computes no more: until [`retry`].
 static VERDICT: Mutex<Option<Result<Trial, Unavailable>>> = Mutex::new(None);
+/// What was measured of it, once.
+static SPEED: Mutex<Option<Speed>> = Mutex::new(None);
 
 /// The first GPU, once a trial has shown that it computes: the first call makes it.
 ///
@@ -59,11 +48,35 @@ pub fn find(compute: Compute) -> Result<Arc<dyn Device>, Unavailable> {
     Ok(Arc::new(CudaDevice::find(compute)?))
 }
 
+/// Has the next [`find`] try a GPU again that did not compute.
+pub fn retry() {
+    let mut verdict = VERDICT.lock().unwrap_or_else(PoisonError::into_inner);
+    verdict.take_if(|verdict| verdict.is_err());
+}
+
 impl CudaDevice {
     fn find(compute: Compute) -> Result<Self, Unavailable> {
         let mut verdict = VERDICT.lock().unwrap_or_else(PoisonError::into_inner);
-        let trial = verdict.get_or_insert_with(trial).clone()?;
-        Ok(Self { compute, trial })
+        let trial = verdict.get_or_insert_with(Trial::run).clone()?;
+        let mut speed = SPEED.lock().unwrap_or_else(PoisonError::into_inner);
+        if speed.is_none() && compute.device.memory == CudaMemory::Auto && is_integrated() {
+            *speed = Speed::measure().ok();
+        }
+        Ok(Self {
+            compute,
+            trial,
+            speed: *speed,
+        })
+    }
+
+    /// Whether weights lie in mappings that the device reads.
+    fn mapped(&self) -> bool {
+        match self.compute.device.memory {
+            // What could not be measured, for want of memory, decides nothing.
+            CudaMemory::Auto => self.speed.map_or_else(is_integrated, |speed| speed.prefers_mapped()),
+            CudaMemory::Mapped => true,
+            CudaMemory::Device => false,
+        }
     }
 
     fn plain(&self) -> bool {
@@ -72,14 +85,10 @@ impl CudaDevice {
 
     fn started(&self) -> Result<Cuda, Unavailable> {
         let gpu = Gpu::open()?;
-        let mapped = match self.compute.device.memory {
-            CudaMemory::Auto => gpu.driver.integrated,
-            CudaMemory::Mapped => true,
-            CudaMemory::Device => false,
-        };
         let kernels = if self.plain() { ", without tensor cores" } else { "" };
-        let name = format!("cuda ({}, {}{kernels})", gpu.driver.name, gpu.image);
-        Cuda::new(&gpu, name, mapped, self.plain()).map_err(|error| refused(&error))
+        let memory = if self.mapped() { "mapped" } else { "device" };
+        let name = format!("cuda ({}, {}, {memory} memory{kernels})", gpu.driver.name, gpu.image);
+        Cuda::new(&gpu, name, self.mapped(), self.plain()).map_err(|error| refused(&error))
     }
 }
 
@@ -90,6 +99,10 @@ impl Device for CudaDevice {
 
     fn scratch_bytes(&self, spec: &AttentionSpec) -> Bytes {
         Bytes::of_len(scratch_floats(spec.heads, spec.head_dim) * 4)
+    }
+
+    fn context_bytes(&self) -> Bytes {
+        Bytes::of_len(self.trial.context + OWN_BYTES)
     }
 
     fn granule(&self) -> Bytes {
@@ -124,11 +137,35 @@ pub fn describe() -> String {
     let (major, minor) = driver.capability;
     let memory = Bytes::of_len(driver.memory);
     let facts = format!("{}, {memory}, compute capability {major}.{minor}", driver.name);
-    match CudaDevice::find(Compute::from(1)) {
-        Ok(device) if device.plain() => format!("{facts}; tensor cores are not used: they compute something else"),
-        Ok(_) => facts,
-        Err(error) => format!("{facts}; {error}: the LLM computes on the CPU"),
+    let device = match CudaDevice::find(Compute::from(1)) {
+        Ok(device) => device,
+        Err(error) => return format!("{facts}; {error}: the LLM computes on the CPU"),
+    };
+    let context = device.context_bytes();
+    let facts = format!("{facts}; its context takes {context}");
+    let facts = match device.speed {
+        None => facts,
+        Some(speed) => format!(
+            "{facts}; weights at {:.1} GB/s in its own memory and {:.1} GB/s mapped, a launch in {:.1} us",
+            gigabytes(speed.device),
+            gigabytes(speed.mapped),
+            speed.launch.as_secs_f64() * 1e6
+        ),
+    };
+    if device.plain() {
+        format!("{facts}; tensor cores are not used: they compute something else")
+    } else {
+        facts
     }
+}
+
+#[expect(clippy::cast_precision_loss, reason = "a figure with one decimal")]
+fn gigabytes(bytes: u64) -> f64 {
+    bytes as f64 / 1e9
+}
+
+fn is_integrated() -> bool {
+    Driver::open().is_ok_and(|driver| driver.integrated)
 }
 
 /// What of a model the kernels do not compute.
@@ -201,130 +238,5 @@ const fn alignment(dtype: GgmlDType) -> u64 {
     }
 }
 
-fn refused(error: &dyn std::error::Error) -> Unavailable {
-    Unavailable::new(
-        format!("the GPU does not compute: {error}"),
-        "see `dmesg` and who holds its memory, or set `llm.device: cpu`",
-    )
-}
-
-/// Computes products of a prompt with and without tensor cores, in every kind of memory that a model needs.
-fn trial() -> Result<Trial, Unavailable> {
-    let gpu = Gpu::open()?;
-    let product = |plain| {
-        let mut cuda = Cuda::new(&gpu, String::new(), true, plain).map_err(io::Error::from)?;
-        let product = try_product(&mut cuda)?;
-        let mut region = cuda.reserve(Bytes::of_len(gpu.granule), Bytes::ZERO)?;
-        region.set_open(Bytes::of_len(gpu.granule))?;
-        Ok::<_, io::Error>(product)
-    };
-    let by_others = product(true).map_err(|error| refused(&error))?;
-    let by_tensor_cores = product(false).map_err(|error| refused(&error))?;
-    Ok(Trial {
-        tensor_cores: by_others == by_tensor_cores,
-        granule: gpu.granule,
-    })
-}
-
-/// Bits of products of some rows with weights of two types.
-fn try_product(cuda: &mut Cuda) -> io::Result<Vec<u32>> {
-    let failed = |error: DeviceError| io::Error::other(error);
-    let floats = |cuda: &Cuda, count: usize| cuda.allocate(Bytes::of_len(count * 4), Backing::Now);
-    let types: Types = TRIED.into_iter().collect();
-    let (stream, normed) = (floats(cuda, TOKENS * COLUMNS)?, floats(cuda, TOKENS * COLUMNS)?);
-    let (weight, out) = (floats(cuda, COLUMNS)?, floats(cuda, TRIED.len() * TOKENS * ROWS)?);
-    let copies_bytes = copies_stride(formats_of(types), COLUMNS) * TOKENS;
-    let copies = cuda.allocate(Bytes::of_len(copies_bytes), Backing::Now)?;
-    let copies = Copies {
-        memory: copies.view_bytes(0, copies_bytes),
-        rows: TOKENS,
-        columns: COLUMNS,
-        types,
-    };
-    let numbers = |count: usize, scale: f32| {
-        let numbers = (0..count).map(|at| f32::from(u8::try_from(at * 37 % 251).unwrap_or(0)) * scale - 1.0);
-        numbers.flat_map(f32::to_le_bytes).collect::<Vec<u8>>()
-    };
-    for (to, count, scale) in [(&stream, TOKENS * COLUMNS, 0.008), (&weight, COLUMNS, 0.01)] {
-        let row = Row {
-            from: RowBytes::Host(numbers(count, scale).into()),
-            to: to.view(0..count),
-        };
-        let widen = Widen {
-            rows: std::slice::from_ref(&row).into(),
-            dtype: GgmlDType::F32,
-            scale: 1.0,
-        };
-        cuda.queue(Operation::Widen(widen)).map_err(failed)?;
-    }
-    let norm = Norm {
-        stream: stream.view(0..TOKENS * COLUMNS),
-        normed: normed.view(0..TOKENS * COLUMNS),
-        residual: None,
-        weight: weight.view(0..COLUMNS),
-        epsilon: 1e-6,
-        prepare: Prepare {
-            copies: copies.clone(),
-            types,
-            first: 0,
-        },
-    };
-    cuda.queue(Operation::Norm(norm)).map_err(failed)?;
-    let weights: Vec<Buffer> = TRIED
-        .into_iter()
-        .map(|dtype| weights(cuda, dtype))
-        .collect::<io::Result<_>>()?;
-    let products = TRIED.into_iter().zip(&weights).enumerate();
-    let products: Vec<Product> = products
-        .map(|(number, (dtype, weights))| Product {
-            weight: weights.view_bytes(0, ROWS * row_bytes(dtype)),
-            dtype,
-            rows: ROWS,
-            columns: COLUMNS,
-            out: out.view(number * TOKENS * ROWS..(number + 1) * TOKENS * ROWS),
-            stride: ROWS,
-            first: 0,
-        })
-        .collect();
-    let multiply = Multiply {
-        products: products.into(),
-        input: normed.view(0..TOKENS * COLUMNS),
-        copies,
-        rows: TOKENS,
-    };
-    cuda.queue(Operation::Multiply(multiply)).map_err(failed)?;
-    let made = cuda.read(&out, 0..TRIED.len() * TOKENS * ROWS).map_err(failed)?;
-    Ok(made.iter().map(|number| number.to_bits()).collect())
-}
-
-/// Weights in memory that the host fills, with scales that are finite.
-fn weights(cuda: &Cuda, dtype: GgmlDType) -> io::Result<Buffer> {
-    let bytes = ROWS * row_bytes(dtype);
-    let memory = cuda.ring(Bytes::of_len(bytes), Backing::Now)?;
-    let block = dtype.type_size();
-    let numbers: Vec<u8> = (0..bytes)
-        .map(|at| match (at % block, dtype) {
-            (1, _) | (3, GgmlDType::Q4K) => 0x20,
-            (at_block, _) => u8::try_from((at + 7 * at_block) % 253).unwrap_or(0),
-        })
-        .collect();
-    let place = memory.shared().range(0, bytes).ok_or(io::ErrorKind::InvalidData)?;
-    // SAFETY: a mapping that was made just now, which nothing else has.
-    unsafe { place.as_ptr().copy_from_nonoverlapping(numbers.as_ptr(), bytes) };
-    Ok(memory)
-}
-
-const fn row_bytes(dtype: GgmlDType) -> usize {
-    match dtype {
-        GgmlDType::Q4K => 144,
-        _ => 272,
-    }
-}
-
-/// What is tried: a type of each shape of blocks, more rows than an odd number of tiles has, and more tokens than other kernels take at once.
-const TRIED: [GgmlDType; 2] = [GgmlDType::Q4K, GgmlDType::Q8_0];
-const COLUMNS: usize = 256;
-const ROWS: usize = 80;
-const TOKENS: usize = 9;
 /// `TAPS_MAX` of `delta.cu`.
 const TAPS_MAX: usize = 16;

@@ -10,7 +10,8 @@ use cudarc::driver::{
     sys::{self, CUdevice_attribute as Attribute},
 };
 pub(super) use sys::{
-    CUdeviceptr as Address, CUevent as Event, CUfunction as Function, CUmodule as Module, CUstream as Stream,
+    CUcontext as Context, CUdeviceptr as Address, CUevent as Event, CUfunction as Function, CUmodule as Module,
+    CUstream as Stream,
 };
 
 use crate::engine::error::{DeviceError, Unavailable};
@@ -86,15 +87,18 @@ functions! {
     cuDeviceGetName(name: *mut c_char, len: c_int, device: c_int);
     cuDeviceGetAttribute(value: *mut c_int, attribute: sys::CUdevice_attribute, device: c_int);
     cuDeviceTotalMem_v2(bytes: *mut usize, device: c_int);
-    cuDevicePrimaryCtxRetain(context: *mut sys::CUcontext, device: c_int);
+    cuDevicePrimaryCtxRetain(context: *mut Context, device: c_int);
     cuDevicePrimaryCtxRelease_v2(device: c_int);
-    cuCtxSetCurrent(context: sys::CUcontext);
+    cuCtxCreate_v2(context: *mut Context, flags: c_uint, device: c_int);
+    cuCtxDestroy_v2(context: Context);
+    cuCtxSetCurrent(context: Context);
     cuModuleLoadData(module: *mut Module, image: *const c_void);
     cuModuleUnload(module: Module);
     cuModuleGetFunction(function: *mut Function, module: Module, name: *const c_char);
     cuFuncSetAttribute(function: Function, attribute: sys::CUfunction_attribute, value: c_int);
     cuMemAlloc_v2(address: *mut Address, bytes: usize);
     cuMemFree_v2(address: Address);
+    cuMemGetInfo_v2(free: *mut usize, total: *mut usize);
     cuMemHostRegister_v2(start: *mut c_void, bytes: usize, flags: c_uint);
     cuMemHostUnregister(start: *mut c_void);
     cuMemHostGetDevicePointer_v2(address: *mut Address, start: *mut c_void, flags: c_uint);
@@ -174,10 +178,13 @@ pub(super) struct Driver {
 }
 
 impl Driver {
-    /// Opens it, once for this process.
+    /// Opens it, once for this process; what could not be opened is tried again by the next call.
     pub(super) fn open() -> Result<&'static Self, Unavailable> {
-        static DRIVER: OnceLock<Result<Driver, Unavailable>> = OnceLock::new();
-        DRIVER.get_or_init(Self::opened).as_ref().map_err(Clone::clone)
+        static DRIVER: OnceLock<Driver> = OnceLock::new();
+        match DRIVER.get() {
+            Some(driver) => Ok(driver),
+            None => Self::opened().map(|driver| DRIVER.get_or_init(|| driver)),
+        }
     }
 
     fn opened() -> Result<Self, Unavailable> {

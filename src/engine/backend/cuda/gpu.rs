@@ -9,7 +9,7 @@ use std::{
 use cudarc::driver::sys;
 
 use super::{
-    driver::{Address, CudaError, Driver, Event, Function, Functions, Module, Stream, properties_on},
+    driver::{Address, Context, CudaError, Driver, Event, Function, Functions, Module, Stream, properties_on},
     images,
 };
 use crate::engine::error::Unavailable;
@@ -17,7 +17,7 @@ use crate::engine::error::Unavailable;
 /// A context, alive as long as anything in it is.
 pub(super) struct Gpu {
     pub(super) driver: &'static Driver,
-    context: sys::CUcontext,
+    context: Context,
     module: Module,
     kernels: [Function; Kernel::ALL.len()],
     /// What computes.
@@ -34,6 +34,39 @@ pub(super) struct Gpu {
 unsafe impl Send for Gpu {}
 // SAFETY: as above; the driver's calls may be made by several threads at once.
 unsafe impl Sync for Gpu {}
+
+/// A context of its own, by which is seen what memory is left while another one is made.
+pub(super) struct Observer {
+    driver: &'static Driver,
+    context: Context,
+}
+
+impl Observer {
+    pub(super) fn new() -> Result<Self, Unavailable> {
+        let driver = Driver::open()?;
+        let mut context = ptr::null_mut();
+        // SAFETY: a place for the handle.
+        unsafe { driver.functions.cuCtxCreate_v2(&raw mut context, 0, driver.device) }.map_err(lost)?;
+        Ok(Self { driver, context })
+    }
+
+    /// Bytes that may be allocated on the device.
+    pub(super) fn free(&self) -> Result<usize, CudaError> {
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: a context that is there.
+        unsafe { self.driver.functions.cuCtxSetCurrent(self.context) }?;
+        // SAFETY: places for the numbers.
+        unsafe { self.driver.functions.cuMemGetInfo_v2(&raw mut free, &raw mut total) }?;
+        Ok(free)
+    }
+}
+
+impl Drop for Observer {
+    fn drop(&mut self) {
+        // SAFETY: made by `new`, and nothing is in it.
+        unsafe { self.driver.functions.cuCtxDestroy_v2(self.context) }.ok();
+    }
+}
 
 /// A kernel by its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -111,12 +144,6 @@ impl Gpu {
     pub(super) fn open() -> Result<Arc<Self>, Unavailable> {
         let driver = Driver::open()?;
         let (image, name) = images::for_capability(driver.capability)?;
-        let lost = |error: CudaError| {
-            Unavailable::new(
-                format!("the GPU cannot be used: {error}"),
-                "see `dmesg` and who holds its memory, or set `llm.device: cpu`",
-            )
-        };
         let calls = driver.functions;
         let mut context = ptr::null_mut();
         // SAFETY: a place for the handle.
@@ -271,6 +298,13 @@ impl Gpu {
         unsafe { self.calls()?.cuStreamSynchronize(self.stream) }
     }
 
+    /// Waits for all that is queued before memory is given up; once more where that fails, which then has not waited.
+    pub(super) fn drain(&self) {
+        if self.synchronize().is_err() {
+            self.synchronize().ok();
+        }
+    }
+
     /// A new event.
     pub(super) fn event(&self) -> Result<Event, CudaError> {
         let mut event = ptr::null_mut();
@@ -315,6 +349,14 @@ impl std::fmt::Debug for Gpu {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         formatter.write_str(&self.driver.name)
     }
+}
+
+#[expect(clippy::needless_pass_by_value, reason = "what `map_err` hands on")]
+fn lost(error: CudaError) -> Unavailable {
+    Unavailable::new(
+        format!("the GPU cannot be used: {error}"),
+        "see `dmesg` and who holds its memory, or set `llm.device: cpu`",
+    )
 }
 
 // Of `cuda.h`.

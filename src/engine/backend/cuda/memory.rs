@@ -65,7 +65,7 @@ impl DeviceMemory for Allocation {
 
 impl Drop for Allocation {
     fn drop(&mut self) {
-        self.gpu.synchronize().ok();
+        self.gpu.drain();
         if let Ok(calls) = self.gpu.calls() {
             // SAFETY: had by `new`; what was queued has been executed, or never will be.
             unsafe { calls.cuMemFree_v2(self.address) }.ok();
@@ -123,7 +123,7 @@ impl DeviceMemory for Registered {
 
 impl Drop for Registered {
     fn drop(&mut self) {
-        self.gpu.synchronize().ok();
+        self.gpu.drain();
         if let Ok(calls) = self.gpu.calls() {
             // SAFETY: registered once; what was queued has been executed, or never will be.
             unsafe { calls.cuMemHostUnregister(self.start) }.ok();
@@ -190,7 +190,7 @@ impl Space {
         let Some(handle) = self.granules.pop() else {
             return;
         };
-        self.gpu.synchronize().ok();
+        self.gpu.drain();
         if let Ok(calls) = self.gpu.calls() {
             let place = self.place(self.granules.len());
             // SAFETY: mapped by `grow`; what was queued has been executed, or never will be.

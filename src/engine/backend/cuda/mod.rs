@@ -21,8 +21,10 @@ mod operations;
 mod parameters;
 #[cfg(feature = "cuda")]
 mod queue;
+#[cfg(feature = "cuda")]
+mod trial;
 
 #[cfg(not(feature = "cuda"))]
-pub use absent::{describe, find};
+pub use absent::{describe, find, retry};
 #[cfg(feature = "cuda")]
-pub use device::{describe, find};
+pub use device::{describe, find, retry};

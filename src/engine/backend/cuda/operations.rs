@@ -42,8 +42,9 @@ pub(super) struct Launcher {
     said: Table<[u32; 2]>,
     /// What the word at [`POSITION`] will be.
     position: Option<u32>,
-    /// The copies that were made last.
+    /// The copies that were made last, and the memory that they were asked for in, of which they may have the second half.
     copied: CopiesTo,
+    copied_in: Address,
 }
 
 impl Launcher {
@@ -58,6 +59,7 @@ impl Launcher {
             said: Table::new(gpu)?,
             position: None,
             copied: CopiesTo::default(),
+            copied_in: 0,
             gpu: Arc::clone(gpu),
         })
     }
@@ -134,6 +136,7 @@ impl Launcher {
             stride: word(stride)?,
             unused: 0,
         };
+        self.copied_in = self.copied.base;
         Ok(CopiesTo {
             base: self.copied.base + (prepare.first * stride) as u64,
             ..self.copied
@@ -179,10 +182,54 @@ impl Launcher {
         self.launch(Kernel::Norm, (word(rows)?, 1, 1), 0, &launched)
     }
 
-    fn multiply(&self, job: &Multiply<'_>) -> Result<(), DeviceError> {
-        if self.copied.base != self.at(&job.copies.memory)? {
+    fn multiply(&mut self, job: &Multiply<'_>) -> Result<(), DeviceError> {
+        if self.copied_in != self.at(&job.copies.memory)? {
             return Err(DeviceError::new("an input was not copied for its products".to_owned()));
         }
+        let Some(activate) = &job.activate else {
+            return self.products(job, None);
+        };
+        if let Some(to) = self.pair_copies(job, activate)? {
+            self.products(job, Some((activate, to)))?;
+            self.copied = to;
+            return Ok(());
+        }
+        self.products(job, None)?;
+        self.activate(activate)
+    }
+
+    /// Where the copies of one token's activation go when it is launched with the products that it is made of: beside those of their
+    /// input, which other blocks still read. Nothing where it is launched alone.
+    fn pair_copies(&self, job: &Multiply<'_>, activate: &Activate) -> Result<Option<CopiesTo>, DeviceError> {
+        let Prepare { copies, types, first } = &activate.prepare;
+        let is_whole = |product: &Product, out: &View| {
+            product.rows == activate.width && product.first == 0 && product.out.is_same(out)
+        };
+        let [gate, up] = &*job.products else { return Ok(None) };
+        let start = self.at(&copies.memory)?;
+        let (formats, half) = (
+            formats_of(*types),
+            copies.memory.len() / 2 / COPIES_ALIGN * COPIES_ALIGN,
+        );
+        let stride = copies_stride(formats, activate.width);
+        let fits = job.rows == 1
+            && *first == 0
+            && is_whole(gate, &activate.gate)
+            && is_whole(up, &activate.up)
+            && activate.width.div_ceil(PAIR_ROWS) <= PAIR_COUNTERS_MAX
+            && self.copied.base == start
+            && stride.max(self.copied.stride as usize) <= half;
+        Ok(fits.then_some(CopiesTo {
+            base: start + half as u64,
+            formats,
+            columns: word(activate.width)?,
+            stride: word(stride)?,
+            unused: 0,
+        }))
+    }
+
+    /// Products, with what becomes of two of them and where its copies go.
+    fn products(&self, job: &Multiply<'_>, pair: Option<(&Activate, CopiesTo)>) -> Result<(), DeviceError> {
         let (kernel, rows, tokens) = match job.rows {
             0 => return Ok(()),
             1 => (Kernel::Product1, 32, 1),
@@ -203,6 +250,14 @@ impl Launcher {
             for (product, matrix) in products.iter().zip(&mut launched.matrix) {
                 *matrix = self.matrix(product, job.rows, blocks)?;
                 blocks += matrix.rows.div_ceil(rows);
+            }
+            if let Some((activate, to)) = pair {
+                (launched.pair_to, launched.pair_counters) = (to, self.counter(PAIR));
+                launched.pair_activation = number_of(activate.activation);
+                let biases = [&activate.gate_bias, &activate.up_bias];
+                for (matrix, bias) in launched.matrix.iter_mut().zip(biases) {
+                    matrix.bias = self.some(bias.as_ref())?;
+                }
             }
             let grid = (blocks, word(job.rows.div_ceil(tokens))?, 1);
             self.launch(kernel, grid, 0, &launched)?;
@@ -239,10 +294,7 @@ impl Launcher {
         self.add_bias(up, rows, job.up_bias.as_ref())?;
         let mut to = self.prepare(&job.prepare, rows, job.width)?;
         let (mut gate, mut up, mut stride) = (gate, up, word(job.width)?);
-        let mut activation: u32 = match job.activation {
-            Activation::Silu => 1,
-            Activation::Gelu => 2,
-        };
+        let mut activation = number_of(job.activation);
         let grid = (word(job.width.div_ceil(1024))?, word(rows)?, 1);
         let parameters: &mut [*mut c_void] = &mut [
             (&raw mut gate).cast(),
@@ -618,6 +670,14 @@ impl<T: Copy + PartialEq> Table<T> {
     }
 }
 
+/// Number of an activation, as kernels have it.
+const fn number_of(activation: Activation) -> u32 {
+    match activation {
+        Activation::Silu => 1,
+        Activation::Gelu => 2,
+    }
+}
+
 fn word(number: usize) -> Result<u32, DeviceError> {
     u32::try_from(number).map_err(|_| DeviceError::new(format!("{number} is more than a kernel counts")))
 }
@@ -642,4 +702,13 @@ const DELTA: usize = 256;
 pub(super) const DELTA_COUNTERS_MAX: usize = 2048;
 const PARTIAL: usize = DELTA + 4 * DELTA_COUNTERS_MAX;
 const FINISH_BLOCKS_MAX: usize = 4096;
-const COUNTERS_BYTES: usize = PARTIAL + 12 * FINISH_BLOCKS_MAX;
+const PAIR: usize = PARTIAL + 12 * FINISH_BLOCKS_MAX;
+/// One for each [`PAIR_ROWS`] rows of a gate: 262144 of them.
+const PAIR_COUNTERS_MAX: usize = 1024;
+const COUNTERS_BYTES: usize = PAIR + 4 * PAIR_COUNTERS_MAX;
+/// What a launcher allocates for itself: counters, and four tables.
+pub(super) const OWN_BYTES: usize = COUNTERS_BYTES.next_multiple_of(4096) + 4 * 4096;
+/// Rows of a gate that are activated together: `pair_of` of `products.cu`.
+const PAIR_ROWS: usize = 256;
+/// Where copies may begin: kernels go through them in such pieces.
+const COPIES_ALIGN: usize = 16;

@@ -32,7 +32,7 @@ pub(super) struct Matrix {
     pub(super) unused: u32,
 }
 
-/// `Products` of `products.cu`, without a pair.
+/// `Products` of `products.cu`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Products {

@@ -12,7 +12,7 @@ use crate::engine::{
     reader::{Extent, ReadProgress, Source},
 };
 
-/// The disk of a model, which answers when it is told to.
+/// The disk of a model, which answers on command.
 pub(super) struct Disk {
     file: Arc<dyn Source>,
     hangs: AtomicBool,
@@ -210,7 +210,7 @@ fn growing_gives_way_to_other_orders_while_the_disk_hangs() {
 }
 
 /// A disk that is as fast as it should be for some places of the file, and brings the rest a little at a time: until it is
-/// let on, or nobody wants it any more.
+/// let on, or it is not wanted any more.
 struct Slow {
     file: Arc<dyn Source>,
     fast: Vec<Extent>,

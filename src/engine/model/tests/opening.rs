@@ -90,7 +90,7 @@ fn logits(path: &Path) -> Vec<f32> {
     logits.to_vec()
 }
 
-/// That it is told which read hangs, and that this keeps at most so much.
+/// That the error names the read that hangs, and that this keeps at most so much.
 fn is_told(error: &LoadError, what: &str, most: Bytes) {
     let text = in_one_line(error);
     assert!(
@@ -145,7 +145,7 @@ fn vectors_that_do_not_come_are_an_error_in_time_and_the_ring_is_given_back() {
     let path = folder.path().join("model.gguf");
     write(&path, 7);
     let expected = logits(&path);
-    // The system is told of it before it is read.
+    // The system knows of it before it is read.
     let (mishap, disk) = Mishap::hang("blk.1.attn_norm.weight", 1);
     let error = open(&path, [0], &disk).err().unwrap();
     // By one of two threads.

@@ -14,7 +14,7 @@ use crate::engine::{
     reader::Source,
 };
 
-/// What the backend does, told from outside.
+/// What the backend does, set from outside.
 #[derive(Clone, Default)]
 pub(super) struct Refusing(Arc<Orders>);
 

@@ -15,9 +15,10 @@ use crate::engine::{
     reader::ReadProgress,
     spec::Architecture,
     synthetic::{Synthetic, TypeMix},
+    weights::Weights as _,
 };
 
-/// A disk that answers when it is told to.
+/// A disk that answers on command.
 struct Gate {
     open: AtomicBool,
     asked: AtomicUsize,
@@ -112,7 +113,7 @@ fn a_ring_that_a_hanging_read_keeps_is_on_the_book_until_it_returns() {
     hanging.stream(1);
     hanging.wait_for_readers(4);
     assert_eq!(hanging.rings(), 2);
-    // The first ring, and now the second one: nobody streams any more, and both are kept.
+    // The first ring, and now the second one: nothing is streamed any more, and both are kept.
     let (asked, freed) = hanging.weights.stop_stream();
     assert_eq!((asked, freed), (hanging.layout.ring, Bytes::ZERO));
     assert_eq!((hanging.rings(), hanging.weights.left.len()), (2, 2));

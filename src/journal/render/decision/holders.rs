@@ -1,4 +1,4 @@
-//! Decisions about the engine, growth and memory that nobody holds, as English.
+//! Decisions about the engine, growth and memory without a holder, as English.
 
 use crate::{
     policy::{
@@ -145,6 +145,11 @@ pub(super) fn growth(decision: &GrowthDecision) -> String {
 }
 
 pub(super) fn memory(decision: &MemoryDecision) -> String {
-    let MemoryDecision::Released(Release { bytes, to_pool, to_os }) = decision;
-    format!("released {bytes}: {to_pool} to the GPU's page pool, {to_os} to the OS")
+    match decision {
+        MemoryDecision::Released(Release { bytes, to_pool, to_os }) => {
+            format!("released {bytes}: {to_pool} to the GPU's page pool, {to_os} to the OS")
+        }
+        MemoryDecision::RebootAdvised(reason) => format!("reboot advised: {reason}"),
+        MemoryDecision::RebootNotAdvised(reason) => format!("reboot no longer advised; it was since {reason}"),
+    }
 }

@@ -5,7 +5,7 @@ use crate::{
     policy::{
         decision::EngineDecision,
         denial::{Denial, Problem},
-        engine_control::{WaitingConversion, WaitingShed},
+        engine_control::{WaitingOperator, Wish},
         event::{Action, Answer, Done, ShedLimit, ShedOutcome},
         lease::Ticket,
         params::ENGINE_TENANT,
@@ -177,19 +177,20 @@ impl Arbiter {
     /// Tells operators what became of what they asked for.
     pub(in crate::policy::arbiter) fn answer_operators(&mut self, revision: u64, outcome: Result<&Applied, &str>) {
         let held = self.state.engine_held();
-        let (due, waiting): (Vec<_>, Vec<_>) = std::mem::take(&mut self.state.engine.waiting.conversions)
+        let (due, waiting) = std::mem::take(&mut self.state.engine.operators)
             .into_iter()
-            .partition(|conversion| conversion.revision <= revision);
-        self.state.engine.waiting.conversions = waiting;
-        for WaitingConversion {
+            .partition(|operator| operator.revision <= revision);
+        self.state.engine.operators = waiting;
+        let due: Vec<WaitingOperator> = due;
+        for WaitingOperator {
             ticket,
-            revision: asked,
-            kind,
+            revision: asked_as,
             before,
+            wish,
         } in due
         {
-            match outcome {
-                Ok(applied) => self.done(
+            match (outcome, wish) {
+                (Ok(applied), Wish::KvType { kind }) => self.done(
                     ticket,
                     Done::KvChanged {
                         kv_type: kind,
@@ -200,29 +201,19 @@ impl Arbiter {
                         took: applied.took,
                     },
                 ),
-                Err(reason) => self.deny_unapplied(ticket, "kv_type", &kind, asked, reason),
-            }
-        }
-        let failure = outcome.err();
-        let (due, waiting) = std::mem::take(&mut self.state.engine.waiting.sheds)
-            .into_iter()
-            .partition(|shed| shed.revision <= revision);
-        self.state.engine.waiting.sheds = waiting;
-        let due: Vec<WaitingShed> = due;
-        for shed in due {
-            match failure {
-                None => {
-                    let freed = shed.before.saturating_sub(held);
-                    let limited_by = (freed < shed.asked).then(|| self.shed_limit(held));
+                (Ok(_), Wish::Shed { asked }) => {
+                    let freed = before.saturating_sub(held);
+                    let limited_by = (freed < asked).then(|| self.shed_limit(held));
                     let outcome = ShedOutcome {
-                        asked: shed.asked,
+                        asked,
                         freed,
                         held,
                         limited_by,
                     };
-                    self.answer(shed.ticket, Answer::Shed(outcome));
+                    self.answer(ticket, Answer::Shed(outcome));
                 }
-                Some(reason) => self.deny_unapplied(shed.ticket, "plan", &shed.revision, shed.revision, reason),
+                (Err(reason), Wish::KvType { kind }) => self.deny_unapplied(ticket, "kv_type", &kind, asked_as, reason),
+                (Err(reason), Wish::Shed { .. }) => self.deny_unapplied(ticket, "plan", &asked_as, asked_as, reason),
             }
         }
     }

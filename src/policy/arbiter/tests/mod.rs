@@ -19,7 +19,9 @@ macro_rules! acts {
 mod chunk;
 mod engine;
 mod golden;
+mod growth;
 mod holder;
+mod kv;
 mod lease;
 mod rest;
 mod restore;
@@ -41,7 +43,7 @@ use crate::{
         params::{EngineParams, Params, RestParams, Scope, StartParams, WorkerParams},
         pressure::Sample,
         reason::StopReason,
-        residency::{EnginePlan, ModelShape, sample_shape},
+        residency::{EnginePlan, ModelShape, sample_shape, small_model as shape},
         snapshot::{Snapshot, WorkerView},
     },
     units::{Bytes, Timestamp, Tokens},
@@ -53,18 +55,6 @@ pub(super) const fn mib(mib: u64) -> Bytes {
 
 pub(super) const fn ms(millis: u64) -> Duration {
     Duration::from_millis(millis)
-}
-
-/// 8 layers of 10 MiB, 8 KiB of KV for each token: 80 MiB of layers, 32 MiB of KV at 4096 tokens, 20 MiB of the rest,
-/// 4 MiB of ring while a layer is streamed. In full 132 MiB; the floor with 512 tokens is 28 MiB.
-pub(super) fn shape() -> ModelShape {
-    ModelShape {
-        fixed_bytes: mib(16),
-        state_bytes: mib(1),
-        workspace_fixed_bytes: mib(3),
-        ring_bytes: mib(4),
-        ..sample_shape(8, mib(10))
-    }
 }
 
 /// A session with a budget of 400 MiB: Elevated below 52 MiB, Critical below 26 MiB, 20 MiB of minimum reclaim.

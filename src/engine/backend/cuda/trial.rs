@@ -1,0 +1,349 @@
+//! Trial of a GPU before it is chosen: whether it computes, and how fast it reads weights where they may lie.
+
+use std::{
+    io,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use candle_core::quantized::GgmlDType;
+
+use super::{
+    driver::CudaError,
+    gpu::{Gpu, Observer},
+    parameters::{copies_stride, formats_of},
+    queue::Cuda,
+};
+use crate::{
+    engine::{
+        arena::Backing,
+        backend::{
+            Backend as _, Buffer, Copies, DeviceError, Multiply, Norm, Operation, Prepare, Product, Row, RowBytes,
+            Types, Widen,
+        },
+        error::Unavailable,
+    },
+    units::Bytes,
+};
+
+/// What a trial has shown.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Trial {
+    /// Tensor cores compute the same as other kernels.
+    pub(super) tensor_cores: bool,
+    /// Bytes of the pieces in which the cache comes and goes.
+    pub(super) granule: usize,
+    /// Bytes that a context takes with its kernels.
+    pub(super) context: usize,
+}
+
+impl Trial {
+    /// Computes products of a prompt with and without tensor cores, in every kind of memory that a model needs.
+    ///
+    /// # Errors
+    ///
+    /// When a call fails.
+    pub(super) fn run() -> Result<Self, Unavailable> {
+        let free = |observer: &Observer| observer.free().map_err(|error| refused(&error));
+        let observer = Observer::new()?;
+        let before = free(&observer)?;
+        let gpu = Gpu::open()?;
+        let product = |plain| {
+            let mut cuda = cuda(&gpu, true, plain)?;
+            let product = product(&mut cuda)?;
+            let mut region = cuda.reserve(Bytes::of_len(gpu.granule), Bytes::ZERO)?;
+            region.set_open(Bytes::of_len(gpu.granule))?;
+            Ok::<_, io::Error>(product)
+        };
+        let by_others = product(true).map_err(|error| refused(&error))?;
+        let by_tensor_cores = product(false).map_err(|error| refused(&error))?;
+        let context = before.saturating_sub(free(&observer)?);
+        Ok(Self {
+            tensor_cores: by_others == by_tensor_cores,
+            granule: gpu.granule,
+            context: context.next_multiple_of(CONTEXT_STEP).min(CONTEXT_MAX),
+        })
+    }
+}
+
+/// How fast the kernel for one token goes through weights, in bytes per second.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Speed {
+    /// In memory of the device.
+    pub(super) device: u64,
+    /// In mappings that it reads where they lie.
+    pub(super) mapped: u64,
+    /// Time of a launch among others, of a kernel that has hardly anything to do.
+    pub(super) launch: Duration,
+}
+
+impl Speed {
+    /// Measures it, within half a second.
+    ///
+    /// # Errors
+    ///
+    /// When a call fails.
+    pub(super) fn measure() -> Result<Self, Unavailable> {
+        let gpu = Gpu::open()?;
+        let measured = || {
+            Ok::<_, io::Error>(Self {
+                device: reading(&gpu, false)?,
+                mapped: reading(&gpu, true)?,
+                launch: launching(&gpu)?,
+            })
+        };
+        measured().map_err(|error| refused(&error))
+    }
+
+    /// Whether weights are read as fast where they are mapped: then the system counts them, and has them back at once.
+    pub(super) const fn prefers_mapped(&self) -> bool {
+        self.mapped.saturating_mul(100) >= self.device.saturating_mul(MAPPED_PERCENT)
+    }
+}
+
+pub(super) fn refused(error: &dyn std::error::Error) -> Unavailable {
+    Unavailable::new(
+        format!("the GPU does not compute: {error}"),
+        "see `dmesg` and who holds its memory, or set `llm.device: cpu`",
+    )
+}
+
+fn cuda(gpu: &Arc<Gpu>, mapped: bool, plain: bool) -> io::Result<Cuda> {
+    Cuda::new(gpu, String::new(), mapped, plain).map_err(|error: CudaError| error.into())
+}
+
+fn failed(error: DeviceError) -> io::Error {
+    io::Error::other(error)
+}
+
+/// Rows of floats with copies, as a norm leaves them for products.
+struct Input {
+    normed: Buffer,
+    copies: Copies,
+    rows: usize,
+    columns: usize,
+}
+
+impl Input {
+    fn new(cuda: &mut Cuda, rows: usize, columns: usize, types: Types) -> io::Result<Self> {
+        let floats = |count: usize| cuda.allocate(Bytes::of_len(count * 4), Backing::Now);
+        let (stream, normed, weight) = (floats(rows * columns)?, floats(rows * columns)?, floats(columns)?);
+        let bytes = copies_stride(formats_of(types), columns) * rows;
+        let copies = Copies {
+            memory: cuda.allocate(Bytes::of_len(bytes), Backing::Now)?.view_bytes(0, bytes),
+            rows,
+            columns,
+            types,
+        };
+        let numbers = |count: usize, scale: f32| {
+            let numbers = (0..count).map(|at| f32::from(u8::try_from(at * 37 % 251).unwrap_or(0)) * scale - 1.0);
+            numbers.flat_map(f32::to_le_bytes).collect::<Vec<u8>>()
+        };
+        for (to, count, scale) in [(&stream, rows * columns, 0.008), (&weight, columns, 0.01)] {
+            let row = Row {
+                from: RowBytes::Host(numbers(count, scale).into()),
+                to: to.view(0..count),
+            };
+            let widen = Widen {
+                rows: std::slice::from_ref(&row).into(),
+                dtype: GgmlDType::F32,
+                scale: 1.0,
+            };
+            cuda.queue(Operation::Widen(widen)).map_err(failed)?;
+        }
+        let norm = Norm {
+            stream: stream.view(0..rows * columns),
+            normed: normed.view(0..rows * columns),
+            residual: None,
+            weight: weight.view(0..columns),
+            epsilon: 1e-6,
+            prepare: Prepare {
+                copies: copies.clone(),
+                types,
+                first: 0,
+            },
+        };
+        cuda.queue(Operation::Norm(norm)).map_err(failed)?;
+        Ok(Self {
+            normed,
+            copies,
+            rows,
+            columns,
+        })
+    }
+
+    fn multiply(&self, cuda: &mut Cuda, products: &[Product]) -> io::Result<()> {
+        let multiply = Multiply {
+            products: products.into(),
+            input: self.normed.view(0..self.rows * self.columns),
+            copies: self.copies.clone(),
+            rows: self.rows,
+            activate: None,
+        };
+        cuda.queue(Operation::Multiply(multiply)).map_err(failed)
+    }
+}
+
+/// Bits of products of some rows with weights of two types.
+fn product(cuda: &mut Cuda) -> io::Result<Vec<u32>> {
+    let input = Input::new(cuda, TOKENS, COLUMNS, TRIED.into_iter().collect())?;
+    let each = TOKENS * ROWS;
+    let out = cuda.allocate(Bytes::of_len(TRIED.len() * each * 4), Backing::Now)?;
+    let weights: Vec<Buffer> = TRIED
+        .into_iter()
+        .map(|dtype| weights(cuda, dtype))
+        .collect::<io::Result<_>>()?;
+    let products = TRIED.into_iter().zip(&weights).enumerate();
+    let products: Vec<Product> = products
+        .map(|(number, (dtype, weights))| Product {
+            weight: weights.view_bytes(0, ROWS * row_bytes(dtype, COLUMNS)),
+            dtype,
+            rows: ROWS,
+            columns: COLUMNS,
+            out: out.view(number * each..(number + 1) * each),
+            stride: ROWS,
+            first: 0,
+        })
+        .collect();
+    input.multiply(cuda, &products)?;
+    let made = cuda.read(&out, 0..TRIED.len() * each).map_err(failed)?;
+    Ok(made.iter().map(|number| number.to_bits()).collect())
+}
+
+/// Weights in memory that the host fills, with scales that are finite.
+fn weights(cuda: &Cuda, dtype: GgmlDType) -> io::Result<Buffer> {
+    let bytes = ROWS * row_bytes(dtype, COLUMNS);
+    let memory = cuda.ring(Bytes::of_len(bytes), Backing::Now)?;
+    let block = dtype.type_size();
+    let numbers: Vec<u8> = (0..bytes)
+        .map(|at| match (at % block, dtype) {
+            (1, _) | (3, GgmlDType::Q4K) => 0x20,
+            (at_block, _) => u8::try_from((at + 7 * at_block) % 253).unwrap_or(0),
+        })
+        .collect();
+    let place = memory.shared().range(0, bytes).ok_or(io::ErrorKind::InvalidData)?;
+    // SAFETY: a mapping that was made just now, which nothing else has.
+    unsafe { place.as_ptr().copy_from_nonoverlapping(numbers.as_ptr(), bytes) };
+    Ok(memory)
+}
+
+/// Bytes per second of one token's product with weights in memory of the device, or mapped: first with few of them; with many,
+/// beyond any cache, where that takes no time.
+fn reading(gpu: &Arc<Gpu>, mapped: bool) -> io::Result<u64> {
+    let mut cuda = cuda(gpu, mapped, true)?;
+    let (few, took) = timed_product(&mut cuda, FEW)?;
+    if took > FEW_TAKE_MAX {
+        return Ok(per_second(few, took));
+    }
+    let (many, took) = timed_product(&mut cuda, MANY)?;
+    Ok(per_second(many, took))
+}
+
+/// The shortest time of some products of one token with about so many bytes of weights.
+fn timed_product(cuda: &mut Cuda, bytes: usize) -> io::Result<(usize, Duration)> {
+    let dtype = GgmlDType::Q8_0;
+    let input = Input::new(cuda, 1, WIDE, [dtype].into_iter().collect())?;
+    let rows = bytes / row_bytes(dtype, WIDE);
+    let bytes = rows * row_bytes(dtype, WIDE);
+    let (weights, out) = (
+        cuda.part(Bytes::of_len(bytes))?,
+        cuda.allocate(Bytes::of_len(rows * 4), Backing::Now)?,
+    );
+    let product = Product {
+        weight: weights.view_bytes(0, bytes),
+        dtype,
+        rows,
+        columns: WIDE,
+        out: out.view(0..rows),
+        stride: rows,
+        first: 0,
+    };
+    let mut shortest = Duration::MAX;
+    for _ in 0..TURNS {
+        shortest = shortest.min(timed(cuda, |cuda| {
+            input.multiply(cuda, std::slice::from_ref(&product))
+        })?);
+    }
+    Ok((bytes, shortest))
+}
+
+/// Time of a launch when several are queued, each of a product with 32 rows.
+fn launching(gpu: &Arc<Gpu>) -> io::Result<Duration> {
+    let mut cuda = cuda(gpu, true, true)?;
+    let input = Input::new(&mut cuda, 1, COLUMNS, [GgmlDType::Q8_0].into_iter().collect())?;
+    let weights = weights(&cuda, GgmlDType::Q8_0)?;
+    let out = cuda.allocate(Bytes::of_len(32 * 4), Backing::Now)?;
+    let product = Product {
+        weight: weights.view_bytes(0, 32 * row_bytes(GgmlDType::Q8_0, COLUMNS)),
+        dtype: GgmlDType::Q8_0,
+        rows: 32,
+        columns: COLUMNS,
+        out: out.view(0..32),
+        stride: 32,
+        first: 0,
+    };
+    let took = timed(&mut cuda, |cuda| {
+        (0..LAUNCHES).try_for_each(|_| input.multiply(cuda, std::slice::from_ref(&product)))
+    })?;
+    Ok(took / LAUNCHES)
+}
+
+/// Time until what `work` queues has been executed.
+fn timed(cuda: &mut Cuda, work: impl FnOnce(&mut Cuda) -> io::Result<()>) -> io::Result<Duration> {
+    let before = cuda.mark();
+    cuda.wait(before).map_err(failed)?;
+    let began = Instant::now();
+    work(cuda)?;
+    let behind = cuda.mark();
+    cuda.wait(behind).map_err(failed)?;
+    Ok(began.elapsed())
+}
+
+fn per_second(bytes: usize, took: Duration) -> u64 {
+    let per_second = bytes as u128 * 1_000_000_000 / took.as_nanos().max(1);
+    u64::try_from(per_second).unwrap_or(u64::MAX)
+}
+
+const fn row_bytes(dtype: GgmlDType, columns: usize) -> usize {
+    match dtype {
+        GgmlDType::Q4K => columns / 256 * 144,
+        _ => columns / 32 * 34,
+    }
+}
+
+/// What is tried: a type of each shape of blocks, more rows than an odd number of tiles has, and more tokens than other kernels take at once.
+const TRIED: [GgmlDType; 2] = [GgmlDType::Q4K, GgmlDType::Q8_0];
+const COLUMNS: usize = 256;
+const ROWS: usize = 80;
+const TOKENS: usize = 9;
+/// To what a context's memory is rounded, so that one trial says the same as the next, and the most that counts as its own: on integrated
+/// devices other processes take memory meanwhile. Our choice; a context of CUDA 12 takes 100 to 500 MiB.
+const CONTEXT_STEP: usize = 8 << 20;
+const CONTEXT_MAX: usize = 1 << 30;
+/// Columns of the matrix whose product is timed: those of a model of 4 to 8 billion weights.
+const WIDE: usize = 4096;
+/// Weights of the product that is timed: with few of them a cache has all, with many none (Orin: 4 MiB); many take 1 ms on Orin.
+const FEW: usize = 1 << 20;
+const MANY: usize = 64 << 20;
+/// A device that takes longer for few is slower than any disk, and is not asked for many.
+const FEW_TAKE_MAX: Duration = Duration::from_millis(4);
+const TURNS: u32 = 4;
+const LAUNCHES: u32 = 50;
+/// Mapped weights are preferred when they are read as fast but for what two measurements differ by.
+const MAPPED_PERCENT: u64 = 97;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mapped_memory_is_preferred_where_it_is_read_as_fast() {
+        let speed = |mapped| Speed {
+            device: 60_000_000_000,
+            mapped,
+            launch: Duration::ZERO,
+        };
+        assert!(speed(58_200_000_000).prefers_mapped() && speed(70_000_000_000).prefers_mapped());
+        assert!(!speed(58_000_000_000).prefers_mapped());
+    }
+}

@@ -1,0 +1,313 @@
+//! Tests of what the engine gives up, and at which cost.
+
+use super::*;
+use crate::policy::{
+    decision::{EngineDecision, PlanOutcome},
+    engine_control::KvUse,
+    event::ShedLimit,
+    params::ResidencyMode,
+    pressure::PressureLevel,
+    shedding::Source,
+    speed::Timing,
+};
+
+/// The candidates of the last call, with what was taken.
+fn weighed(desk: &Desk) -> Vec<(Source, Option<Bytes>)> {
+    let weighing = desk.actions.iter().find_map(|action| match action {
+        Action::Weighed { weighing } => Some(weighing.clone()),
+        _ => None,
+    });
+    let candidates = weighing.unwrap().candidates.into_iter();
+    candidates.map(|weighed| (weighed.source, weighed.chosen)).collect()
+}
+
+/// An engine whose prompts are slow, so that context is worth more than layers.
+pub(super) fn with_slow_prompts(params: Params) -> Desk {
+    let mut desk = Desk::with_engine_ready(params);
+    for _ in 0..20 {
+        desk.tell(Event::EngineTimed(Timing {
+            prompt_tokens: Tokens::new(100),
+            prompt_us: 100 * 5000,
+            answer_tokens: Tokens::new(50),
+            answer_us: 50 * 20_000,
+        }));
+    }
+    desk
+}
+
+pub(super) fn untouched(untouched: Bytes) -> Event {
+    activity(
+        0,
+        KvUse {
+            untouched,
+            ..KvUse::default()
+        },
+    )
+}
+
+#[test]
+fn the_order_is_computed_from_what_the_user_loses() {
+    let mut desk = Desk::with_engine_ready(params());
+    desk.tell(activity(
+        0,
+        KvUse {
+            kept: Tokens::new(1024),
+            ..KvUse::default()
+        },
+    ));
+    desk.operator_shed(mib(16));
+    assert_eq!(
+        weighed(&desk),
+        [
+            (Source::UnusedKv, Some(mib(16))),
+            (Source::PrefixKv, None),
+            (Source::Layers, None)
+        ]
+    );
+    let (_, plan) = desk.plan_asked().unwrap();
+    assert_eq!((plan.resident.len(), plan.kv_capacity), (8, Tokens::new(2048)));
+}
+
+#[test]
+fn the_oldest_of_a_running_answer_goes_last_and_only_where_its_request_allows_that() {
+    let running = |droppable, dropped| {
+        activity(
+            1,
+            KvUse {
+                used: Tokens::new(4000),
+                droppable: Tokens::new(droppable),
+                dropped: Tokens::new(dropped),
+                ..KvUse::default()
+            },
+        )
+    };
+    let oldest = Source::OldestKv;
+    // Not allowed, it is no candidate, and what is used stays.
+    let mut desk = Desk::with_engine_ready(params());
+    desk.tell(running(0, 0));
+    desk.operator_shed(mib(30));
+    assert!(weighed(&desk).iter().all(|(source, _)| *source != oldest));
+    assert!(desk.plan_asked().unwrap().1.kv_capacity >= Tokens::new(4000));
+    // Allowed, and in a mode that holds on to speed: layers are spared for it.
+    let mut settings = with_engine(params());
+    settings.engine.as_mut().unwrap().mode = ResidencyMode::MaxSpeed;
+    let mut desk = Desk::with_engine_ready_in(settings);
+    desk.tell(running(3072, 0));
+    desk.operator_shed(mib(20));
+    let balance = weighed(&desk);
+    let given = |source: &Source| balance.iter().find(|(name, _)| name == source).unwrap().1;
+    assert!(given(&oldest) > Some(mib(18)), "{balance:?}");
+    let (revision, plan) = desk.plan_asked().unwrap();
+    assert!(
+        plan.kv_capacity < Tokens::new(3000) && plan.resident.len() == 8,
+        "{plan:?}"
+    );
+    desk.engine_applies_plan(revision, plan);
+    // What it has lost is decided once.
+    desk.tell(running(1900, 1152));
+    assert!(decided!(desk, Engine(EngineDecision::ContextLost { tokens: 1152, .. })));
+    desk.tell(running(1900, 1152));
+    assert!(!decided!(desk, Engine(EngineDecision::ContextLost { .. })));
+    // Whatever it was said to lose: what the engine keeps of it, it cannot, and is not asked for it again.
+    desk.operator_shed(mib(10));
+    let (revision, plan) = desk.plan_asked().unwrap();
+    let kept = EnginePlan {
+        kv_capacity: Tokens::new(plan.kv_capacity.get() + 128),
+        ..plan
+    };
+    desk.engine_applies_plan(revision, kept.clone());
+    desk.operator_shed(mib(10));
+    assert!(weighed(&desk).iter().all(|(source, _)| *source != oldest));
+    assert_eq!(desk.plan_asked().unwrap().1.kv_capacity, kept.kv_capacity);
+    // In a mode that holds on to context, layers go first.
+    let mut settings = with_engine(params());
+    settings.engine.as_mut().unwrap().mode = ResidencyMode::MaxContext;
+    let mut desk = Desk::with_engine_ready_in(settings);
+    desk.tell(running(3072, 0));
+    desk.operator_shed(mib(30));
+    assert_eq!(desk.plan_asked().unwrap().1.kv_capacity, Tokens::new(4096));
+}
+
+#[test]
+fn kv_that_was_never_touched_counts_as_used() {
+    let mut desk = Desk::with_engine_ready(params());
+    desk.tell(activity(
+        0,
+        KvUse {
+            untouched: mib(30),
+            ..KvUse::default()
+        },
+    ));
+    // 80 MiB seem to be left of 400, but the engine may touch 30 of them with the next token.
+    desk.samples(320);
+    assert_eq!(desk.snapshot().level, PressureLevel::Elevated);
+    let (revision, plan) = desk.plan_asked().unwrap();
+    assert!(plan.kv_capacity < Tokens::new(4096), "{plan:?}");
+    let given = mib(132) - shape().plan_bytes(&plan);
+    desk.tell(Event::EngineApplied {
+        revision,
+        in_force: plan,
+        freed: Bytes::ZERO,
+        used: mib(132) - given,
+        untouched: mib(30).saturating_sub(given),
+        untouched_given: given.min(mib(30)),
+        took: ms(1),
+    });
+    assert_eq!(desk.held("llm"), mib(132) - given);
+    let shed =
+        |outcome: &PlanOutcome| matches!(outcome, PlanOutcome::Shed { untouched, .. } if *untouched > Bytes::ZERO);
+    assert!(decided!(desk, Engine(EngineDecision::Applied { outcome, .. }) if shed(outcome)));
+}
+
+#[test]
+fn kv_is_converted_only_where_that_is_allowed_and_by_its_cost() {
+    let slow = Event::EngineTimed(Timing {
+        prompt_tokens: Tokens::new(100),
+        prompt_us: 100 * 2000,
+        answer_tokens: Tokens::new(50),
+        answer_us: 50 * 20_000,
+    });
+    // 32 MiB of KV are 17 as q8 and 9 as q4. Where context is dear, what it loses as q8 costs less than layers, and as q4
+    // more than one or two of them; where it is cheap, its unused end costs least of all (weighed in blocks of 136 KiB as
+    // q8, of which 16 are enough, so that five of 512 KiB go).
+    for (least, is_slow, need, expected) in [
+        (KvType::F16, true, 14, (6, 4096, KvType::F16)),
+        (KvType::Q8, true, 14, (8, 4096, KvType::Q8)),
+        (KvType::Q4, true, 14, (8, 4096, KvType::Q8)),
+        (KvType::Q8, true, 40, (5, 4096, KvType::Q8)),
+        (KvType::Q8, false, 2, (8, 3776, KvType::F16)),
+    ] {
+        let mut params = with_engine(params());
+        params.engine.as_mut().unwrap().kv_type_least = least;
+        let mut desk = Desk::with_engine_ready_in(params);
+        for _ in 0..20 {
+            if is_slow {
+                desk.tell(slow.clone());
+            }
+        }
+        desk.operator_shed(mib(need));
+        let (revision, plan) = desk.plan_asked().unwrap();
+        let asked = (plan.resident.len(), plan.kv_capacity.get(), plan.kv_type);
+        assert_eq!(asked, expected, "{least} {is_slow} {need}: {:?}", weighed(&desk));
+        let before = desk.held("llm");
+        let used = desk.engine_applies_plan(revision, plan);
+        assert!(desk.held("llm") == used && before - used >= mib(need), "{used}");
+        // What was given up comes back, the type last or together with the rest.
+        desk.measure("llm", used.whole_mib());
+        for _ in 0..40 {
+            desk.wait(100).sample(used.whole_mib());
+        }
+        let grown = desk.snapshot().engine;
+        assert_eq!(grown.asked.or(grown.in_force), grown.full);
+    }
+}
+
+#[test]
+fn an_operator_has_kv_kept_in_another_type_and_is_answered_with_what_came_of_it() {
+    let mut desk = Desk::with_engine_ready(params());
+    desk.keep_kv_as(KvType::Q8);
+    let (revision, plan) = desk.plan_asked().unwrap();
+    assert_eq!(
+        (plan.resident.len(), plan.kv_capacity, plan.kv_type),
+        (8, Tokens::new(4096), KvType::Q8)
+    );
+    assert_eq!(desk.held("llm"), mib(132), "asking frees nothing");
+    let used = desk.engine_applies_plan(revision, plan);
+    assert_eq!(used, mib(117));
+    let Done::KvChanged {
+        before, held, freed, ..
+    } = desk.done()
+    else {
+        panic!("{:?}", desk.answer());
+    };
+    assert_eq!((before, held, freed), (mib(132), mib(117), mib(15)));
+    desk.measure("llm", 117);
+    for _ in 0..40 {
+        desk.wait(100).sample(117);
+    }
+    assert_eq!(desk.plan_asked(), None, "it stays so");
+    desk.keep_kv_as(KvType::Q8);
+    assert_eq!(desk.done(), Done::KvIs(KvType::Q8));
+    // Up again only where there is room: 52 + 8 MiB are to stay free.
+    desk.wait(100).sample(330);
+    desk.keep_kv_as(KvType::F16);
+    let more = Some(mib(15));
+    let kv_type = KvType::F16;
+    assert_eq!(desk.done(), Done::KvWhenRoom { kv_type, more });
+    let full = desk.snapshot().engine.full.unwrap();
+    assert_eq!(full.kv_type, KvType::F16);
+    for _ in 0..40 {
+        desk.wait(100).sample(117);
+    }
+    assert_eq!(desk.snapshot().engine.asked, Some(full));
+    assert_eq!(desk.held("llm"), mib(132));
+}
+
+#[test]
+fn modes_weigh_the_same_costs_otherwise() {
+    for (mode, expected) in [
+        (ResidencyMode::Balanced, (8, 2048)),
+        (ResidencyMode::MaxSpeed, (8, 2048)),
+        (ResidencyMode::MaxContext, (6, 4096)),
+    ] {
+        let mut params = with_engine(params());
+        params.engine.as_mut().unwrap().mode = mode;
+        let mut desk = Desk::with_engine_ready_in(params);
+        desk.operator_shed(mib(16));
+        let (_, plan) = desk.plan_asked().unwrap();
+        assert_eq!((plan.resident.len(), plan.kv_capacity.get()), expected, "{mode}");
+    }
+}
+
+#[test]
+fn capacity_that_no_token_has_touched_is_shed_before_layers() {
+    let mut desk = with_slow_prompts(params());
+    desk.tell(untouched(mib(30)));
+    desk.operator_shed(mib(16));
+    let (_, plan) = desk.plan_asked().unwrap();
+    assert_eq!((plan.resident.len(), plan.kv_capacity), (8, Tokens::new(2048)));
+}
+
+#[test]
+fn what_no_token_has_touched_is_held_and_not_used() {
+    let mut desk = Desk::with_engine_ready(params());
+    desk.measure("llm", 132);
+    desk.tell(untouched(mib(30)));
+    let lease = desk.lease("llm").unwrap();
+    assert_eq!((lease.held, lease.used), (mib(132), Some(mib(102))));
+    assert_eq!(desk.snapshot().used, mib(102));
+}
+
+#[test]
+fn a_shed_is_answered_with_what_limited_it() {
+    let mut desk = Desk::with_engine_ready(params());
+    desk.operator_shed(Bytes::from_gib(1));
+    desk.engine_applies();
+    let Answer::Shed(outcome) = desk.answer() else {
+        panic!("{:?}", desk.answer());
+    };
+    let limit = ShedLimit::Floor { bytes: mib(28) };
+    assert_eq!((outcome.freed, outcome.held), (mib(104), mib(28)));
+    assert_eq!(outcome.limited_by, Some(limit));
+}
+
+#[test]
+fn what_is_shed_next_is_what_is_shed_then() {
+    let mut desk = Desk::with_engine_ready(params());
+    desk.samples(132);
+    let next = desk.arbiter.next_shed().unwrap();
+    assert_eq!((next.below, next.headroom, next.need), (mib(52), mib(268), mib(20)));
+    assert_eq!(next.chosen[0].source, Source::UnusedKv, "{next}");
+    assert!(
+        next.to_string()
+            .contains("): cheapest for 20 MiB, with headroom below 52 MiB (now 268 MiB)"),
+        "{next}"
+    );
+    // The headroom comes down to just below the watermark, for longer than the grace.
+    desk.samples(349);
+    let at_once = desk.plan_asked();
+    desk.wait(2500);
+    desk.samples(349);
+    let (_, plan) = at_once.or_else(|| desk.plan_asked()).unwrap();
+    assert!(plan.kv_capacity < Tokens::new(4096), "{plan:?}");
+}

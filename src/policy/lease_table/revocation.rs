@@ -1,0 +1,260 @@
+//! Targets of leases: set, answered, and credited or escalated by a reading.
+
+use super::{Effect, Evidence, Lease, LeaseTable, Phase, Revocation, Turn};
+use crate::{
+    policy::{
+        decision::{LeaseDecision, LeaseEnd},
+        event::Action,
+        lease::{LeaseId, LeaseKind, Target, TargetAnswer},
+        ledger::Ledger,
+    },
+    units::{Bytes, Timestamp},
+};
+
+impl LeaseTable {
+    /// Begins to ask a holder down to `bytes`. Returns the number of the target.
+    pub(in crate::policy) fn begin_revocation(
+        &mut self,
+        id: LeaseId,
+        bytes: Bytes,
+        deadline: Timestamp,
+        voluntary: bool,
+        turn: &mut Turn<'_>,
+    ) -> u64 {
+        self.last.nonce += 1;
+        let nonce = self.last.nonce;
+        turn.ledger.set_moving(id, true);
+        if let Some(lease) = self.leases.get_mut(&id) {
+            lease.phase = Phase::Revoking(Revocation {
+                target: Target { nonce, bytes, deadline },
+                asked_at: turn.now,
+                used_before: turn.ledger.used_by(&lease.holder),
+                answered: None,
+                answered_at: (voluntary || lease.kind == LeaseKind::Worker).then_some(turn.now),
+                applied_at: None,
+                evidence: Evidence::Missing,
+                next_poll: turn.now + self.shed.verify_poll,
+                voluntary,
+            });
+        }
+        nonce
+    }
+
+    /// Nothing is asked back of the lease any more.
+    pub(in crate::policy) fn end_revocation(&mut self, id: LeaseId, ledger: &mut Ledger) {
+        if let Some(lease) = self.leases.get_mut(&id) {
+            lease.phase = Phase::Granted;
+        }
+        ledger.set_moving(id, false);
+    }
+
+    /// The holder itself wants less.
+    ///
+    /// It has no more time for what it was asked before: a target that is in force stays so, with its number and its
+    /// deadline, and the wish is the answer to it; what it wants less than that follows once the target is measured.
+    /// Wishes that follow each other are spared together for [`WISHES`] times the time of one, and not for ever.
+    pub(in crate::policy) fn lower_voluntarily(&mut self, id: LeaseId, bytes: Bytes, turn: &mut Turn<'_>) {
+        let (now, timeout) = (turn.now, self.shed.verify_timeout);
+        let mut first = now;
+        match self.leases.get_mut(&id).map(|lease| &mut lease.phase) {
+            Some(Phase::Revoking(revocation)) if !revocation.voluntary => {
+                revocation.answered_at.get_or_insert(now);
+                revocation.next_poll = now + self.shed.verify_poll;
+                self.measure(id, turn);
+                return;
+            }
+            Some(Phase::Revoking(revocation)) => first = revocation.asked_at,
+            _ => {}
+        }
+        let deadline = (now + timeout).min(first + timeout * WISHES);
+        self.begin_revocation(id, bytes, deadline, true, turn);
+        if let Some(Phase::Revoking(revocation)) = self.leases.get_mut(&id).map(|lease| &mut lease.phase) {
+            revocation.asked_at = first;
+        }
+        self.measure(id, turn);
+    }
+
+    /// The holder has answered its target.
+    pub(in crate::policy) fn answer_target(
+        &mut self,
+        id: LeaseId,
+        nonce: u64,
+        answer: TargetAnswer,
+        claimed: Option<Bytes>,
+        turn: &mut Turn<'_>,
+    ) {
+        let (lease, now) = (self.name_of(id), turn.now);
+        let phase = self.leases.get_mut(&id).map(|lease| &mut lease.phase);
+        let revocation = match phase {
+            Some(Phase::Revoking(revocation)) if revocation.target.nonce == nonce => revocation,
+            other => {
+                let current = match other {
+                    Some(Phase::Revoking(revocation)) => Some(revocation.target.nonce),
+                    _ => None,
+                };
+                turn.decide(LeaseDecision::AnswerIgnored { lease, nonce, current });
+                return;
+            }
+        };
+        if !matches!(answer, TargetAnswer::Refused { .. }) {
+            revocation.answered_at.get_or_insert(now);
+        }
+        if answer == TargetAnswer::Applied && revocation.applied_at.is_none() {
+            (revocation.applied_at, revocation.evidence) = (Some(now), Evidence::Missing);
+        }
+        revocation.answered = Some(answer.clone());
+        revocation.next_poll = now + self.shed.verify_poll;
+        if answer != TargetAnswer::Applied || claimed.is_some() {
+            turn.decide(LeaseDecision::Answered { lease, answer, claimed });
+        }
+        self.measure(id, turn);
+    }
+
+    /// Leases whose target is over, with its grace, and was not seen to be reached.
+    pub(in crate::policy) fn overdue(&self, now: Timestamp) -> Vec<LeaseId> {
+        let patience = self.shed.verify_timeout;
+        self.due(|phase| matches!(phase, Phase::Revoking(revocation) if revocation.ends_at(patience) <= now))
+    }
+
+    /// Ends the lease of a tenant that has not come down in time. A worker's lease goes on: its revocation is returned, for
+    /// its worker is to be dealt with.
+    pub(in crate::policy) fn escalate(&mut self, id: LeaseId, turn: &mut Turn<'_>) -> Option<Revocation> {
+        let lease = self.leases.get(&id)?;
+        let revocation = lease.revocation()?.clone();
+        let kind = lease.kind;
+        if revocation.voluntary || kind == LeaseKind::Worker {
+            self.end_revocation(id, turn.ledger);
+        }
+        if revocation.voluntary {
+            turn.decide(LeaseDecision::WishNotSeen {
+                lease: self.name_of(id),
+                target: revocation.target.bytes,
+                used: revocation.evidence.used(),
+            });
+            return None;
+        }
+        if kind == LeaseKind::Worker {
+            return Some(revocation);
+        }
+        turn.act(Action::EndLease {
+            lease: self.name_of(id),
+            end: LeaseEnd::NotReduced {
+                target: revocation.target.bytes,
+                late: turn.now.saturating_since(revocation.target.deadline),
+                cause: revocation.cause(),
+            },
+        });
+        // A holder that has answered may not take more than its target, whatever it does.
+        let held = turn.ledger.held_by(id);
+        let claimable = match revocation.answered_at {
+            Some(_) => revocation.target.bytes.min(held),
+            None => held,
+        };
+        self.begin_ending(id, claimable, turn);
+        None
+    }
+
+    /// Takes a reading of a tenant, for all of its leases.
+    pub(in crate::policy) fn settle(
+        &mut self,
+        holder: &str,
+        used: Option<Bytes>,
+        taken_at: Timestamp,
+        turn: &mut Turn<'_>,
+    ) {
+        let of_holder = |(_, lease): &(LeaseId, &Lease)| lease.holder == holder && lease.kind == LeaseKind::Tenant;
+        let ids: Vec<LeaseId> = self.iter().filter(of_holder).map(|(id, _)| id).collect();
+        for id in ids {
+            match (self.leases.get_mut(&id).map(|lease| &mut lease.phase), used) {
+                (Some(Phase::Revoking(_)), _) => {
+                    self.verify(id, used, taken_at, turn);
+                }
+                (
+                    Some(Phase::Ending {
+                        since, unmeasurable, ..
+                    }),
+                    None,
+                ) if *since < taken_at => *unmeasurable = true,
+                (
+                    Some(Phase::Ending {
+                        since, unacknowledged, ..
+                    }),
+                    Some(used),
+                ) if *since < taken_at => match unacknowledged.filter(|open| taken_at < open.until) {
+                    Some(open) => self.credit_beyond(id, open, turn),
+                    None => self.close_measured(id, holder, used, turn),
+                },
+                _ => {}
+            }
+        }
+    }
+
+    /// Takes a reading of a holder that has a target: one that is newer than its answer shows whether it has come down.
+    ///
+    /// One that arrives when the deadline is over decides at once, as [`escalate`](Self::escalate) does.
+    pub(in crate::policy) fn verify(
+        &mut self,
+        id: LeaseId,
+        used: Option<Bytes>,
+        taken_at: Timestamp,
+        turn: &mut Turn<'_>,
+    ) -> Option<Revocation> {
+        let revocation = self.leases.get(&id)?.revocation()?;
+        if revocation.answered_at.is_none_or(|at| taken_at <= at) {
+            return None;
+        }
+        if let Some(used) = used {
+            let revocation = revocation.clone();
+            self.credit_reduced(id, &revocation, used, turn);
+        }
+        let patience = self.shed.verify_timeout;
+        let Phase::Revoking(revocation) = &mut self.leases.get_mut(&id)?.phase else {
+            return None;
+        };
+        if revocation.claimed_at().is_none_or(|at| taken_at <= at) {
+            return None;
+        }
+        revocation.evidence = used.map_or(Evidence::Unmeasurable, |used| Evidence::Above { used });
+        if revocation.ends_at(patience) > turn.now {
+            return None;
+        }
+        self.escalate(id, turn)
+    }
+
+    /// Credits a lower target if the measurement shows it.
+    fn credit_reduced(&mut self, id: LeaseId, revocation: &Revocation, used: Bytes, turn: &mut Turn<'_>) {
+        let held = turn.ledger.held_by(id);
+        let Some(lease) = self.leases.get(&id) else { return };
+        let others = turn.ledger.held_by_tenant(&lease.holder).saturating_sub(held);
+        let allowed = revocation.target.bytes.saturating_add(others);
+        let promised = revocation.used_before.unwrap_or(used).saturating_sub(allowed);
+        let tolerance = promised.per_mille(1000u32.saturating_sub(self.shed.verify_per_mille));
+        if used > allowed.saturating_add(tolerance) {
+            return;
+        }
+        // It wants less than it was asked for.
+        let wish = (lease.kind == LeaseKind::Tenant && !revocation.voluntary).then_some(lease.max);
+        let stays = revocation.target.bytes.max(used.saturating_sub(others));
+        let freed = turn.ledger.lower(id, stays);
+        self.end_revocation(id, turn.ledger);
+        turn.effects.push(Effect::Reclaimed {
+            freed,
+            by_shed: !revocation.voluntary,
+        });
+        turn.decide(LeaseDecision::Reduced {
+            lease: self.name_of(id),
+            stays,
+            freed,
+            took: turn.now.saturating_since(revocation.asked_at),
+            used,
+            free: turn.ledger.free(),
+            budget: turn.ledger.budget(),
+        });
+        if let Some(max) = wish.filter(|max| *max < stays) {
+            self.lower_voluntarily(id, max, turn);
+        }
+    }
+}
+
+/// How many wishes of a holder in a row, none of which is measured to come true, count as coming down. Our choice.
+const WISHES: u32 = 4;

@@ -1,0 +1,291 @@
+//! Advice to reboot, for memory that nothing else gives back.
+//!
+//! ```text
+//!   not advised ── seen for 10 min ──► advised ── not seen for 10 min ──► not advised
+//! ```
+//!
+//! What cannot be read is neither seen nor not seen: the advice stays as it is.
+#![expect(missing_docs, reason = "fields are named by what they hold")]
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::{
+    pressure::{GpuUse, Sample},
+    pressure_level::PressureLevel,
+};
+use crate::units::{Bytes, Timestamp};
+
+/// A state of the machine that only a reboot ends, with the figures of the last sample that showed it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RebootReason {
+    /// GPU memory is allocated, and no process holds it.
+    OrphanedGpuMemory { bytes: Bytes, of: Bytes },
+    /// The kernel refuses contiguous memory again and again while memory is plentiful.
+    ContiguousRefused { refusals: u64 },
+    /// Free memory lies in pieces that are too small for drivers.
+    Fragmented { free: Bytes, largest: Bytes },
+}
+
+impl RebootReason {
+    /// In one word, for machines: `orphaned_gpu_memory`, `contiguous_refused`, `fragmented`.
+    #[must_use]
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::OrphanedGpuMemory { .. } => "orphaned_gpu_memory",
+            Self::ContiguousRefused { .. } => "contiguous_refused",
+            Self::Fragmented { .. } => "fragmented",
+        }
+    }
+
+    /// The words of all reasons.
+    pub const WORDS: [&'static str; 3] = ["orphaned_gpu_memory", "contiguous_refused", "fragmented"];
+}
+
+/// What is advised, and what may be before long.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct RebootAdvice {
+    orphaned: Watched,
+    contiguous: Watched,
+    fragmented: Watched,
+    refusals: Option<Refusals>,
+}
+
+/// The counter of refusals of contiguous memory, and the series that is under way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Refusals {
+    count: u64,
+    /// The count before the series.
+    before: u64,
+    /// When it rose last.
+    risen_at: Timestamp,
+}
+
+/// One reason, watched over time.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+struct Watched {
+    advised: Option<RebootReason>,
+    /// Since when it is seen while it is not advised, or is not seen while it is.
+    turning_since: Option<Timestamp>,
+}
+
+/// What has changed in the advice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Changed {
+    Advised(RebootReason),
+    NotAdvised(RebootReason),
+}
+
+impl Watched {
+    /// Takes what a sample shows; returns what changes by it.
+    fn observe(&mut self, seen: Option<RebootReason>, now: Timestamp) -> Option<Changed> {
+        if self.advised.is_some() == seen.is_some() {
+            (self.advised, self.turning_since) = (seen, None);
+            return None;
+        }
+        let since = *self.turning_since.get_or_insert(now);
+        if now.saturating_since(since) < HELD_FOR {
+            return None;
+        }
+        self.turning_since = None;
+        let before = std::mem::replace(&mut self.advised, seen);
+        seen.map(Changed::Advised).or(before.map(Changed::NotAdvised))
+    }
+}
+
+impl RebootAdvice {
+    /// The reasons for which a reboot is advised.
+    pub(super) fn reasons(&self) -> impl Iterator<Item = RebootReason> {
+        [self.orphaned, self.contiguous, self.fragmented]
+            .into_iter()
+            .filter_map(|watched| watched.advised)
+    }
+
+    /// Takes a sample, and the level that it has led to; returns what changes by it.
+    pub(super) fn observe(&mut self, sample: &Sample, level: PressureLevel) -> impl Iterator<Item = Changed> + use<> {
+        let now = sample.taken_at;
+        let orphaned = sample.gpu_orphaned.and_then(|bytes| {
+            let bound = ORPHANED_LEAST.max(sample.mem_total.per_mille(ORPHANED_PER_MILLE));
+            let bound = lower_where(self.orphaned.advised, bound);
+            let of = sample.gpu_used.map_or(bytes, GpuUse::bytes);
+            let seen = (bytes > bound).then_some(RebootReason::OrphanedGpuMemory { bytes, of });
+            self.orphaned.observe(seen, now)
+        });
+        let contiguous = sample.cma_failures.and_then(|count| {
+            let seen = self.refused(count, level, now);
+            self.contiguous.observe(seen, now)
+        });
+        let fragmented = sample.largest_free.and_then(|largest| {
+            let free = sample.free_without_reclaim();
+            let plenty = lower_where(self.fragmented.advised, PLENTY_FREE);
+            let seen = (largest < SMALL_BLOCK && free > plenty).then_some(RebootReason::Fragmented { free, largest });
+            self.fragmented.observe(seen, now)
+        });
+        [orphaned, contiguous, fragmented].into_iter().flatten()
+    }
+
+    fn refused(&mut self, count: u64, level: PressureLevel, now: Timestamp) -> Option<RebootReason> {
+        let known = self.refusals.get_or_insert(Refusals {
+            count,
+            before: count,
+            risen_at: now,
+        });
+        let goes_on = now.saturating_since(known.risen_at) < REFUSED_EACH;
+        if count > known.count {
+            if !goes_on {
+                known.before = known.count;
+            }
+            (known.count, known.risen_at) = (count, now);
+        }
+        let lately = now.saturating_since(known.risen_at) < REFUSED_EACH;
+        let refusals = known.count.saturating_sub(known.before);
+        (lately && refusals > 0 && level == PressureLevel::Normal)
+            .then_some(RebootReason::ContiguousRefused { refusals })
+    }
+}
+
+/// A bound, halved while the advice stands, so that what is near it does not come and go.
+const fn lower_where(advised: Option<RebootReason>, bound: Bytes) -> Bytes {
+    match advised {
+        Some(_) => Bytes::new(bound.get() / 2),
+        None => bound,
+    }
+}
+
+/// How long a state must last. Programs that end give their memory back within seconds; our choice.
+const HELD_FOR: Duration = Duration::from_secs(600);
+/// Less orphaned memory is not worth a reboot: about what a small speech model takes. Our choice.
+const ORPHANED_LEAST: Bytes = Bytes::from_mib(256);
+/// On a larger board, this part of its memory. Our choice.
+const ORPHANED_PER_MILLE: u32 = 50;
+/// Refusals count as a series while one follows another within this time. Our choice.
+const REFUSED_EACH: Duration = Duration::from_secs(120);
+/// Without a block of this size, nvmap maps its pages one by one and drivers get no buffers (its big pages; `nvmap_pp.c`).
+const SMALL_BLOCK: Bytes = Bytes::from_kib(64);
+/// So much is free all the same. Our choice.
+const PLENTY_FREE: Bytes = Bytes::from_mib(512);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(second: u64) -> Timestamp {
+        Timestamp::from_millis(second * 1000)
+    }
+
+    fn board(second: u64) -> Sample {
+        Sample {
+            taken_at: at(second),
+            mem_total: Bytes::from_gib(16),
+            mem_free: Bytes::from_gib(4),
+            largest_free: Some(Bytes::from_mib(4)),
+            cma_failures: Some(7),
+            gpu_used: Some(GpuUse::Counted(Bytes::from_gib(3))),
+            gpu_orphaned: Some(Bytes::ZERO),
+            ..Sample::default()
+        }
+    }
+
+    fn orphaned(second: u64, mib: u64) -> Sample {
+        Sample {
+            gpu_orphaned: Some(Bytes::from_mib(mib)),
+            ..board(second)
+        }
+    }
+
+    fn changes(advice: &mut RebootAdvice, sample: &Sample) -> Vec<Changed> {
+        advice.observe(sample, PressureLevel::Normal).collect()
+    }
+
+    #[test]
+    fn orphaned_gpu_memory_is_advised_after_ten_minutes_and_not_any_more_ten_minutes_after_it_has_gone() {
+        let mut advice = RebootAdvice::default();
+        // 5 % of 16 GiB is 819 MiB.
+        assert_eq!(changes(&mut advice, &orphaned(0, 900)), []);
+        assert_eq!(changes(&mut advice, &orphaned(300, 800)), [], "it fell below the bound");
+        assert_eq!(changes(&mut advice, &orphaned(301, 900)), []);
+        assert_eq!(changes(&mut advice, &orphaned(900, 900)), []);
+        let reason = RebootReason::OrphanedGpuMemory {
+            bytes: Bytes::from_mib(910),
+            of: Bytes::from_gib(3),
+        };
+        assert_eq!(changes(&mut advice, &orphaned(901, 910)), [Changed::Advised(reason)]);
+        assert_eq!(advice.reasons().collect::<Vec<_>>(), [reason]);
+        // Half of the bound has to be reached, and what cannot be read changes nothing.
+        assert_eq!(changes(&mut advice, &orphaned(2000, 500)), []);
+        assert_eq!(changes(&mut advice, &Sample::default()), []);
+        assert_eq!(changes(&mut advice, &orphaned(2001, 100)), []);
+        assert_eq!(changes(&mut advice, &orphaned(2600, 100)), []);
+        assert!(matches!(
+            changes(&mut advice, &orphaned(2601, 100))[..],
+            [Changed::NotAdvised(_)]
+        ));
+        assert_eq!(advice.reasons().count(), 0);
+    }
+
+    #[test]
+    fn refusals_of_contiguous_memory_are_advised_where_they_go_on_though_memory_is_plentiful() {
+        let refused = |second, count| Sample {
+            cma_failures: Some(count),
+            ..board(second)
+        };
+        let mut advice = RebootAdvice::default();
+        for second in (0..600).step_by(60) {
+            assert_eq!(changes(&mut advice, &refused(second, 7 + second / 60)), []);
+        }
+        assert_eq!(changes(&mut advice, &refused(655, 17)), []);
+        let reason = RebootReason::ContiguousRefused { refusals: 11 };
+        assert_eq!(changes(&mut advice, &refused(660, 18)), [Changed::Advised(reason)]);
+        // Under pressure refusals are no news.
+        let mut short = RebootAdvice::default();
+        for second in (0..1200).step_by(60) {
+            let sample = refused(second, second);
+            assert_eq!(short.observe(&sample, PressureLevel::Elevated).count(), 0);
+        }
+        // A single one is forgotten.
+        let mut once = RebootAdvice::default();
+        for second in (0..2000).step_by(10) {
+            assert_eq!(changes(&mut once, &refused(second, 7 + u64::from(second > 50))), []);
+        }
+    }
+
+    #[test]
+    fn free_memory_without_a_block_for_drivers_is_advised() {
+        let pieces = |second, kib, mib| Sample {
+            largest_free: Some(Bytes::from_kib(kib)),
+            mem_free: Bytes::from_mib(mib),
+            ..board(second)
+        };
+        let mut advice = RebootAdvice::default();
+        assert_eq!(changes(&mut advice, &pieces(0, 32, 100)), []);
+        assert_eq!(
+            changes(&mut advice, &pieces(700, 32, 600)),
+            [],
+            "little was free before"
+        );
+        assert!(matches!(
+            changes(&mut advice, &pieces(1300, 32, 600))[..],
+            [Changed::Advised(RebootReason::Fragmented { .. })]
+        ));
+        assert_eq!(changes(&mut advice, &pieces(1301, 4096, 600)), []);
+    }
+
+    #[test]
+    fn each_reason_has_its_word() {
+        let mib = Bytes::from_mib(1);
+        let all = [
+            RebootReason::OrphanedGpuMemory { bytes: mib, of: mib },
+            RebootReason::ContiguousRefused { refusals: 1 },
+            RebootReason::Fragmented {
+                free: mib,
+                largest: mib,
+            },
+        ];
+        assert_eq!(all.map(RebootReason::word), RebootReason::WORDS);
+        for reason in all {
+            assert!(serde_json::to_string(&reason).unwrap().contains(reason.word()));
+        }
+    }
+}

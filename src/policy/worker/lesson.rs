@@ -1,0 +1,70 @@
+//! Peak use of a worker: what is learned of it for the next start.
+
+use std::{mem, time::Duration};
+
+use super::{Lesson, Run, Worker};
+use crate::units::{Bytes, Timestamp};
+
+impl Worker {
+    /// Takes what the kernel remembers as the most that this life has used. Returns whether that is learned at once.
+    pub(in crate::policy) fn peaked(&mut self, peak: Bytes) -> bool {
+        if !self.is_up() {
+            return false;
+        }
+        let may_have_outgrown = self.may_have_outgrown(peak);
+        let Some(run) = self.run_mut().filter(|run| run.resizing.is_none()) else {
+            // Between two sizes it is unknown of which one it is the peak.
+            return false;
+        };
+        run.peak.seen = run.peak.seen.max(Some(peak));
+        if mem::take(&mut run.peak.next_is_of_others) {
+            run.peak.of_others = run.peak.of_others.max(Some(peak));
+        }
+        // Of one that may have outgrown its bounds it is known with the next measurement whether that stays.
+        run.peak.of_others < Some(peak) && !may_have_outgrown
+    }
+
+    /// The lesson of its high water when it has come up and is measured at rest, at `measured_at`: the need of a start;
+    /// and what it has come to use since, unless it is to end for that.
+    pub(in crate::policy) fn lesson(
+        &mut self,
+        measured_at: Timestamp,
+        settle: Duration,
+        now: Timestamp,
+    ) -> Option<Lesson> {
+        let stays_grown = self.stays_grown(settle, now);
+        let run = self
+            .run()
+            .filter(|run| run.ready().is_some() && measured_at >= run.since)?;
+        // Without the kernel's high water it is unknown what happened between two measurements.
+        let peak = run.peak.seen?;
+        if self.may_have_outgrown(peak) {
+            let is_its_own = run.peak.of_others < Some(peak);
+            return (stays_grown && is_its_own).then_some(Lesson::Seen(peak));
+        }
+        let run = self.run_mut()?;
+        // A process that was taken over has lived once, however many supervisors it has seen.
+        let counted = mem::replace(&mut run.peak.counted, true) || run.taken_over_at.is_some();
+        (!counted).then_some(Lesson::Lived(peak))
+    }
+
+    /// Whether it goes on with its use beyond its bounds, or came back from it: then that is a need. Otherwise it is not known
+    /// yet, or the worker ends for it, and the next one is started as if it had not been.
+    fn stays_grown(&self, settle: Duration, now: Timestamp) -> bool {
+        let Some(ready) = self.run().and_then(Run::ready) else {
+            return true;
+        };
+        ready.over_since.is_none_or(|since| {
+            ready.winding.is_none() && !self.may_be_recycled(ready.at, now) && now >= since + settle
+        })
+    }
+
+    /// Whether a peak may be one that it has grown to beyond its bounds since it was started, which says nothing of what
+    /// a start takes: of a process that was taken over, it is unknown when it was.
+    fn may_have_outgrown(&self, peak: Bytes) -> bool {
+        let since_its_start = self
+            .run()
+            .is_some_and(|run| run.peak.counted || run.taken_over_at.is_some());
+        since_its_start && self.params.rest.recycle_above.is_some_and(|above| peak > above)
+    }
+}

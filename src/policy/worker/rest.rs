@@ -1,0 +1,130 @@
+//! Rest of a worker: asked into its smallest variant or stopped when idle, and wound down when it outgrows its bounds.
+
+use std::time::Duration;
+
+use super::{Phase, RestStep, Stage, StopCause, WindCause, Winding, Worker};
+use crate::units::{Bytes, Timestamp};
+
+impl Worker {
+    /// When time brings something to it; `may_rest` unless it waits to become larger, or nothing new is admitted.
+    pub(in crate::policy) fn next_deadline(&self, may_rest: bool, now: Timestamp) -> Option<Timestamp> {
+        let own = [self.comes_up_by(now), self.next_due(), self.next_rest(may_rest, now)];
+        own.into_iter().flatten().min()
+    }
+
+    /// The step that a ready worker takes by itself, by the time and its work.
+    pub(in crate::policy) fn take_rest(&mut self, may_rest: bool, now: Timestamp) -> Option<RestStep> {
+        let (smallest, requests) = (self.smallest().map(str::to_owned), self.requests);
+        let (shrinks_at, sleeps_at) = (self.shrinks_at(), self.sleeps_at());
+        let Phase::Running(run) = &mut self.phase else {
+            return None;
+        };
+        let Stage::Ready(ready) = &mut run.stage else {
+            return None;
+        };
+        if let Some(winding) = ready.winding {
+            let quiet = requests == 0 && now >= winding.since + QUIET;
+            return match winding.cause {
+                WindCause::Idle if requests > 0 => {
+                    ready.winding = None;
+                    None
+                }
+                cause if quiet || now >= winding.since + WIND_DOWN_MAX => Some(RestStep::Stop(match cause {
+                    WindCause::Idle => StopCause::Idle,
+                    WindCause::Outgrown => StopCause::Recycle,
+                })),
+                _ => None,
+            };
+        }
+        if !may_rest || run.resizing.is_some() || ready.verify_by.is_some() {
+            return None;
+        }
+        if requests > 0 {
+            ready.shrunk = false;
+            let before_rest = ready.before_rest.take();
+            return Some(RestStep::Work { before_rest });
+        }
+        if sleeps_at.is_some_and(|at| at <= now) {
+            ready.winding = Some(Winding {
+                cause: WindCause::Idle,
+                since: now,
+            });
+            return None;
+        }
+        shrinks_at.filter(|at| *at <= now)?;
+        ready.shrunk = true;
+        ready.before_rest = run.before_shed.clone().or_else(|| run.variant.clone());
+        let idle = now.saturating_since(self.idle_since);
+        smallest.map(|variant| RestStep::Shrink { variant, idle })
+    }
+
+    /// When [`take_rest`](Self::take_rest) has something to do by the time alone.
+    fn next_rest(&self, may_rest: bool, now: Timestamp) -> Option<Timestamp> {
+        let run = self.run()?;
+        let ready = run.ready()?;
+        if let Some(winding) = ready.winding {
+            let quiet = winding.since + QUIET;
+            if self.requests == 0 && now < quiet {
+                return Some(quiet);
+            }
+            return Some(winding.since + WIND_DOWN_MAX).filter(|at| *at > now);
+        }
+        if !may_rest || self.requests > 0 || run.resizing.is_some() || ready.verify_by.is_some() {
+            return None;
+        }
+        [self.shrinks_at(), self.sleeps_at()].into_iter().flatten().min()
+    }
+
+    fn shrinks_at(&self) -> Option<Timestamp> {
+        let shrunk = self.run()?.ready()?.shrunk;
+        let after = self.params.rest.idle_shrink_after.filter(|_| !shrunk)?;
+        self.smallest().map(|_| self.idle_since + after)
+    }
+
+    fn sleeps_at(&self) -> Option<Timestamp> {
+        self.params.rest.idle_stop_after.map(|after| self.idle_since + after)
+    }
+
+    /// The smallest of its variants, when it is not in it.
+    fn smallest(&self) -> Option<&str> {
+        let variants = self.params.variants.iter();
+        let least = variants.min_by_key(|variant| variant.steady)?;
+        (least.steady < self.steady()).then_some(least.name.as_str())
+    }
+
+    /// Whether it is restarted if it holds more than it may. One that outgrows its bounds again right after a start
+    /// would do so for ever: each time waits longer.
+    pub(super) fn may_be_recycled(&self, ready_at: Timestamp, now: Timestamp) -> bool {
+        let stable = self.params.start.restart.stable_after;
+        self.recycles == 0 || now >= ready_at + stable.saturating_mul(1 << self.recycles.min(6))
+    }
+
+    /// Takes what it was measured to use. Returns the bound that it has been above for `settle`, so that it winds down now.
+    pub(in crate::policy) fn outgrows(&mut self, used: Bytes, settle: Duration, now: Timestamp) -> Option<Bytes> {
+        let above = self.params.rest.recycle_above?;
+        let ready_at = self.run()?.ready()?.at;
+        let may_be_recycled = self.may_be_recycled(ready_at, now);
+        let ready = self.ready_mut()?;
+        if used <= above {
+            ready.over_since = None;
+            return None;
+        }
+        let since = *ready.over_since.get_or_insert(now);
+        if ready.winding.is_some() || now < since + settle || !may_be_recycled {
+            return None;
+        }
+        ready.winding = Some(Winding {
+            cause: WindCause::Outgrown,
+            since: now,
+        });
+        self.recycles = self.recycles.saturating_add(1);
+        Some(above)
+    }
+}
+
+/// How long a worker must have been without work after APIs were notified to send none: a request that was on its way to
+/// it has arrived by then.
+const QUIET: Duration = Duration::from_millis(50);
+
+/// How long the work of a worker that winds down may take. As long as a client waits for a transcript.
+const WIND_DOWN_MAX: Duration = Duration::from_secs(30);

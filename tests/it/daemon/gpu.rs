@@ -1,0 +1,251 @@
+//! The LLM on a GPU: the unmodified daemon over an imitated driver (`tests/cuda/driver`), against itself on the CPU.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+    sync::atomic::{AtomicBool, Ordering},
+    time::{Duration, Instant},
+};
+
+use cotenant::rpc::v1::EngineState;
+use serde_json::{Value, json};
+
+use super::house::{Daemon, House, budget, content, demo_model, whole};
+use crate::{http::client::Answer, support::PATIENCE};
+
+/// Two short answers, and three that end after [`TOKENS_MAX`]: more than 256 tokens in all.
+const QUESTIONS: [&str; 5] = [
+    "tell me a long story",
+    "turn on the kitchen light",
+    "please tell me a long story",
+    "set a timer for ten minutes",
+    "tell me a very long story",
+];
+/// Of an answer: a busy machine takes 10 s for as many.
+const TOKENS_MAX: u32 = 88;
+
+async fn ask(daemon: &Daemon<'_>, question: &str) -> Answer {
+    let messages = json!([{"role": "user", "content": question}]);
+    daemon
+        .chat(json!({ "messages": messages, "max_tokens": TOKENS_MAX }))
+        .await
+}
+
+/// Builds the imitated driver where that was not done before; the folder that it lies in.
+fn driver() -> PathBuf {
+    let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuda");
+    let build = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda/build");
+    let built = Command::new(build).arg(&out).arg("driver").output().unwrap();
+    assert!(built.status.success(), "g++ is needed: {built:?}");
+    out.join("driver")
+}
+
+/// The demo model on `device`. What is asked fits the least context: an answer that outgrows it may be cut short by a shed.
+fn sections(device: &str) -> String {
+    let model = demo_model(16_384).replace("kv_floor: 128", &format!("kv_floor: 1024, device: {device}"));
+    format!("{}{model}", budget(256))
+}
+
+/// A house whose next daemons find the imitated driver, with these settings of it, and the log that it writes.
+fn with_driver(house: &mut House, settings: &[(&str, &str)]) -> PathBuf {
+    let log = house.path("driver.ndjson");
+    house.environment = vec![
+        ("LD_LIBRARY_PATH".to_owned(), driver().display().to_string()),
+        ("FAKE_CUDA_LOG".to_owned(), log.display().to_string()),
+    ];
+    let settings = settings
+        .iter()
+        .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
+    house.environment.extend(settings);
+    log
+}
+
+/// Answers to all questions, and how many tokens they have.
+async fn answers(daemon: &Daemon<'_>) -> (Vec<String>, u64) {
+    let (mut texts, mut tokens) = (Vec::new(), 0);
+    for question in QUESTIONS {
+        let answer = ask(daemon, question).await;
+        tokens += answer.json()["usage"]["completion_tokens"].as_u64().unwrap_or(0);
+        texts.push(content(&answer));
+    }
+    (texts, tokens)
+}
+
+/// What the driver has written of a process that has ended: nothing is left, and nothing was done wrongly.
+fn clean_exit(log: &Path) -> Value {
+    let text = fs::read_to_string(log).unwrap();
+    let notes: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    for note in &notes {
+        let left = note["left"].as_object();
+        let is_empty = left.is_none_or(|left| left.values().all(|count| count == 0));
+        assert!(is_empty && note["event"] != "finding", "{text}");
+    }
+    let exit = notes.into_iter().find(|note| note["event"] == "exit").unwrap();
+    assert_eq!(exit["contexts_left"], 0, "{text}");
+    exit
+}
+
+/// Asks everything of a daemon on the CPU and of one on the imitated GPU: while nothing is short; while memory is taken and given
+/// back; with all of the model streamed; with its context in every type.
+async fn answers_as_on_the_cpu(settings: &[(&str, &str)]) {
+    let mut house = House::new(&sections("cpu"));
+    house.prefer_release();
+    let daemon = house.start().await;
+    daemon.whole().await;
+    let (expected, tokens) = answers(&daemon).await;
+    assert!(tokens >= 256, "{tokens} tokens");
+    daemon.end().await;
+
+    let log = with_driver(&mut house, settings);
+    house.configure(&sections("cuda"));
+    let daemon = house.start().await;
+    daemon.whole().await;
+    let over = AtomicBool::new(false);
+    let asking = async {
+        let answers = answers(&daemon).await;
+        over.store(true, Ordering::Relaxed);
+        answers
+    };
+    let shedding = async {
+        while !over.load(Ordering::Relaxed) {
+            for command in [&["shed", "64MiB"][..], &["regrow"]] {
+                tokio::time::sleep(Duration::from_millis(300)).await;
+                let _refused_at_times = tokio::task::block_in_place(|| house.run(command));
+            }
+        }
+    };
+    let (got, ()) = tokio::join!(asking, shedding);
+    assert_eq!(got.0, expected, "{settings:?}");
+    let sheds = daemon.status().await.engine.unwrap().sheds;
+    assert!(sheds >= 2, "{sheds} sheds only");
+
+    tokio::task::block_in_place(|| house.run(&["shed", "64MiB"]));
+    let engine = daemon.status().await.engine.unwrap();
+    assert!(engine.layers_resident < engine.layers_total, "{engine:?}");
+    assert_eq!(content(&ask(&daemon, QUESTIONS[1]).await), expected[1], "streamed");
+    tokio::task::block_in_place(|| house.run(&["regrow"]));
+    daemon.until("grown back", whole).await;
+    for kind in ["q8", "q4", "f16"] {
+        tokio::task::block_in_place(|| house.tell(&["kv-type", kind]));
+        assert_eq!(content(&ask(&daemon, QUESTIONS[3]).await), expected[3], "{kind}");
+    }
+    daemon.end().await;
+    let exit = clean_exit(&log);
+    println!(
+        "{settings:?}: {tokens} tokens, {sheds} sheds, {} kernels",
+        exit["executed"]
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_gpu_that_computes_at_once_answers_as_the_cpu() {
+    answers_as_on_the_cpu(&[("FAKE_CUDA_ORDER", "eager"), ("FAKE_CUDA_DEVICE", "orin")]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_gpu_that_computes_as_late_as_it_may_answers_as_the_cpu() {
+    answers_as_on_the_cpu(&[("FAKE_CUDA_ORDER", "late"), ("FAKE_CUDA_DEVICE", "hopper")]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_gpu_that_computes_at_any_moment_answers_as_the_cpu() {
+    answers_as_on_the_cpu(&[("FAKE_CUDA_ORDER", "7"), ("FAKE_CUDA_DEVICE", "orin")]).await;
+}
+
+/// Asks for long answers until the GPU breaks, by a fault behind all that is computed while a model is loaded and measured; returns
+/// an answer from before, and one from after the engine is back.
+async fn broken_in_an_answer(house: &House) -> (String, String) {
+    let daemon = house.start().await;
+    daemon.whole().await;
+    let before = content(&ask(&daemon, QUESTIONS[1]).await);
+    let mut lost = None;
+    for _ in 0..10 {
+        let answer = ask(&daemon, QUESTIONS[0]).await;
+        if answer.status != 200 {
+            lost = Some(answer);
+            break;
+        }
+    }
+    let lost = lost.expect("the GPU has not broken");
+    assert!(lost.text().contains("CUDA_ERROR_LAUNCH_FAILED"), "{}", lost.text());
+    let mut after = ask(&daemon, QUESTIONS[1]).await;
+    let deadline = Instant::now() + PATIENCE;
+    while after.status != 200 {
+        assert!(Instant::now() < deadline, "{}\n{}", after.text(), house.log());
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        after = ask(&daemon, QUESTIONS[1]).await;
+    }
+    let after = content(&after);
+    daemon.end_after(&["the engine has failed"]).await;
+    (before, after)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_gpu_that_breaks_costs_an_answer_and_is_used_again() {
+    let mut house = House::new(&sections("cuda"));
+    house.prefer_release();
+    let settings = [
+        ("FAKE_CUDA_DEVICE", "hopper"),
+        ("FAKE_CUDA_FAULTS", "kernel@14000=719!"),
+    ];
+    let log = with_driver(&mut house, &settings);
+    let (before, after) = broken_in_an_answer(&house).await;
+    assert_eq!(before, after);
+    assert_eq!(
+        house.log().matches("cuda (Imitated hopper").count(),
+        2,
+        "{}",
+        house.log()
+    );
+    assert!(fs::read_to_string(&log).unwrap().contains("\"code\":719"));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_cpu_answers_when_the_gpu_is_lost() {
+    let mut house = House::new(&sections("auto"));
+    house.prefer_release();
+    let settings = [
+        ("FAKE_CUDA_DEVICE", "hopper"),
+        ("FAKE_CUDA_FAULTS", "kernel@14000=719!!"),
+    ];
+    with_driver(&mut house, &settings);
+    let (before, after) = broken_in_an_answer(&house).await;
+    assert_eq!(before, after);
+    assert!(house.log().contains("the LLM computes on the CPU"), "{}", house.log());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_gpu_that_did_not_compute_is_tried_again_for_an_operator_and_its_context_is_on_the_book() {
+    let mut house = House::new(&sections("cuda"));
+    house.prefer_release();
+    let log = with_driver(
+        &mut house,
+        &[
+            ("FAKE_CUDA_DEVICE", "hopper"),
+            ("FAKE_CUDA_FAULTS", "cuModuleLoadData@1=2"),
+            ("FAKE_CUDA_CONTEXT", "67108864"),
+        ],
+    );
+    let daemon = house.start().await;
+    let status = daemon
+        .until("the GPU was refused", |status| {
+            let engine = status.engine.as_ref();
+            engine.is_some_and(|engine| engine.state() == EngineState::Failed)
+        })
+        .await;
+    let failure = status.engine.unwrap().failure;
+    assert!(
+        failure.contains("cuModuleLoadData: CUDA_ERROR_OUT_OF_MEMORY"),
+        "{failure}"
+    );
+    tokio::task::block_in_place(|| house.tell(&["load"]));
+    daemon.whole().await;
+    assert!(!content(&ask(&daemon, QUESTIONS[1]).await).is_empty());
+    let lease = &house.json(&["leases"])[0];
+    // All of the rest is its KV cache, 32 MiB, 5 MiB of weights, and small.
+    let held = lease["heldBytes"].as_u64().unwrap() >> 20;
+    assert!((64 + 32 + 5..64 + 32 + 5 + 32).contains(&held), "{lease}");
+    daemon.end_after(&["the engine has failed"]).await;
+    clean_exit(&log);
+}
