@@ -50,7 +50,7 @@ fn options(threads: usize) -> ModelOptions {
     ModelOptions {
         compute: threads.into(),
         name: None,
-        context: Some(Tokens::new(512)),
+        context: Some(Tokens::new(4096)),
         kv_backing: Backing::OnTouch,
         vocabulary: None,
         helper: None,
