@@ -26,7 +26,7 @@ use crate::weights::Weights as _;
 use candle_core::quantized::GgmlDType;
 use cotenant::{
     engine::{
-        Flow, Model, ModelOptions,
+        Flow, Model, ModelOptions, Scores,
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
     },
@@ -146,6 +146,26 @@ fn told_error(error: &dyn std::error::Error) -> String {
     text
 }
 
+/// The most likely token behind `token`: as the device finds it, or, with `LOGITS` in the environment, by all logits.
+fn next(model: &mut Model, token: u32) -> Result<u32, String> {
+    let first = |logits: &[f32]| {
+        let places = 0..u32::try_from(logits.len()).unwrap();
+        places
+            .rev()
+            .max_by(|a, b| logits[*a as usize].total_cmp(&logits[*b as usize]))
+            .unwrap()
+    };
+    if env::var_os("LOGITS").is_some() {
+        let logits = model.forward(&[token], &mut || Flow::Continue);
+        return logits.map(|logits| first(&logits)).map_err(|error| told_error(&error));
+    }
+    match model.forward_greedy(&[token], &mut || Flow::Continue) {
+        Ok(Scores::Greatest(token)) => Ok(token),
+        Ok(Scores::All(_)) => Err("the device has not found the greatest logit".to_owned()),
+        Err(error) => Err(told_error(&error)),
+    }
+}
+
 /// Logits behind several changes of what a model holds, and what computed them.
 fn history(path: &Path, compute: Compute) -> Result<(String, Vec<Vec<f32>>), String> {
     let (shape, _) = Model::inspect(path, compute).map_err(|error| told_error(&error))?;
@@ -179,8 +199,12 @@ fn history(path: &Path, compute: Compute) -> Result<(String, Vec<Vec<f32>>), Str
         Ok::<(), String>(())
     };
     if let Some(tokens) = number("TOKENS") {
-        step(&mut model, &text(1, 3))?;
-        (0..tokens).try_for_each(|token| step(&mut model, &text(1, token)))?;
+        let mut said = vec![3];
+        for _ in 0..=tokens {
+            let last = *said.last().unwrap();
+            said.push(next(&mut model, last)?);
+        }
+        println!("said {said:?}");
         return Ok((model.backend_name(), rows));
     }
     if let Ok(resident) = env::var("BOOK") {
@@ -468,11 +492,8 @@ fn a_call_that_fails_once_or_for_good_is_an_error_and_leaves_nothing() {
 /// How often each function was called until the process ended.
 fn calls(notes: &[Value]) -> BTreeMap<String, Value> {
     let exit = notes.iter().find(|note| note["event"] == "exit").unwrap();
-    let calls = exit["calls"].as_object().unwrap();
-    calls
-        .iter()
-        .map(|(name, count)| (name.clone(), count.clone()))
-        .collect()
+    let calls = exit["calls"].as_object().unwrap().iter();
+    calls.map(|(name, count)| (name.clone(), count.clone())).collect()
 }
 
 /// Counts calls of some tokens, and compares them with those of more: what a token takes.
@@ -495,18 +516,26 @@ fn a_token_takes_few_launches_one_wait_and_no_allocation() {
     };
     for (name, model, most) in [("Qwen3.5-4B", four, 245), ("Qwen3-0.6B", six, 257)] {
         model.write(&path).unwrap();
-        let counted = |tokens: u32| {
+        let counted = |tokens: &str, logits: Option<&str>| {
             fs::remove_file(&log).ok();
-            let settings = [
-                ("FAKE_CUDA_LOG", log.to_str().unwrap()),
-                ("TOKENS", &tokens.to_string()),
-            ];
+            let mut settings = vec![("FAKE_CUDA_LOG", log.to_str().unwrap()), ("TOKENS", tokens)];
+            settings.extend(logits.map(|logits| ("LOGITS", logits)));
             // What is timed would make calls of its own.
             let output = run(&driver, &settings, &[path.to_str().unwrap(), "cuda", "mapped"]);
             assert!(output.status.success(), "{}", told(&output));
-            calls(&noted(&log))
+            let said = told(&output)
+                .lines()
+                .find(|line| line.starts_with("said"))
+                .map(str::to_owned);
+            let notes = noted(&log);
+            let mut counts = calls(&notes);
+            let exit = notes.iter().find(|note| note["event"] == "exit").unwrap();
+            counts.insert("bytes_to_host".to_owned(), exit["bytes_to_host"].clone());
+            (counts, said.unwrap())
         };
-        let (few, more) = (counted(2), counted(6));
+        let ((few, _), (more, said), (all_logits, by_logits)) =
+            (counted("2", None), counted("6", None), counted("6", Some("1")));
+        assert_eq!(said, by_logits, "{name}");
         let of_token = |names: &[&str]| {
             let count = |calls: &BTreeMap<String, Value>| -> u64 {
                 names.iter().filter_map(|name| calls.get(*name)?.as_u64()).sum()
@@ -515,6 +544,10 @@ fn a_token_takes_few_launches_one_wait_and_no_allocation() {
             assert_eq!(all % each, 0, "{names:?}");
             all / each
         };
+        // Two flags, the number of the greatest logit, and its value.
+        let read = of_token(&["bytes_to_host"]);
+        assert_eq!(read, 16, "{name}");
+        assert!(all_logits["bytes_to_host"].as_u64().unwrap() > more["bytes_to_host"].as_u64().unwrap() + 1024);
         let launches = of_token(&["cuLaunchKernel"]);
         let others = of_token(&["cuMemcpyHtoDAsync_v2", "cuMemcpyDtoDAsync_v2", "cuMemsetD32Async"]);
         println!("{name}: {launches} launches, {others} copies and fills for a token");

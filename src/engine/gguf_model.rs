@@ -13,7 +13,7 @@ use super::{
     gguf::Header,
     helper::{self, Helper},
     language_model::{LanguageModel, Opened},
-    model::{Model, ModelOptions, Opening},
+    model::{Model, ModelOptions, Opening, Scores},
     preemption::{Checkpoint, Flow},
     protocol::{Expected, Inspected, OpenError},
     sayable::Sayable,
@@ -200,6 +200,26 @@ impl LanguageModel for GgufModel {
         logits.clear();
         logits.extend_from_slice(&computed);
         Ok(())
+    }
+
+    fn forward_greedy(
+        &mut self,
+        tokens: &[u32],
+        checkpoint: &mut dyn Checkpoint,
+        logits: &mut Vec<f32>,
+    ) -> Result<Option<u32>, ForwardError> {
+        let mut checkpoint = WithText {
+            text: self.text_held(),
+            checkpoint,
+        };
+        match self.model.forward_greedy(tokens, &mut checkpoint)? {
+            Scores::Greatest(token) => Ok(Some(token)),
+            Scores::All(computed) => {
+                logits.clear();
+                logits.extend_from_slice(&computed);
+                Ok(None)
+            }
+        }
     }
 
     fn apply(&mut self, plan: &EnginePlan) -> Result<ApplyReport, ApplyError> {

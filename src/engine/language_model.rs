@@ -45,6 +45,19 @@ pub trait LanguageModel {
         logits: &mut Vec<f32>,
     ) -> Result<(), ForwardError>;
 
+    /// As [`Self::forward`] for a token that is the first of the most likely: says which, or puts the scores into `logits`.
+    ///
+    /// # Errors
+    /// As there.
+    fn forward_greedy(
+        &mut self,
+        tokens: &[u32],
+        checkpoint: &mut dyn Checkpoint,
+        logits: &mut Vec<f32>,
+    ) -> Result<Option<u32>, ForwardError> {
+        self.forward(tokens, checkpoint, logits).map(|()| None)
+    }
+
     /// Puts a plan into force between two tokens.
     ///
     /// # Errors

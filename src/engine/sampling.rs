@@ -234,6 +234,12 @@ impl Sampler {
         Ok(token)
     }
 
+    /// Whether [`Self::next`] takes the first of the most likely tokens, whatever came before.
+    #[must_use]
+    pub fn is_greedy(&self) -> bool {
+        self.settings.temperature < TEMPERATURE_MIN && !self.has_penalty()
+    }
+
     fn has_penalty(&self) -> bool {
         let Sampling {
             repeat_penalty,

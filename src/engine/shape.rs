@@ -506,8 +506,8 @@ const RING_MAX: usize = 64 << 20;
 /// Our choice: with blocks of this size, rounding up to huge pages costs the cache of the default context (4096 tokens, 64
 /// blocks) at most one part in sixteen; and 1 GiB goes back in 2.4 ms, where small pages take 60 to 74.
 const HUGE_FROM: Bytes = Bytes::from_kib(512);
-/// Numbers behind the logits: whether keys or values, and logits, are not finite.
-pub(super) const FLAGS: usize = 2;
+/// Words behind the logits: whether keys or values are not finite, and what [`Finish`](super::backend::Finish) finds.
+pub(super) const FLAGS: usize = 4;
 /// Activation buffers, each rounded up to a page.
 const WORKSPACE_BUFFERS: u64 = 14;
 

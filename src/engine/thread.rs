@@ -168,6 +168,8 @@ struct Worker {
     /// The sequence that the model has: the tokens of the last answer and its prompt, as far as they were computed.
     sequence: Vec<u32>,
     logits: Vec<f32>,
+    /// The token that comes next, where it has been found without `logits`.
+    greatest: Option<u32>,
     engine_loop: EngineLoop,
 }
 
@@ -194,6 +196,7 @@ impl Worker {
             opener,
             sequence: Vec::new(),
             logits: Vec::new(),
+            greatest: None,
             engine_loop: EngineLoop::new(shared, sink),
         }
     }
@@ -462,7 +465,8 @@ impl Worker {
     }
 
     fn write_tokens(&mut self, text: &TextSide, writing: &mut Writing) -> ControlFlow<Outcome, Infallible> {
-        self.read_prompt(text.context_max())?;
+        let greedy = writing.mask.is_none() && writing.sampler.is_greedy();
+        self.read_prompt(text.context_max(), greedy)?;
         let mut generated = 0;
         loop {
             if generated >= writing.max_tokens {
@@ -472,7 +476,8 @@ impl Worker {
                 self.wait_for(&mut **mask)?;
                 in_form(mask.apply(&mut self.logits))?;
             }
-            let token = match writing.sampler.next(&self.logits, &self.sequence) {
+            let found = self.greatest.map(Ok);
+            let token = match found.unwrap_or_else(|| writing.sampler.next(&self.logits, &self.sequence)) {
                 Ok(token) => token,
                 Err(SampleError::NotFinite {
                     value: f32::NEG_INFINITY,
@@ -526,7 +531,7 @@ impl Worker {
             }
             self.between_tokens()?;
             self.find_room(text.context_max())?;
-            self.forward(&[token])?;
+            self.forward(&[token], greedy)?;
         }
     }
 
@@ -539,7 +544,7 @@ impl Worker {
     }
 
     /// Brings the sequence to the end of the active request's prompt.
-    fn read_prompt(&mut self, limit: Tokens) -> ControlFlow<Outcome> {
+    fn read_prompt(&mut self, limit: Tokens, greedy: bool) -> ControlFlow<Outcome> {
         let Some((model, active)) = self.model.as_mut().zip(self.engine_loop.active.as_mut()) else {
             return ControlFlow::Break(Err(GenerateError::Stopping));
         };
@@ -563,7 +568,7 @@ impl Worker {
         active.queued.reply.started(tokens, active.usage.cached_tokens);
         let fresh = prompt.get(cached..).unwrap_or_default();
         let began = Instant::now();
-        match self.forward(fresh) {
+        match self.forward(fresh, greedy) {
             ControlFlow::Break(Err(GenerateError::KvFull { position, capacity, .. })) => {
                 ControlFlow::Break(Err(GenerateError::KvFull {
                     position,
@@ -637,17 +642,23 @@ impl Worker {
         }
     }
 
-    /// Appends tokens to the sequence; plans are put into force between layers.
-    fn forward(&mut self, tokens: &[u32]) -> ControlFlow<Outcome> {
+    /// Appends tokens to the sequence; plans are put into force between layers. With `greedy`, the token that comes next may be
+    /// found instead of the scores.
+    fn forward(&mut self, tokens: &[u32], greedy: bool) -> ControlFlow<Outcome> {
         let Some(model) = self.model.as_mut() else {
             return ControlFlow::Break(Err(GenerateError::Stopping));
         };
         let mut between = BetweenLayers::new(&mut self.engine_loop);
-        let result = model.forward(tokens, &mut between, &mut self.logits);
+        let result = if greedy {
+            model.forward_greedy(tokens, &mut between, &mut self.logits)
+        } else {
+            model.forward(tokens, &mut between, &mut self.logits).map(|()| None)
+        };
         let ended = between.ended.take();
         let broken = result.is_err();
         let outcome = match result {
-            Ok(()) => {
+            Ok(greatest) => {
+                self.greatest = greatest;
                 self.sequence.extend_from_slice(tokens);
                 ended.map_or(ControlFlow::Continue(()), ControlFlow::Break)
             }

@@ -424,8 +424,9 @@ pub struct Finish<'a> {
     pub scale: f32,
     /// And bent to stay below.
     pub cap: Option<f32>,
-    /// Set to one where one is not finite.
-    pub broken: View,
+    /// Three words that are set: the number of the first of the greatest logits, all bits of which are set where it is not looked
+    /// for; its value; and no zero where a logit is not finite.
+    pub found: View,
 }
 
 const ALL_TYPES: [GgmlDType; 15] = [

@@ -3,7 +3,7 @@
 use std::{ops::Range, time::Instant};
 
 use super::{
-    Logits, Model,
+    Logits, Model, Scores,
     products::{Failure, Input, Progress, Want},
     weights::Place,
     workspace::Slot,
@@ -46,6 +46,31 @@ impl Model {
         let read = result(self.backend.as_mut(), &self.logits, self.spec.vocabulary, (first, row));
         match read {
             Ok(logits) => Ok(Logits(logits)),
+            Err(error) => {
+                self.lost = true;
+                Err(error)
+            }
+        }
+    }
+
+    /// As [`Self::forward`], returning the first of the most likely tokens alone where a device finds it: then nothing else is read.
+    ///
+    /// # Errors
+    /// As [`Self::forward`].
+    pub fn forward_greedy(
+        &mut self,
+        tokens: &[u32],
+        checkpoint: &mut dyn Checkpoint,
+    ) -> Result<Scores<'_>, ForwardError> {
+        let first = self.pass(tokens, checkpoint, None)?;
+        let row = self.position.saturating_sub(first).saturating_sub(1);
+        let (vocabulary, backend) = (self.spec.vocabulary, self.backend.as_mut());
+        match greatest(backend, &self.logits, vocabulary, (first, row)) {
+            Ok(Some(token)) => Ok(Scores::Greatest(token)),
+            Ok(None) => {
+                let logits = result(backend, &self.logits, vocabulary, (first, row));
+                logits.map(|logits| Scores::All(Logits(logits)))
+            }
             Err(error) => {
                 self.lost = true;
                 Err(error)
@@ -596,7 +621,7 @@ impl Model {
             bias: bias.map(|at| self.weights.fixed().view(at..at + vocabulary)),
             scale: self.spec.logit_scale,
             cap: self.spec.logit_cap,
-            broken: self.logits.view(vocabulary + 1..vocabulary + FLAGS),
+            found: self.logits.view(vocabulary + 1..vocabulary + FLAGS),
         }))?;
         Ok(())
     }
@@ -614,11 +639,24 @@ fn result<'a>(
     Ok(logits)
 }
 
+/// Waits for what is queued, and returns the number of the greatest logit where the backend finds it; `place` as for [`result`].
+fn greatest(
+    backend: &mut dyn Backend,
+    logits: &Buffer,
+    vocabulary: usize,
+    place: (u32, u32),
+) -> Result<Option<u32>, ForwardError> {
+    let flags = backend.read(logits, vocabulary..vocabulary + FLAGS)?;
+    is_finite(flags, place)?;
+    let found = flags.get(1).map(|number| number.to_bits());
+    Ok(found.filter(|number| (*number as usize) < vocabulary))
+}
+
 /// Refuses results that are not finite, by what operations set of the chunk that begins at `first` and of the logits of its row `row`.
 fn is_finite(flags: &[f32], (first, row): (u32, u32)) -> Result<(), ForwardError> {
     let row = match flags {
-        [0.0, 0.0] => return Ok(()),
-        [0.0, _] => row,
+        [0.0, _, _, 0.0] => return Ok(()),
+        [0.0, ..] => row,
         // What the cache keeps of a NaN is a finite number: all that comes behind it is worth nothing.
         _ => 0,
     };

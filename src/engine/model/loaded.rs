@@ -114,6 +114,15 @@ pub struct Model {
 #[derive(Debug)]
 pub struct Logits<'model>(pub(super) &'model [f32]);
 
+/// What a token is chosen by.
+#[derive(Debug)]
+pub enum Scores<'model> {
+    /// The first of the most likely tokens, which the device has found.
+    Greatest(u32),
+    /// All scores.
+    All(Logits<'model>),
+}
+
 impl Deref for Logits<'_> {
     type Target = [f32];
     fn deref(&self) -> &[f32] {

@@ -18,5 +18,5 @@ mod weights;
 mod workspace;
 
 pub use growth::{GROWERS, raw_read};
-pub use loaded::{Logits, Model, ModelOptions};
+pub use loaded::{Logits, Model, ModelOptions, Scores};
 pub use opening::Opening;

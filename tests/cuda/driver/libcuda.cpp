@@ -91,7 +91,7 @@ struct State {
   const Device* device = &DEVICES[0]; int driver = 12060; uint64_t total = 0, seed = 0, context_bytes = 0, mapped_ms = 0; bool eager = false, late = false;
   std::string largest, log; std::vector<Fault> faults;
   bool initialised = false; int broken = 0, lost = 0;              // until the context is gone; until the process is
-  std::map<std::string, uint64_t> calls; uint64_t executed = 0, waits = 0, turn = 0, used = 0, peak = 0, host_peak = 0; Handle next = 1;
+  std::map<std::string, uint64_t> calls; uint64_t executed = 0, waits = 0, to_host = 0, turn = 0, used = 0, peak = 0, host_peak = 0; Handle next = 1;
   Context* primary = nullptr; unsigned retained = 0; bool reset = false; std::set<Context*> contexts;
   std::map<uintptr_t, size_t> device_memory; unsigned open = 0; int physical_file = -1; size_t physical_end = 0; char* arena = nullptr; size_t arena_at = 0;
 };
@@ -121,8 +121,8 @@ std::string left_in(const Context& c) {
 }
 void at_exit() {
   std::string calls; for (auto& [name, count] : s.calls) calls += text("%s\"%s\":%lu", calls.empty() ? "" : ",", name.c_str(), (unsigned long)count);
-  write_line(text("{\"event\":\"exit\",\"executed\":%lu,\"waits\":%lu,\"peak_bytes\":%lu,\"contexts_left\":%zu,\"calls\":{",
-    (unsigned long)s.executed, (unsigned long)s.waits, (unsigned long)s.peak, s.contexts.size()) + calls + "}}");
+  write_line(text("{\"event\":\"exit\",\"executed\":%lu,\"waits\":%lu,\"bytes_to_host\":%lu,\"peak_bytes\":%lu,\"contexts_left\":%zu,\"calls\":{",
+    (unsigned long)s.executed, (unsigned long)s.waits, (unsigned long)s.to_host, (unsigned long)s.peak, s.contexts.size()) + calls + "}}");
   for (Context* c : s.contexts) write_line("{\"event\":\"context_left\",\"left\":" + left_in(*c) + "}");
 }
 bool read_environment() {
@@ -487,6 +487,7 @@ static int copy(Stream* t, CUdeviceptr to, CUdeviceptr from, size_t n, bool to_d
   STREAM(t);
   auto usable = [](CUdeviceptr p, size_t n) { return on_device(p, n) || host_range(p); };
   if ((to_device && !usable(to, n)) || (from_device && !usable(from, n))) return INVALID_VALUE;
+  if (!to_device) s.to_host += n;
   std::shared_ptr<std::vector<char>> held;
   if (!from_device && !host_range(from) && !t_stream.capture.on) held = std::make_shared<std::vector<char>>((char*)from, (char*)from + n);
   TRY(push(t_stream, [=] { return guarded("a copy", [=] { memcpy((void*)to, held ? held->data() : (void*)from, n); simt_memory_written((void*)to, n); return OK; }); }));

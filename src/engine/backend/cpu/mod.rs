@@ -393,7 +393,12 @@ fn activate<'op>(pool: &mut Pool, isa: Isa, job: &'op Activate, access: &mut Acc
 }
 
 fn finish<'op>(isa: Isa, job: &'op Finish<'_>, access: &mut Access<'op>) -> Result<(), DeviceError> {
-    let (all, broken) = (access.write(&job.logits)?, access.write(&job.broken)?);
+    let (all, found) = (access.write(&job.logits)?, access.write(&job.found)?);
+    let [greatest, _, broken] = found else {
+        return Err(DeviceError::new("there is no room for what is found".to_owned()));
+    };
+    // Who needs it reads all of them where they lie.
+    *greatest = f32::from_bits(u32::MAX);
     let bias = access.read_some(job.bias.as_ref())?;
     for rows in job.said.iter() {
         let Some(logits) = all.get_mut(rows.clone()) else {
@@ -411,7 +416,7 @@ fn finish<'op>(isa: Isa, job: &'op Finish<'_>, access: &mut Access<'op>) -> Resu
             logits.iter_mut().for_each(|logit| *logit = cap * (*logit / cap).tanh());
         }
         if !float::all_finite(logits) {
-            broken.fill(1.0);
+            *broken = 1.0;
         }
     }
     Ok(())

@@ -607,7 +607,8 @@ impl Launcher {
 
     fn finish(&mut self, job: &Finish<'_>) -> Result<(), DeviceError> {
         let logits = self.at(&job.logits)?;
-        let broken = self.at(&job.broken)?;
+        let found = self.at(&job.found)?;
+        self.fits(&job.found, 12)?;
         self.add_bias(logits, 1, job.bias.as_ref())?;
         let ranges: Result<Vec<[u32; 2]>, DeviceError> = job
             .said
@@ -632,9 +633,8 @@ impl Launcher {
             cap: job.cap.unwrap_or(0.0),
         };
         self.launch(Kernel::Finish, (word(blocks)?, 1, 1), 0, &launched)?;
-        // Any bit that is set is no zero.
-        // SAFETY: a word of the counters, and one of a buffer, which waits for what is queued before it is given up.
-        Ok(unsafe { self.gpu.copy(self.counter(RESULT) + 8, broken, 4) }?)
+        // SAFETY: words of the counters, and of a buffer, which waits for what is queued before it is given up.
+        Ok(unsafe { self.gpu.copy(self.counter(RESULT), found, 12) }?)
     }
 }
 
