@@ -18,7 +18,7 @@ use cotenant::{
     units::{Bytes, Tokens},
 };
 
-use super::{PROMPT, go, greedy, open, options, plan, reference, tiny, write};
+use super::{PROMPT, go, greedy, open, open_long, options, plan, reference, tiny, write};
 
 #[test]
 fn a_shed_is_confirmed_by_the_kernel_and_the_breakdown_is_what_it_has() {
@@ -37,7 +37,7 @@ fn a_shed_is_confirmed_by_the_kernel_and_the_breakdown_is_what_it_has() {
 fn shed_and_grow(path: &Path, threads: usize) {
     let (shape, _) = Model::inspect(path, threads).unwrap();
     let all = 0..u32::try_from(shape.layers.len()).unwrap();
-    let mut model = open(path, &plan(all.clone(), 1024, 16), threads);
+    let mut model = open_long(path, &plan(all.clone(), 1024, 16), threads);
     model.forward(&PROMPT, &mut go()).unwrap();
     check_book(&model, &shape);
 
@@ -121,7 +121,7 @@ fn kv_capacity_is_leased_at_once_touched_by_tokens_and_given_back_in_whole_pages
         ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 5)
     };
     let file = write(&model);
-    let mut model = open(&file.path, &plan(0..4, 64, 256), 2);
+    let mut model = open_long(&file.path, &plan(0..4, 64, 256), 2);
     let kv = model.shape().kv;
     assert_eq!(
         (kv.block_bytes(KvType::F16), kv.granule),

@@ -15,7 +15,7 @@ use cotenant::{
 };
 use proptest::{prelude::*, test_runner::TestRunner};
 
-use super::{PROMPT, expected, go, greedy, open, plan, reference, schedules, tiny, write};
+use super::{PROMPT, expected, go, greedy, open, open_long, plan, reference, schedules, tiny, write};
 
 /// What may be changed before a token.
 #[derive(Clone, Debug)]
@@ -324,7 +324,7 @@ proptest! {
 fn a_second_turn_reads_only_what_is_new_and_marks_go_before_anything_else() {
     for architecture in [Architecture::Qwen35, Architecture::Qwen3] {
         let file = tiny(architecture, GgmlDType::Q8_0);
-        let mut model = open(&file.path, &plan(0..4, 4096, 64), 2);
+        let mut model = open_long(&file.path, &plan(0..4, 4096, 64), 2);
         let prompt: Vec<u32> = (0..200).map(|index| index * 7 % 300).collect();
         model.mark_at(192);
         model.forward(&prompt, &mut go()).unwrap();

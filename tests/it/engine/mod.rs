@@ -50,7 +50,7 @@ fn options(threads: usize) -> ModelOptions {
     ModelOptions {
         compute: threads.into(),
         name: None,
-        context: Some(Tokens::new(4096)),
+        context: Some(Tokens::new(512)),
         kv_backing: Backing::OnTouch,
         vocabulary: None,
         helper: None,
@@ -59,6 +59,15 @@ fn options(threads: usize) -> ModelOptions {
 
 fn open(path: &Path, plan: &EnginePlan, threads: usize) -> Model {
     Model::open(path, plan, &options(threads)).unwrap()
+}
+
+/// A model whose capacity may grow to 4096 tokens.
+fn open_long(path: &Path, plan: &EnginePlan, threads: usize) -> Model {
+    let options = ModelOptions {
+        context: Some(Tokens::new(4096)),
+        ..options(threads)
+    };
+    Model::open(path, plan, &options).unwrap()
 }
 
 fn go() -> impl FnMut() -> Flow {

@@ -1,22 +1,28 @@
 //! Products with rows of `f32`, `f16` and `bf16`, in tiles of some rows by some tokens.
 //!
-//! One or two tokens meet rows as they lie; the next rows are asked for meanwhile. For more, a part of some rows is widened
-//! once and stays in the first-level cache while the tokens go by. Each product is summed in sixteen lanes, which are added
-//! by halves, so that one token and many, and every set of instructions, yield the same bits as the portable loop.
+//! Up to four tokens are multiplied with rows in place, while the next rows are prefetched. For more, a part of sixteen rows is
+//! widened once and stays in the first-level cache while the tokens go by. Each product is summed in eight lanes, which are added by
+//! halves, so that one token and many, and every set of instructions, yield the same bits as the portable loop. A register of
+//! AVX-512 has the lanes of two rows, which are widened next to each other; a token's columns are loaded into both halves.
 
-use super::float;
+use std::array::from_fn;
+
+use super::{float, rows::Rows};
 
 /// Lanes of a product's sum.
-pub(super) const LANES: usize = 16;
+pub(super) const LANES: usize = 8;
+
+/// Columns that are prefetched together: those of `f32` in a cache line.
+const LINE: usize = 16;
 
 /// Columns that are widened at once.
-const COLUMNS: usize = 512;
+const COLUMNS: usize = 256;
 
 /// Rows that are widened at once.
-const ROWS: usize = 8;
+const ROWS: usize = 16;
 
 /// Tokens whose sums are kept meanwhile.
-const TOKENS: usize = 32;
+const TOKENS: usize = 48;
 
 /// As they are.
 pub(super) const F32: u8 = 0;
@@ -41,23 +47,33 @@ pub(super) fn dot<T: Copy>(weight: &[T], input: &[f32], widen: impl Fn(T) -> f32
     float::sum(&mut sums)
 }
 
-/// Makes the module of a set: its features, its register of so many numbers, the rows and tokens of a tile, the rows beside
-/// two tokens, and what it does with registers.
+/// Makes the module of a set: its features; its register of at most eight lanes, how many of these make eight, and what it
+/// does with them; its register for many tokens, the rows that this one has lanes of, such registers and tokens of a tile, and
+/// what it does with these.
 macro_rules! products {
     (
-        $set:ident, $arch:ident, $features:literal, $register:ty, $width:expr, $rows:expr, $tokens:expr, $beside:expr,
-        $zero:expr, $load:expr, $store:expr, $fma:expr, $half:expr, $brain:expr, $sum:expr, $ask:expr $(,)?
+        $set:ident, $arch:ident, $features:literal,
+        ($narrow:ty, $parts:expr),
+        ($zero:expr, $load:expr, $store:expr, $fma:expr, $half:expr, $brain:expr, $sum:expr, $ask:expr),
+        ($wide:ty, $together:expr, $rows:expr, $tokens:expr),
+        ($zeros:expr, $aligned:expr, $all:expr, $fmas:expr, $split:expr) $(,)?
     ) => {
         pub(super) mod $set {
-            use std::{arch::$arch::*, array::from_fn};
+            use std::{arch::$arch::*, array::from_fn, mem::MaybeUninit};
 
             use super::super::rows::Rows;
-            use super::{BF16, COLUMNS, F16, F32, LANES, ROWS, TOKENS, element};
+            use super::{Aligned, BF16, COLUMNS, F16, LANES, LINE, ROWS, TOKENS, bytes_of, element, rest, token};
 
-            /// Registers of a sum.
-            const PARTS: usize = LANES / $width;
+            /// Registers of the lanes of a row.
+            const PARTS: usize = $parts;
+            /// Columns of a row in a register.
+            const WIDTH: usize = LANES / PARTS;
+            /// Rows that a register for many tokens has lanes of.
+            const TOGETHER: usize = $together;
+            /// Such registers of the rows that are widened at once.
+            const GROUPS: usize = ROWS / TOGETHER;
 
-            type Sum = [$register; PARTS];
+            type Sum = [$wide; PARTS];
 
             /// Rows of type `KIND`.
             ///
@@ -70,17 +86,11 @@ macro_rules! products {
                 unsafe {
                     match rows.tokens {
                         1 => few::<KIND, 1, 4>(rows),
-                        2 => few::<KIND, 2, $beside>(rows),
+                        2 => few::<KIND, 2, 4>(rows),
+                        3 => few::<KIND, 3, 4>(rows),
+                        4 => few::<KIND, 4, 3>(rows),
                         _ => many::<KIND>(rows),
                     }
-                }
-            }
-
-            /// The columns of a token that rows of type `KIND` are multiplied with.
-            fn token<const KIND: u8>(rows: &Rows<'_>, token: usize) -> *const f32 {
-                match KIND {
-                    F32 => rows.floats[token * rows.columns..].as_ptr(),
-                    _ => rows.copy(token).cast(),
                 }
             }
 
@@ -91,20 +101,83 @@ macro_rules! products {
             /// As for `rows`.
             #[target_feature(enable = $features)]
             unsafe fn few<const KIND: u8, const N: usize, const R: usize>(rows: &Rows<'_>) {
-                let (count, all) = (rows.weights.len() / rows.row_bytes.max(1), rows.columns);
-                let inputs: [_; N] = from_fn(|at| token::<KIND>(rows, at));
+                let (count, width) = (rows.weights.len() / rows.row_bytes.max(1), rows.columns);
+                let tokens: [_; N] = from_fn(|at| token::<KIND>(rows, at));
                 for first in (0..count).step_by(R) {
                     let weights: [_; R] =
                         from_fn(|at| rows.weights[(first + at).min(count - 1) * rows.row_bytes..].as_ptr());
-                    let mut sums = [[[$zero; PARTS]; R]; N];
                     // SAFETY: all columns of each row and each token.
-                    unsafe { add::<KIND, N, R, true>(weights, inputs, all, &mut sums) };
+                    let sums = unsafe { products::<KIND, N, R>(weights, tokens, width) };
                     for (token, sums) in sums.iter().enumerate() {
                         for (row, sum) in sums.iter().enumerate().take(count - first) {
-                            rows.put(token, first + row, $sum(sum));
+                            rows.put(token, first + row, *sum);
                         }
                     }
                 }
+            }
+
+            /// The products of `R` rows of type `KIND` with `N` tokens; prefetches the rows after them.
+            ///
+            /// # Safety
+            ///
+            /// There are `width` columns of each row and each token.
+            #[inline]
+            #[target_feature(enable = $features)]
+            unsafe fn products<const KIND: u8, const N: usize, const R: usize>(
+                weights: [*const u8; R],
+                tokens: [*const f32; N],
+                width: usize,
+            ) -> [[f32; R]; N] {
+                let mut sums = [[[$zero; PARTS]; R]; N];
+                let whole = width - width % LANES;
+                let mut column = 0;
+                while column < whole {
+                    for row in weights {
+                        $ask(row.wrapping_add((column + R * width) * bytes_of(KIND)));
+                    }
+                    let line = whole.min(column + LINE);
+                    while column < line {
+                        for part in 0..PARTS {
+                            let place = column + part * WIDTH;
+                            // SAFETY: a register of the columns that each row and each token has.
+                            unsafe {
+                                let ys: [_; N] = from_fn(|ahead| $load(tokens[ahead].add(place)));
+                                for at in 0..R {
+                                    let x = register::<KIND>(weights[at], place);
+                                    for ahead in 0..N {
+                                        sums[ahead][at][part] = $fma(sums[ahead][at][part], x, ys[ahead]);
+                                    }
+                                }
+                            }
+                        }
+                        column += LANES;
+                    }
+                }
+                if whole < width {
+                    for at in 0..R {
+                        // SAFETY: columns of a row.
+                        let xs = rest(width - whole, |column| unsafe {
+                            element::<KIND>(weights[at], whole + column)
+                        });
+                        for ahead in 0..N {
+                            // SAFETY: columns of a token.
+                            let ys = rest(width - whole, |column| unsafe {
+                                *tokens[ahead].add(whole + column)
+                            });
+                            for part in 0..PARTS {
+                                // SAFETY: a register of the lanes.
+                                let (x, y) = unsafe {
+                                    (
+                                        $load(xs.as_ptr().add(part * WIDTH)),
+                                        $load(ys.as_ptr().add(part * WIDTH)),
+                                    )
+                                };
+                                sums[ahead][at][part] = $fma(sums[ahead][at][part], x, y);
+                            }
+                        }
+                    }
+                }
+                sums.map(|sums| sums.map(|sum| $sum(&sum)))
             }
 
             /// Rows of type `KIND` times any number of tokens.
@@ -114,134 +187,124 @@ macro_rules! products {
             /// As for `rows`.
             #[target_feature(enable = $features)]
             unsafe fn many<const KIND: u8>(rows: &Rows<'_>) {
-                let mut weights = super::Aligned([[0f32; COLUMNS]; ROWS]);
-                let mut sums = [[[$zero; PARTS]; ROWS]; TOKENS];
+                // They are set where they are used: most calls are for few rows or tokens.
+                let (mut weights, mut sums) = (
+                    MaybeUninit::<Aligned>::uninit(),
+                    MaybeUninit::<[[Sum; GROUPS]; TOKENS]>::uninit(),
+                );
+                // SAFETY: a field of a value that is there.
+                let wide: *mut f32 = unsafe { &raw mut (*weights.as_mut_ptr()).0 }.cast();
                 let (count, all) = (rows.weights.len() / rows.row_bytes.max(1), rows.columns);
                 for (from, first) in (0..rows.tokens)
                     .step_by(TOKENS)
                     .flat_map(|from| (0..count).step_by(ROWS).map(move |first| (from, first)))
                 {
                     let (here, together) = (TOKENS.min(rows.tokens - from), ROWS.min(count - first));
-                    sums[..here].fill([[$zero; PARTS]; ROWS]);
+                    let groups = together.div_ceil(TOGETHER);
+                    if together < ROWS {
+                        weights.write(Aligned([0.0; ROWS * COLUMNS]));
+                    }
+                    // SAFETY: sums of that many tokens, which are zeros then.
+                    let sums = unsafe {
+                        let start: *mut [Sum; GROUPS] = sums.as_mut_ptr().cast();
+                        start.write_bytes(0, here);
+                        std::slice::from_raw_parts_mut(start, here)
+                    };
                     for start in (0..all).step_by(COLUMNS) {
                         let width = COLUMNS.min(all - start);
-                        for (row, to) in weights.0.iter_mut().enumerate().take(together) {
+                        for row in 0..together {
+                            let group = row / TOGETHER * TOGETHER;
+                            let to = group * COLUMNS + (row - group) * LANES;
                             let row = rows.weights[(first + row) * rows.row_bytes..].as_ptr();
-                            // SAFETY: columns of a row.
-                            unsafe { widen::<KIND>(row, start, &mut to[..width]) };
+                            // SAFETY: so many columns of a row.
+                            unsafe { widen::<KIND>(row, start..start + width, wide.add(to)) };
                         }
-                        for token in (0..here).step_by($tokens) {
-                            let step = $tokens.min(here - token);
-                            let at = |ahead: usize| self::token::<KIND>(rows, from + token + ahead).wrapping_add(start);
-                            for row in (0..together).step_by($rows) {
-                                let wide = from_fn(|ahead| weights.0[(row + ahead) % ROWS].as_ptr());
+                        let mut at = 0;
+                        while at < here {
+                            let step = if here - at < $tokens {
+                                3.min(here - at)
+                            } else {
+                                $tokens
+                            };
+                            let place = |ahead: usize| token::<KIND>(rows, from + at + ahead).wrapping_add(start);
+                            for group in (0..groups).step_by($rows) {
+                                let weights = wide.wrapping_add(group * TOGETHER * COLUMNS);
                                 // SAFETY: so many columns of each row and each token.
                                 unsafe {
-                                    if step == $tokens {
-                                        tile::<$tokens>(wide, from_fn(at), width, &mut sums[token..], row);
-                                        continue;
-                                    }
-                                    for ahead in 0..step {
-                                        tile::<1>(wide, [at(ahead)], width, &mut sums[token + ahead..], row);
+                                    match step {
+                                        1 => tile::<1>(weights, from_fn(place), width, &mut sums[at..], group),
+                                        2 => tile::<2>(weights, from_fn(place), width, &mut sums[at..], group),
+                                        3 => tile::<3>(weights, from_fn(place), width, &mut sums[at..], group),
+                                        _ => tile::<$tokens>(weights, from_fn(place), width, &mut sums[at..], group),
                                     }
                                 }
                             }
+                            at += step;
                         }
                     }
-                    for (token, sums) in sums.iter().enumerate().take(here) {
-                        for (row, sum) in sums.iter().enumerate().take(together) {
-                            rows.put(from + token, first + row, $sum(sum));
+                    for (token, sums) in sums.iter().enumerate() {
+                        for (group, sum) in sums.iter().enumerate().take(groups) {
+                            let row = group * TOGETHER;
+                            for (at, lanes) in $split(sum).iter().enumerate().take(together - row) {
+                                rows.put(from + token, first + row + at, $sum(lanes));
+                            }
                         }
                     }
                 }
             }
 
-            /// Adds the products of the rows from `row`, widened, with `N` tokens, to their sums.
+            /// Adds the products of the rows from the register `group` on, widened, with `N` tokens, to their sums.
             ///
             /// # Safety
             ///
-            /// There are `width` columns of each row and each token.
+            /// There are `width` columns of each token, and of each row as many, and zeros to a whole eight.
             #[target_feature(enable = $features)]
             unsafe fn tile<const N: usize>(
-                weights: [*const f32; $rows],
+                weights: *const f32,
                 tokens: [*const f32; N],
                 width: usize,
-                sums: &mut [[Sum; ROWS]],
-                row: usize,
+                sums: &mut [[Sum; GROUPS]],
+                group: usize,
             ) {
-                let mut running: [[Sum; $rows]; N] = from_fn(|ahead| from_fn(|at| sums[ahead][row + at]));
-                // SAFETY: the caller's promise.
-                unsafe {
-                    add::<F32, N, $rows, false>(weights.map(<*const f32>::cast), tokens, width, &mut running);
+                let mut running: [[Sum; $rows]; N] = from_fn(|ahead| from_fn(|at| sums[ahead][group + at]));
+                let whole = width - width % LANES;
+                for column in (0..whole).step_by(LANES) {
+                    for part in 0..PARTS {
+                        // SAFETY: a register of the columns that each row and each token has.
+                        unsafe {
+                            let ys: [_; N] = from_fn(|ahead| $all(tokens[ahead].add(column + part * WIDTH)));
+                            for at in 0..$rows {
+                                let x = $aligned(weights.add((at * COLUMNS + column) * TOGETHER + part * WIDTH));
+                                for ahead in 0..N {
+                                    running[ahead][at][part] = $fmas(running[ahead][at][part], x, ys[ahead]);
+                                }
+                            }
+                        }
+                    }
+                }
+                for ahead in 0..N {
+                    if whole == width {
+                        break;
+                    }
+                    // SAFETY: columns of a token.
+                    let ys = rest(width - whole, |column| unsafe {
+                        *tokens[ahead].add(whole + column)
+                    });
+                    for at in 0..$rows {
+                        for part in 0..PARTS {
+                            // SAFETY: a register of the lanes, and of the row.
+                            running[ahead][at][part] = unsafe {
+                                let x = $aligned(weights.add((at * COLUMNS + whole) * TOGETHER + part * WIDTH));
+                                $fmas(running[ahead][at][part], x, $all(ys.as_ptr().add(part * WIDTH)))
+                            };
+                        }
+                    }
                 }
                 for ahead in 0..N {
                     for at in 0..$rows {
-                        sums[ahead][row + at] = running[ahead][at];
+                        sums[ahead][group + at] = running[ahead][at];
                     }
                 }
-            }
-
-            /// Adds the products of `R` rows of type `KIND` with `N` tokens to `sums`; with `ASK` it asks for the rows after them.
-            ///
-            /// # Safety
-            ///
-            /// There are `width` columns of each row and each token.
-            #[inline]
-            #[target_feature(enable = $features)]
-            unsafe fn add<const KIND: u8, const N: usize, const R: usize, const ASK: bool>(
-                weights: [*const u8; R],
-                tokens: [*const f32; N],
-                width: usize,
-                sums: &mut [[Sum; R]; N],
-            ) {
-                let mut running = *sums;
-                let whole = width - width % LANES;
-                for column in (0..whole).step_by(LANES) {
-                    if ASK {
-                        let bytes = column * super::bytes_of(KIND);
-                        for row in weights {
-                            $ask(row.wrapping_add(bytes + R * width * super::bytes_of(KIND)));
-                        }
-                    }
-                    for part in 0..PARTS {
-                        let place = column + part * $width;
-                        // SAFETY: a register of the columns that each row and each token has.
-                        unsafe {
-                            let ys: [_; N] = from_fn(|ahead| $load(tokens[ahead].add(place)));
-                            for at in 0..R {
-                                let x = register::<KIND>(weights[at], place);
-                                for ahead in 0..N {
-                                    running[ahead][at][part] = $fma(running[ahead][at][part], x, ys[ahead]);
-                                }
-                            }
-                        }
-                    }
-                }
-                if whole < width {
-                    let rest = |column: &dyn Fn(usize) -> f32| {
-                        let mut lanes = [0f32; LANES];
-                        for (ahead, lane) in lanes.iter_mut().enumerate().take(width - whole) {
-                            *lane = column(whole + ahead);
-                        }
-                        lanes
-                    };
-                    for at in 0..R {
-                        // SAFETY: a column of a row.
-                        let x = rest(&|column| unsafe { element::<KIND>(weights[at], column) });
-                        for ahead in 0..N {
-                            // SAFETY: a column of a token.
-                            let y = rest(&|column| unsafe { *tokens[ahead].add(column) });
-                            for part in 0..PARTS {
-                                // SAFETY: a register of the lanes.
-                                running[ahead][at][part] = unsafe {
-                                    let (x, y) = (x.as_ptr().add(part * $width), y.as_ptr().add(part * $width));
-                                    $fma(running[ahead][at][part], $load(x), $load(y))
-                                };
-                            }
-                        }
-                    }
-                }
-                *sums = running;
             }
 
             /// A register of columns from `column` on.
@@ -251,7 +314,7 @@ macro_rules! products {
             /// There are so many columns at `from`.
             #[inline]
             #[target_feature(enable = $features)]
-            unsafe fn register<const KIND: u8>(from: *const u8, column: usize) -> $register {
+            unsafe fn register<const KIND: u8>(from: *const u8, column: usize) -> $narrow {
                 // SAFETY: the caller's promise.
                 unsafe {
                     match KIND {
@@ -262,31 +325,53 @@ macro_rules! products {
                 }
             }
 
-            /// Columns from `start` of what lies at `from`, as many as `to` takes.
+            /// `columns` of a row to every [`TOGETHER`]th eight from `to` on; behind the last one zeros, to a whole eight.
             ///
             /// # Safety
             ///
-            /// There are so many columns.
+            /// There are these columns at `from`, and place for them at `to`.
             #[inline]
             #[target_feature(enable = $features)]
-            unsafe fn widen<const KIND: u8>(from: *const u8, start: usize, to: &mut [f32]) {
-                let whole = to.len() - to.len() % $width;
-                for at in (0..whole).step_by($width) {
-                    // SAFETY: a register of columns.
-                    unsafe { $store(to.as_mut_ptr().add(at), register::<KIND>(from, start + at)) };
-                }
-                for (at, to) in to.iter_mut().enumerate().skip(whole) {
-                    // SAFETY: a column.
-                    *to = unsafe { element::<KIND>(from, start + at) };
+            unsafe fn widen<const KIND: u8>(from: *const u8, columns: std::ops::Range<usize>, to: *mut f32) {
+                for column in columns.clone().step_by(LANES) {
+                    // SAFETY: a register of columns, and the place of eight.
+                    unsafe {
+                        let to = to.add((column - columns.start) * TOGETHER);
+                        if column + LANES <= columns.end {
+                            for part in 0..PARTS {
+                                $store(
+                                    to.add(part * WIDTH),
+                                    register::<KIND>(from, column + part * WIDTH),
+                                );
+                            }
+                        } else {
+                            to.cast::<[f32; LANES]>().write(rest(columns.end - column, |at| {
+                                element::<KIND>(from, column + at)
+                            }));
+                        }
+                    }
                 }
             }
         }
     };
 }
 
+/// The columns of a token that rows of type `KIND` are multiplied with.
+fn token<const KIND: u8>(rows: &Rows<'_>, token: usize) -> *const f32 {
+    match KIND {
+        F32 => rows.floats[token * rows.columns..].as_ptr(),
+        _ => rows.copy(token).cast(),
+    }
+}
+
+/// The last `count` columns, fewer than eight, and zeros behind them.
+fn rest(count: usize, column: impl Fn(usize) -> f32) -> [f32; LANES] {
+    from_fn(|at| if at < count { column(at) } else { 0.0 })
+}
+
 /// Widened rows, so that no register of them lies in two lines of the cache.
 #[repr(align(64))]
-struct Aligned([[f32; COLUMNS]; ROWS]);
+struct Aligned([f32; ROWS * COLUMNS]);
 
 /// Bytes of one number.
 const fn bytes_of(kind: u8) -> usize {
@@ -315,22 +400,28 @@ products!(
     avx2,
     x86_64,
     "avx2,fma,f16c",
-    __m256,
-    8,
-    2,
-    3,
-    2,
-    _mm256_setzero_ps(),
-    |from: *const f32| _mm256_loadu_ps(from),
-    |to: *mut f32, value| _mm256_storeu_ps(to, value),
-    |sum, x, y| _mm256_fmadd_ps(x, y, sum),
-    |from: *const u16| _mm256_cvtph_ps(_mm_loadu_si128(from.cast())),
-    |from: *const u16| {
-        let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
-        _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
-    },
-    |sum: &Sum| super::super::rows256::total(_mm256_add_ps(sum[0], sum[1])),
-    |row: *const u8| _mm_prefetch::<_MM_HINT_T0>(row.cast()),
+    (__m256, 1),
+    (
+        _mm256_setzero_ps(),
+        |from: *const f32| _mm256_loadu_ps(from),
+        |to: *mut f32, value| _mm256_storeu_ps(to, value),
+        |sum, x, y| _mm256_fmadd_ps(x, y, sum),
+        |from: *const u16| _mm256_cvtph_ps(_mm_loadu_si128(from.cast())),
+        |from: *const u16| {
+            let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
+        },
+        |sum: &[__m256; 1]| super::super::rows256::total(sum[0]),
+        |row: *const u8| _mm_prefetch::<_MM_HINT_T0>(row.cast())
+    ),
+    (__m256, 1, 4, 3),
+    (
+        _mm256_setzero_ps(),
+        |from: *const f32| _mm256_load_ps(from),
+        |from: *const f32| _mm256_loadu_ps(from),
+        |sum, x, y| _mm256_fmadd_ps(x, y, sum),
+        |sum: &Sum| [*sum]
+    ),
 );
 
 #[cfg(target_arch = "x86_64")]
@@ -338,25 +429,28 @@ products!(
     avx512,
     x86_64,
     "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c",
-    __m512,
-    16,
-    4,
-    4,
-    4,
-    _mm512_setzero_ps(),
-    |from: *const f32| _mm512_loadu_ps(from),
-    |to: *mut f32, value| _mm512_storeu_ps(to, value),
-    |sum, x, y| _mm512_fmadd_ps(x, y, sum),
-    |from: *const u16| _mm512_cvtph_ps(_mm256_loadu_si256(from.cast())),
-    |from: *const u16| {
-        let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
-        _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
-    },
-    |sum: &Sum| {
-        let halves = (_mm512_castps512_ps256(sum[0]), _mm512_extractf32x8_ps::<1>(sum[0]));
-        super::super::rows256::total(_mm256_add_ps(halves.0, halves.1))
-    },
-    |row: *const u8| _mm_prefetch::<_MM_HINT_T0>(row.cast()),
+    (__m256, 1),
+    (
+        _mm256_setzero_ps(),
+        |from: *const f32| _mm256_loadu_ps(from),
+        |to: *mut f32, value| _mm256_storeu_ps(to, value),
+        |sum, x, y| _mm256_fmadd_ps(x, y, sum),
+        |from: *const u16| _mm256_cvtph_ps(_mm_loadu_si128(from.cast())),
+        |from: *const u16| {
+            let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
+        },
+        |sum: &[__m256; 1]| super::super::rows256::total(sum[0]),
+        |row: *const u8| _mm_prefetch::<_MM_HINT_T0>(row.cast())
+    ),
+    (__m512, 2, 4, 6),
+    (
+        _mm512_setzero_ps(),
+        |from: *const f32| _mm512_load_ps(from),
+        |from: *const f32| _mm512_broadcast_f32x8(_mm256_loadu_ps(from)),
+        |sum, x, y| _mm512_fmadd_ps(x, y, sum),
+        |sum: &Sum| [[_mm512_castps512_ps256(sum[0])], [_mm512_extractf32x8_ps::<1>(sum[0])]]
+    ),
 );
 
 #[cfg(target_arch = "aarch64")]
@@ -364,21 +458,27 @@ products!(
     neon,
     aarch64,
     "neon",
-    float32x4_t,
-    4,
-    2,
-    3,
-    2,
-    vdupq_n_f32(0.0),
-    |from: *const f32| vld1q_f32(from),
-    |to: *mut f32, value| vst1q_f32(to, value),
-    |sum, x, y| vfmaq_f32(sum, x, y),
-    |from: *const u16| super::super::neon::widened(vld1_u16(from)),
-    |from: *const u16| vreinterpretq_f32_u32(vshll_n_u16::<16>(vld1_u16(from))),
-    |sum: &Sum| {
-        let four = vaddq_f32(vaddq_f32(sum[0], sum[2]), vaddq_f32(sum[1], sum[3]));
-        let two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
-        vget_lane_f32::<0>(two) + vget_lane_f32::<1>(two)
-    },
-    |_row: *const u8| (),
+    (float32x4_t, 2),
+    (
+        vdupq_n_f32(0.0),
+        |from: *const f32| vld1q_f32(from),
+        |to: *mut f32, value| vst1q_f32(to, value),
+        |sum, x, y| vfmaq_f32(sum, x, y),
+        |from: *const u16| super::super::neon::widened(vld1_u16(from)),
+        |from: *const u16| vreinterpretq_f32_u32(vshll_n_u16::<16>(vld1_u16(from))),
+        |sum: &[float32x4_t; 2]| {
+            let four = vaddq_f32(sum[0], sum[1]);
+            let two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
+            vget_lane_f32::<0>(two) + vget_lane_f32::<1>(two)
+        },
+        |_row: *const u8| ()
+    ),
+    (float32x4_t, 1, 4, 3),
+    (
+        vdupq_n_f32(0.0),
+        |from: *const f32| vld1q_f32(from),
+        |from: *const f32| vld1q_f32(from),
+        |sum, x, y| vfmaq_f32(sum, x, y),
+        |sum: &Sum| [*sum]
+    ),
 );
