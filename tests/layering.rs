@@ -518,7 +518,7 @@ const LINES_MAX: [(&str, usize); 14] = [
     ("engine", 39100),
     ("http", 10270),
     ("journal", 4213),
-    ("policy", 24343),
+    ("policy", 24401),
     ("probe", 5145),
     ("rpc", 5597),
     ("speech", 5400),

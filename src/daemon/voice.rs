@@ -2,6 +2,7 @@
 
 use std::{
     collections::VecDeque,
+    mem,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
@@ -55,32 +56,98 @@ const RECORDINGS_AT_ONCE: usize = 4;
 
 /// As it reads after "cannot".
 const TRANSCRIBE: &str = "transcribe speech";
+const SPEAK: &str = "speak";
+
+/// How long a character is when it is spoken, by which texts and recordings are measured alike.
+const SPOKEN_CHARACTER: Duration = Duration::from_millis(60);
+
+/// What is one piece of work.
+const NO_REST: (Duration, u32) = (Duration::ZERO, 0);
 
 /// The speech workers as the APIs use them.
 pub(super) struct Voice {
     control: Arc<ControlHandle>,
     asr: Option<Speaker>,
     tts: Option<Speaker>,
-    /// What the recogniser has to do.
-    backlog: Mutex<Backlog>,
-    /// Places of recordings that it has at once; further ones wait in the order in which they came.
+    recordings: Arc<Queue>,
+    texts: Arc<Queue>,
+    /// Places of recordings that the recogniser has at once; further ones wait in the order in which they came.
     places: Semaphore,
 }
 
-/// A recording that is to be recognised.
-struct Queued<'a> {
-    voice: &'a Voice,
-    duration: Duration,
-    answered: bool,
+/// What a worker has to do.
+struct Queue {
+    act: &'static str,
+    control: Arc<ControlHandle>,
+    backlog: Mutex<Backlog>,
 }
 
-impl Drop for Queued<'_> {
+/// A recording or text that a worker has to do.
+struct Queued {
+    queue: Arc<Queue>,
+    work: Duration,
+    /// The same and all that was before it.
+    with_others: Duration,
+    outcome: Outcome,
+}
+
+enum Outcome {
+    Dropped,
+    Answered,
+    /// The sum of the times in which the worker was waited for.
+    AnsweredIn(Duration),
+}
+
+impl Queue {
+    fn new(act: &'static str, control: &Arc<ControlHandle>) -> Arc<Self> {
+        Arc::new(Self {
+            act,
+            control: Arc::clone(control),
+            backlog: Mutex::default(),
+        })
+    }
+
+    /// A place in the queue, if the answer, up to its end where there is a `rest` of so many parts, is to be expected while
+    /// the client waits.
+    fn admit(
+        self: &Arc<Self>,
+        work: Duration,
+        rest: (Duration, u32),
+        patience: Option<Duration>,
+    ) -> Result<Queued, Refusal> {
+        let (now, _) = self.control.now();
+        let patience = patience.map(|patience| patience.saturating_sub(TO_ANSWER));
+        let mut backlog = self.backlog.lock().unwrap_or_else(PoisonError::into_inner);
+        let with_others =
+            backlog
+                .admit_whole(now, work, rest, patience)
+                .map_err(|expected| Refusal::DeadlineUnreachable {
+                    act: self.act.to_owned(),
+                    patience_ms: millis(patience.unwrap_or_default()),
+                    expected_ms: millis(expected),
+                    retry_after: expected.saturating_sub(patience.unwrap_or_default()).max(RETRY_SOON),
+                })?;
+        Ok(Queued {
+            queue: Arc::clone(self),
+            work,
+            with_others,
+            outcome: Outcome::Dropped,
+        })
+    }
+}
+
+impl Drop for Queued {
     fn drop(&mut self) {
-        let (now, _) = self.voice.control.now();
-        let mut backlog = self.voice.backlog.lock().unwrap_or_else(PoisonError::into_inner);
-        match self.answered {
-            true => backlog.answered(now, self.duration),
-            false => backlog.dropped(self.duration),
+        let (now, _) = self.queue.control.now();
+        let mut backlog = self.queue.backlog.lock().unwrap_or_else(PoisonError::into_inner);
+        match self.outcome {
+            Outcome::Dropped => backlog.dropped(self.work),
+            Outcome::Answered => backlog.answered(now, self.work),
+            Outcome::AnsweredIn(waited) => {
+                // The rest of the time was that of others.
+                let share = self.work.as_secs_f64() / self.with_others.as_secs_f64();
+                backlog.answered_in(now, self.work, waited.mul_f64(share));
+            }
         }
     }
 }
@@ -89,31 +156,12 @@ impl Voice {
     /// The speech workers of a configuration.
     pub(super) fn new(control: Arc<ControlHandle>, asr: Option<Speaker>, tts: Option<Speaker>) -> Arc<Self> {
         Arc::new(Self {
+            recordings: Queue::new(TRANSCRIBE, &control),
+            texts: Queue::new(SPEAK, &control),
             control,
             asr,
             tts,
-            backlog: Mutex::default(),
             places: Semaphore::new(RECORDINGS_AT_ONCE),
-        })
-    }
-
-    /// A place in the queue of the recogniser, if its answer is to be expected while the client waits.
-    fn queue(&self, duration: Duration, patience: Option<Duration>) -> Result<Queued<'_>, Refusal> {
-        let (now, _) = self.control.now();
-        let mut backlog = self.backlog.lock().unwrap_or_else(PoisonError::into_inner);
-        let patience = patience.map(|patience| patience.saturating_sub(TO_ANSWER));
-        backlog
-            .admit(now, duration, patience)
-            .map_err(|expected| Refusal::DeadlineUnreachable {
-                act: TRANSCRIBE.to_owned(),
-                patience_ms: millis(patience.unwrap_or_default()),
-                expected_ms: millis(expected),
-                retry_after: expected.saturating_sub(patience.unwrap_or_default()).max(RETRY_SOON),
-            })?;
-        Ok(Queued {
-            voice: self,
-            duration,
-            answered: false,
         })
     }
 
@@ -285,6 +333,11 @@ fn refusal_of(error: ClientError, worker: String, field: &str) -> Refusal {
     }
 }
 
+/// About how long a text is when it is spoken.
+fn spoken(text: &str) -> Duration {
+    SPOKEN_CHARACTER.saturating_mul(u32::try_from(text.chars().count().max(1)).unwrap_or(u32::MAX))
+}
+
 fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
@@ -306,7 +359,9 @@ fn check_language(wanted: &str, known: &[&str]) -> Result<(), Refusal> {
 impl SpeechBackend for Voice {
     fn transcribe(&self, request: TranscribeRequest) -> BoxFuture<'_, Result<Transcript, Refusal>> {
         async move {
-            let mut queued = self.queue(request.audio.duration(), request.meta.patience)?;
+            let mut queued = self
+                .recordings
+                .admit(request.audio.duration(), NO_REST, request.meta.patience)?;
             // It is never closed.
             let _place = self.places.acquire().await.ok();
             let (client, at_work, name) = self
@@ -321,7 +376,9 @@ impl SpeechBackend for Voice {
                 .hear(&request.audio, request.language.as_deref(), request.pieces.as_ref())
                 .await;
             drop(at_work);
-            queued.answered = heard.is_ok();
+            if heard.is_ok() {
+                queued.outcome = Outcome::Answered;
+            }
             drop(queued);
             let heard = heard
                 .inspect_err(|error| {
@@ -351,17 +408,28 @@ impl SpeechBackend for Voice {
                     problem: "is not 1, the only speed that the voices have".to_owned(),
                 });
             }
-            let (client, at_work, worker) = self.client(self.tts.as_ref(), "speak", "voice", &request.meta).await?;
             let mut sentences = Sentences::default();
             let mut texts: VecDeque<String> = sentences.push(&request.text).into_iter().collect();
             texts.extend(sentences.finish());
             // Of a text without words the worker makes what it will.
             let first = texts.pop_front().unwrap_or_else(|| request.text.clone());
-            let speaking = Speaking {
+            let rest = match request.whole {
+                true => (
+                    texts.iter().map(|text| spoken(text)).sum(),
+                    u32::try_from(texts.len()).unwrap_or(u32::MAX),
+                ),
+                false => NO_REST,
+            };
+            let queued = self.texts.admit(spoken(&first), rest, request.meta.patience)?;
+            let (client, at_work, worker) = self.client(self.tts.as_ref(), SPEAK, "voice", &request.meta).await?;
+            let mut speaking = Speaking {
                 client,
                 voice: request.voice,
                 speaker: request.speaker,
                 texts,
+                queue: Arc::clone(&self.texts),
+                queued: Some(queued),
+                waited: Duration::ZERO,
                 tts: self.tts.clone(),
                 worker,
                 _at_work: at_work,
@@ -396,6 +464,10 @@ struct Speaking {
     speaker: Option<String>,
     /// Sentences that are still to be spoken.
     texts: VecDeque<String>,
+    queue: Arc<Queue>,
+    /// The sentence that the worker has, and how long it was waited for.
+    queued: Option<Queued>,
+    waited: Duration,
     tts: Option<Speaker>,
     worker: String,
     _at_work: AtWork,
@@ -408,17 +480,23 @@ struct Sound {
 }
 
 impl Speaking {
-    async fn begin(&self, text: &str) -> Result<client::SpeechStream, Refusal> {
-        self.client
+    async fn begin(&mut self, text: &str) -> Result<client::SpeechStream, Refusal> {
+        let since = Instant::now();
+        let begun = self
+            .client
             .synthesize(text, self.voice.as_deref(), self.speaker.as_deref())
-            .await
-            .map_err(|error| self.failed(error))
+            .await;
+        self.waited += since.elapsed();
+        begun.map_err(|error| self.failed(error))
     }
 
     /// The next samples at `rate`; `None` at the end.
     async fn next(&mut self, sound: &mut Sound, rate: u32) -> Result<Option<Vec<i16>>, Refusal> {
         loop {
-            if let Some(samples) = sound.speech.next().await {
+            let since = Instant::now();
+            let samples = sound.speech.next().await;
+            self.waited += since.elapsed();
+            if let Some(samples) = samples {
                 let samples = samples.map_err(|error| self.failed(error))?;
                 return match &mut sound.resampler {
                     None => Ok(Some(samples)),
@@ -434,9 +512,14 @@ impl Speaking {
             if let Some(tts) = &self.tts {
                 tts.hangs.answered();
             }
+            let waited = mem::take(&mut self.waited);
+            if let Some(mut queued) = self.queued.take() {
+                queued.outcome = Outcome::AnsweredIn(waited);
+            }
             let Some(text) = self.texts.pop_front() else {
                 return Ok(None);
             };
+            self.queued = Some(self.queue.admit(spoken(&text), NO_REST, None)?);
             sound.speech = self.begin(&text).await?;
             sound.resampler = match sound.speech.sample_rate_hz() {
                 same if same == rate => None,
@@ -493,6 +576,7 @@ mod tests {
             voice: None,
             speaker: None,
             speed: 1.25,
+            whole: false,
         };
         let refusal = Voice::new(control, None, None).synthesize(request).await.err().unwrap();
         assert!(

@@ -196,6 +196,8 @@ pub struct SpeechRequest {
     pub speaker: Option<String>,
     /// 0.25 to 4; 1 is the voice's own.
     pub speed: f64,
+    /// Whether the answer is sent in one piece. It must be complete within the client's patience, any other must begin.
+    pub whole: bool,
 }
 
 /// Speech as it is synthesised.

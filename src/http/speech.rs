@@ -61,6 +61,7 @@ pub(super) async fn speech(State(api): State<Api>, Extension(meta): Meta, reques
     let voice = voice_named(wire.voice.as_ref(), &api.backends().status.voices())?;
     let spoken = voice.as_deref().and_then(|voice| HeaderValue::from_str(voice).ok());
     let speed = in_range("speed", wire.speed, SPEED_MIN, SPEED_MAX)?.unwrap_or(1.0);
+    let whole = matches!(format, Format::Wav { requested } if !(events && requested));
     let request = SpeechRequest {
         speaker: None,
         meta: meta.clone(),
@@ -68,10 +69,11 @@ pub(super) async fn speech(State(api): State<Api>, Extension(meta): Meta, reques
         text,
         voice,
         speed,
+        whole,
     };
     let pieces = begun(backend.synthesize(request).await?).await?;
     let mut response = match format {
-        Format::Wav { requested } if !(events && requested) => as_wav(pieces, requested, limits).await?,
+        Format::Wav { requested } if whole => as_wav(pieces, requested, limits).await?,
         format => {
             let (kind, bytes) = format.encode(pieces)?;
             if events {

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::units::Timestamp;
 
-/// The requests that a worker has, as amounts of work: the audio to be recognised.
+/// The requests that a worker has, as amounts of work: audio to be recognised, or the length of a text when it is spoken.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Backlog {
     /// Sum of what is not answered.
@@ -17,11 +17,11 @@ pub struct Backlog {
 }
 
 impl Backlog {
-    /// Takes a request, unless its answer is not to be expected within `patience`.
+    /// Takes a request, unless its answer is not to be expected within `patience`. Returns the work that the worker now has.
     ///
     /// # Errors
     /// With the time that its answer would take.
-    pub fn admit(&mut self, now: Timestamp, work: Duration, patience: Option<Duration>) -> Result<(), Duration> {
+    pub fn admit(&mut self, now: Timestamp, work: Duration, patience: Option<Duration>) -> Result<Duration, Duration> {
         let expected = self.expected(now, work);
         if patience.is_some_and(|patience| expected > patience) {
             return Err(expected);
@@ -31,12 +31,37 @@ impl Backlog {
         }
         self.requests = self.requests.saturating_add(1);
         self.work = self.work.saturating_add(work);
-        Ok(())
+        Ok(self.work)
+    }
+
+    /// Takes the first part of a request whose answer is awaited to its last part, `rest` in `parts` further ones: before each
+    /// of those the worker does one part of each other request.
+    ///
+    /// # Errors
+    /// As [`Self::admit`].
+    pub fn admit_whole(
+        &mut self,
+        now: Timestamp,
+        first: Duration,
+        (rest, parts): (Duration, u32),
+        patience: Option<Duration>,
+    ) -> Result<Duration, Duration> {
+        let between = self.work.saturating_mul(parts).saturating_add(rest);
+        let expected = self.expected(now, first.saturating_add(between));
+        if patience.is_some_and(|patience| expected > patience) {
+            return Err(expected);
+        }
+        self.admit(now, first, None)
     }
 
     /// A request that was admitted is answered: that is a measurement.
     pub fn answered(&mut self, now: Timestamp, work: Duration) {
-        let took = now.saturating_since(self.since).as_micros();
+        self.answered_in(now, work, now.saturating_since(self.since));
+    }
+
+    /// The same where it is known how long the worker was busy with it: between answers clients may have been slow to read.
+    pub fn answered_in(&mut self, now: Timestamp, work: Duration, took: Duration) {
+        let took = took.as_micros();
         let millis = work.as_millis().max(u128::from(WORK_MIN_MILLIS));
         let pace = u64::try_from(took.saturating_mul(1000) / millis).unwrap_or(u64::MAX);
         // A running mean: the last four answers make most of it.
@@ -54,9 +79,11 @@ impl Backlog {
         self.work = self.work.saturating_sub(work);
     }
 
-    /// How long an answer to further work would take; zero before there is a measurement.
+    /// How long an answer to further work would take; zero before there is a measurement, and where an idle worker's last one
+    /// is old, since with nothing taken nothing would be measured.
     fn expected(&self, now: Timestamp, work: Duration) -> Duration {
-        let Some(pace) = self.pace_micros else {
+        let old = self.requests == 0 && now.saturating_since(self.since) > PACE_KEPT;
+        let Some(pace) = self.pace_micros.filter(|_| !old) else {
             return Duration::ZERO;
         };
         let work = self
@@ -75,6 +102,9 @@ impl Backlog {
 
 /// The least that a request counts as: one without sound takes its time too.
 const WORK_MIN_MILLIS: u64 = 500;
+
+/// How long a measurement counts on an idle worker. Our choice: a device that was short of memory or busy may no longer be.
+const PACE_KEPT: Duration = Duration::from_secs(30);
 
 #[cfg(test)]
 mod tests {
@@ -122,6 +152,43 @@ mod tests {
         // It has become faster: the mean follows.
         backlog.answered(at(21), seconds(5));
         backlog.admit(at(21), seconds(11), PATIENCE).unwrap();
+    }
+
+    #[test]
+    fn a_worker_that_was_slow_once_is_tried_again_when_it_has_rested() {
+        let mut backlog = Backlog::default();
+        backlog.admit(at(0), seconds(1), None).unwrap();
+        backlog.answered(at(60), seconds(1));
+        assert_eq!(backlog.admit(at(61), seconds(1), PATIENCE), Err(seconds(60)));
+        backlog.admit(at(91), seconds(1), PATIENCE).unwrap();
+        // It is not tried by two at once.
+        backlog.admit(at(91), seconds(1), PATIENCE).unwrap_err();
+    }
+
+    #[test]
+    fn a_client_that_reads_slowly_does_not_make_its_worker_slow() {
+        let mut backlog = Backlog::default();
+        assert_eq!(backlog.admit(at(0), seconds(4), None), Ok(seconds(4)));
+        backlog.answered_in(at(40), seconds(4), seconds(1));
+        backlog.admit(at(40), seconds(20), PATIENCE).unwrap();
+        assert_eq!(backlog.admit(at(40), seconds(24), PATIENCE), Err(seconds(11)));
+    }
+
+    #[test]
+    fn who_waits_for_the_whole_waits_for_others_before_each_part() {
+        let mut backlog = Backlog::default();
+        backlog.admit(at(0), seconds(1), None).unwrap();
+        backlog.answered(at(1), seconds(1));
+        backlog.admit(at(1), seconds(2), PATIENCE).unwrap();
+        backlog
+            .clone()
+            .admit_whole(at(1), seconds(1), (seconds(3), 2), PATIENCE)
+            .unwrap();
+        assert_eq!(
+            backlog.admit_whole(at(1), seconds(1), (seconds(3), 3), PATIENCE),
+            Err(seconds(12))
+        );
+        assert_eq!(backlog.admit(at(1), seconds(1), PATIENCE), Ok(seconds(3)));
     }
 
     #[test]

@@ -597,6 +597,7 @@ impl Run {
                         voice: choice.voice.clone(),
                         speaker: choice.speaker.clone(),
                         speed: 1.0,
+                        whole: false,
                     })
                 })
                 .await?;

@@ -186,6 +186,7 @@ impl Work {
                 voice: voice.name.clone(),
                 speaker: None,
                 speed: voice.speed,
+                whole: false,
             };
             let mut pieces = patiently(&self.api, || async {
                 begun(backend.synthesize(request.clone()).await?).await

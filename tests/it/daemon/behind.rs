@@ -1,6 +1,6 @@
 //! What stands behind the doors and is not as it should be: workers that hang, break off, or have more to tell than ours.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use cotenant::{
     rpc::v1::WorkerState,
@@ -9,6 +9,8 @@ use cotenant::{
         event::{AudioChunk, AudioStart, AudioStop, Synthesize},
     },
 };
+use futures_util::future::join_all;
+use serde_json::json;
 use tokio::io::AsyncWriteExt as _;
 
 use super::{
@@ -16,17 +18,24 @@ use super::{
     house::{Daemon, House, budget, worker, workers_ready},
     workers::python_is_there,
 };
-use crate::support::fixture;
+use crate::{
+    http::client::{Answer, post},
+    support::{PATIENCE, fixture},
+};
 
 /// A house with one worker that hears and one that speaks, in a few lines of Python.
 fn house() -> House {
+    house_with("500ms")
+}
+
+fn house_with(answer_timeout: &str) -> House {
     let entry = |name: &str, role: &str| {
         format!(
             "  - name: {name}
     role: {role}
     argv: [python3, {}, \"${{SOCKET}}\"]
     restart: {{backoff: 50ms}}
-    answer_timeout: 500ms
+    answer_timeout: {answer_timeout}
     memory: {{steady: 30MiB, peak: 40MiB}}
 ",
             fixture("wyoming_worker.py").display()
@@ -323,5 +332,61 @@ async fn a_voice_of_several_people_speaks_as_the_one_who_is_asked_for() {
         let (code, text) = client.refusal().await;
         assert!(code == "bad-request" && text.contains(problem), "{code}: {text}");
     }
+    daemon.end().await;
+}
+
+/// A WAV file is complete within the client's read timeout, any other format has begun by then; before it is known how long
+/// the voice takes, and after it has rested, every request may try.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn speech_that_cannot_come_within_the_clients_read_timeout_is_refused_at_once() {
+    if !python_is_there() {
+        return;
+    }
+    let house = house_with("10s");
+    let daemon = house.start().await;
+    daemon.until("ready", workers_ready).await;
+    let say = async |text: &str, format: &str, patience: Option<&str>| {
+        let mut headers = vec![("content-type", "application/json")];
+        headers.extend(patience.map(|patience| ("x-stainless-read-timeout", patience)));
+        let body = json!({ "model": "tts-1", "voice": "alloy", "input": text, "response_format": format });
+        post(daemon.http, "/v1/audio/speech", &headers, body.to_string().as_bytes()).await
+    };
+    let refused = |answer: &Answer| {
+        assert_eq!(
+            (answer.status, answer.error_code().as_str()),
+            (503, "deadline_unreachable")
+        );
+        assert_eq!(answer.header("x-should-retry"), "true");
+    };
+    let short = "Slowly spoken.";
+    assert_eq!(say(short, "wav", Some("1")).await.status, 200);
+
+    let long = [short; 8].join(" ");
+    refused(&say(&long, "wav", Some("1")).await);
+    for (format, patience) in [
+        ("pcm", Some("1")),
+        ("flac", Some("1")),
+        ("wav", Some("60")),
+        ("wav", None),
+    ] {
+        let answer = say(&long, format, patience).await;
+        assert!(answer.status == 200 && answer.complete, "{format}: {}", answer.status);
+    }
+
+    // It would wait for others, and is taken when they are done.
+    let others = join_all((0..12).map(|_| say(short, "pcm", None)));
+    let behind = async {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let answer = say(short, "pcm", Some("1")).await;
+            if answer.status != 200 {
+                break refused(&answer);
+            }
+            assert!(Instant::now() < deadline, "it was never refused");
+        }
+    };
+    let (others, ()) = tokio::join!(others, behind);
+    assert!(others.iter().all(|answer| answer.status == 200 && answer.complete));
+    assert_eq!(say(short, "pcm", Some("1")).await.status, 200);
     daemon.end().await;
 }
