@@ -14,7 +14,7 @@
 //! |---|---|
 //! | [`units`] | bytes, tokens, layers, time since the start |
 //! | [`causes`] | an error and its causes in one line |
-//! | [`standby`] | emergency memory for the shed path |
+//! | [`emergency`] | emergency memory for the shed path |
 //! | [`policy`] | decisions, as plain values with methods |
 //! | [`conversation`] | messages, forms of answers and what they take, as engine and APIs have them |
 //! | [`config`] | the configuration file, checked |
@@ -37,6 +37,7 @@ pub mod cli;
 pub mod config;
 pub mod conversation;
 pub mod daemon;
+pub mod emergency;
 pub mod engine;
 pub mod http;
 pub mod journal;
@@ -44,7 +45,6 @@ pub mod policy;
 pub mod probe;
 pub mod rpc;
 pub mod speech;
-pub mod standby;
 pub mod telemetry;
 pub mod units;
 pub mod worker;

@@ -2,11 +2,11 @@
 
 use std::{alloc::System, process::ExitCode};
 
-use cotenant::standby::Standby;
+use cotenant::emergency::EmergencyAllocator;
 
 /// The system's allocator, and before it what the daemon sets aside for sheds.
 #[global_allocator]
-static ALLOCATOR: Standby<System> = Standby::before(System);
+static ALLOCATOR: EmergencyAllocator<System> = EmergencyAllocator::before(System);
 
 fn main() -> ExitCode {
     cotenant::cli::main(std::env::args_os())

@@ -27,21 +27,21 @@ use scan::{blank, collect, tokens, without_tests};
 const TABLE: [(&str, &[&str]); 18] = [
     ("units", &[]),
     ("causes", &[]),
-    ("standby", &["units"]),
+    ("emergency", &["units"]),
     ("policy", &["units"]),
     ("conversation", &["units", "policy"]),
     ("config", &["units", "policy"]),
     ("probe", &["units", "policy"]),
     ("speech", &["units"]),
     ("worker", &["units", "causes", "policy", "config", "probe", "speech"]),
-    ("engine", &["units", "causes", "policy", "standby", "conversation"]),
+    ("engine", &["units", "causes", "policy", "emergency", "conversation"]),
     ("http", &["units", "causes", "policy", "speech", "conversation"]),
     ("rpc", &["units", "policy", "probe", "conversation"]),
     ("journal", &["units", "policy"]),
     ("telemetry", &["units", "policy"]),
     ("daemon", BELOW_DAEMON),
     ("cli", BELOW_CLI),
-    ("main", &["cli", "standby"]),
+    ("main", &["cli", "emergency"]),
     // The map declares the modules and uses none.
     ("lib", &[]),
 ];
@@ -49,7 +49,7 @@ const TABLE: [(&str, &[&str]); 18] = [
 const BELOW_DAEMON: &[&str] = &[
     "units",
     "causes",
-    "standby",
+    "emergency",
     "policy",
     "conversation",
     "config",
@@ -68,7 +68,7 @@ const BELOW_DAEMON: &[&str] = &[
 const BELOW_CLI: &[&str] = &[
     "units",
     "causes",
-    "standby",
+    "emergency",
     "policy",
     "conversation",
     "config",
@@ -522,7 +522,7 @@ const LINES_MAX: [(&str, usize); 14] = [
     ("probe", 5145),
     ("rpc", 5597),
     ("speech", 5400),
-    ("standby", 770),
+    ("emergency", 770),
     ("telemetry", 1030),
     ("worker", 11470),
 ];

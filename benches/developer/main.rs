@@ -27,12 +27,12 @@ use cotenant::{
         exit::{self, CliError},
         session::Interrupts,
     },
-    standby::Standby,
+    emergency::EmergencyAllocator,
 };
 
 /// The allocator of the product.
 #[global_allocator]
-static ALLOCATOR: Standby<System> = Standby::before(System);
+static ALLOCATOR: EmergencyAllocator<System> = EmergencyAllocator::before(System);
 
 /// Measurements of cotenant for developers.
 #[derive(Debug, Parser)]

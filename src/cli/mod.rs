@@ -42,7 +42,7 @@ use clap::{CommandFactory, FromArgMatches as _, Parser, Subcommand};
 
 use self::{exit::CliError, global::runtime};
 pub use self::{global::Global, output::Output};
-use crate::{engine, speech, standby};
+use crate::{emergency, engine, speech};
 
 /// Runs an LLM, speech-to-text and text-to-speech on one small board within one budget of memory.
 #[derive(Debug, Parser)]
@@ -199,7 +199,7 @@ fn run(cli: Cli) -> Result<ExitCode, CliError> {
         Command::Why(verb) => why::run(&global, &verb),
         Command::TextHelper => Ok(engine::helper::serve_stdin()),
         Command::AudioDecoder => {
-            standby::end_when_refused();
+            emergency::end_when_refused();
             Ok(speech::decoder::serve_stdin())
         }
         Command::Manual { folder } => {

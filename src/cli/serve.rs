@@ -16,7 +16,7 @@ use super::{config_file::ConfigFile, exit};
 use crate::{
     config::{self, Config},
     daemon::{self, ControlThread},
-    standby, telemetry,
+    emergency, telemetry,
 };
 
 /// Settings of the daemon that are not in its file.
@@ -71,8 +71,8 @@ pub(super) fn run(args: &ServeArgs) -> ExitCode {
         .on_thread_start(move || {
             // Threads that wait for disks come later, and nothing waits for them.
             if started.fetch_add(1, Ordering::Relaxed) < threads {
-                standby::lock_stack();
-                if let Err(error) = standby::be_prompt() {
+                emergency::lock_stack();
+                if let Err(error) = emergency::be_prompt() {
                     tracing::debug!(%error, "answers may wait for other threads on the same processor");
                 }
             }

@@ -20,6 +20,7 @@ use super::{
     control_loop::{Clock as _, Inbound},
 };
 use crate::{
+    emergency::{self, Locked},
     engine::EngineHandle,
     policy::{
         event::{Answer, ChangedKeys, Event},
@@ -35,7 +36,6 @@ use crate::{
         DeathLog,
         supervisor::{Bar, EventLog, Notice, SubmitError, Supervisor},
     },
-    standby::{self, Locked},
     units::{Bytes, Timestamp},
     worker::handle::WorkerProcess,
 };
@@ -236,7 +236,7 @@ impl ControlHandle {
     /// Hands an event of our own to the loop, waiting for room: nothing that happened to the engine, a worker or the
     /// machine may be lost.
     pub async fn tell(&self, event: Event) {
-        let unsent = standby::within(|| match self.inbox.try_send(event.into()) {
+        let unsent = emergency::within(|| match self.inbox.try_send(event.into()) {
             Err(TrySendError::Full(inbound)) => Some(inbound),
             Ok(()) | Err(TrySendError::Closed(_)) => None,
         });
@@ -317,11 +317,14 @@ impl Supervisor for ControlHandle {
 
     fn locked(&self) -> Vec<String> {
         let all = self.locked.lock().unwrap_or_else(PoisonError::into_inner);
-        all.iter().chain(&standby::stacks()).map(ToString::to_string).collect()
+        all.iter()
+            .chain(&emergency::stacks())
+            .map(ToString::to_string)
+            .collect()
     }
 
-    fn standby(&self) -> (u64, u64) {
-        let counts = standby::counts();
+    fn emergency_reserve(&self) -> (u64, u64) {
+        let counts = emergency::counts();
         (counts.served, counts.missed)
     }
 

@@ -15,13 +15,13 @@ use std::{collections::BTreeMap, future::Future, sync::Arc};
 use tokio::sync::{mpsc, oneshot};
 
 use crate::{
+    emergency,
     policy::{
         arbiter::Arbiter,
         event::{Action, Answer, Event},
         lease::Ticket,
         snapshot::Snapshot,
     },
-    standby,
     units::{Bytes, Timestamp},
 };
 
@@ -183,7 +183,7 @@ impl<C: Clock, P: Perform> ControlLoop<C, P> {
         };
         self.callers.extend(caller);
         let now = self.clock.now();
-        let actions = standby::within_if(!retains_much(&event, self.free), || {
+        let actions = emergency::within_if(!retains_much(&event, self.free), || {
             self.device.record_event(now, &event, &self.arbiter);
             let actions = self.arbiter.handle(now, event);
             self.device.apply_plans(&actions);

@@ -12,7 +12,7 @@ use tokio::{
     sync::oneshot,
 };
 
-use crate::standby;
+use crate::emergency;
 
 /// The thread, as long as it is wanted.
 #[derive(Debug)]
@@ -33,8 +33,8 @@ impl ControlThread {
         let (stop, stopped) = oneshot::channel();
         let (end, ended) = mpsc::channel();
         thread::Builder::new().name("control".to_owned()).spawn(move || {
-            standby::lock_stack();
-            if let Err(error) = standby::be_prompt() {
+            emergency::lock_stack();
+            if let Err(error) = emergency::be_prompt() {
                 tracing::debug!(%error, "answers may wait for other threads on the same processor");
             }
             // Dropped or sent to by the starter: both end it.

@@ -8,7 +8,7 @@ use super::{
     workers::Workers,
 };
 use crate::{
-    journal,
+    emergency, journal,
     policy::{
         arbiter::Arbiter,
         event::{Action, Event},
@@ -17,7 +17,6 @@ use crate::{
         snapshot::Snapshot,
     },
     rpc::supervisor::Notice,
-    standby,
     telemetry::Metrics,
     units::Timestamp,
 };
@@ -87,7 +86,7 @@ impl Perform for Device {
         }
         // A sample may be what a shed begins with; the next event of another kind brings the checkpoint too.
         if !matches!(event, Event::Sampled(_)) {
-            standby::outside(|| self.accounts.recorder.checkpoint_if_wanted(now, arbiter));
+            emergency::outside(|| self.accounts.recorder.checkpoint_if_wanted(now, arbiter));
         }
         self.accounts.recorder.event(now, event);
     }

@@ -19,7 +19,7 @@ use crate::{
         Usage,
         arena::Backing,
         backend,
-        disk::Left,
+        disk::Retained,
         protocol::{Inspected, OpenError},
     },
     policy::{
@@ -102,12 +102,12 @@ impl Inspector {
     }
 
     /// Reads it again once the disk has answered, for which reads wait that have left this.
-    fn begin_after(&self, hung: Left) {
+    fn begin_after(&self, hung: Retained) {
         tokio::spawn(self.clone().run(Some(hung)));
     }
 
     /// Reads it as often as the disk hangs meanwhile, never twice at the same time.
-    async fn run(self, mut hung: Option<Left>) {
+    async fn run(self, mut hung: Option<Retained>) {
         loop {
             if let Some(left) = hung.take() {
                 loop {
@@ -126,7 +126,7 @@ impl Inspector {
                     let hint = error.hint().map_or_else(String::new, |hint| format!(" (hint: {hint})"));
                     Event::EngineFailed {
                         reason: format!("{}{hint}", in_one_line(&error)),
-                        left: hung.as_ref().map(Left::bytes),
+                        left: hung.as_ref().map(Retained::bytes),
                     }
                 }
                 Err(panicked) => Event::EngineFailed {
@@ -416,7 +416,7 @@ async fn forward(
 ) {
     let control = Arc::clone(&inspector.control);
     // What reads that hang have left, once that is reported.
-    let mut hung: Option<Left> = None;
+    let mut hung: Option<Retained> = None;
     // Whether the model's file holds another one now.
     let mut replaced = false;
     // What was timed while the plan changed says nothing of either.
@@ -477,7 +477,7 @@ async fn forward(
                 hung = left;
                 Event::EngineFailed {
                     reason: format!("{message}{hint}"),
-                    left: hung.as_ref().map(Left::bytes),
+                    left: hung.as_ref().map(Retained::bytes),
                 }
             }
             EngineEvent::Applied { revision, report, .. } => {
@@ -509,7 +509,7 @@ async fn forward(
                 hung = left;
                 Event::EngineFailed {
                     reason: message,
-                    left: hung.as_ref().map(Left::bytes),
+                    left: hung.as_ref().map(Retained::bytes),
                 }
             }
             EngineEvent::RequestStarted { .. } => activity(&handle),

@@ -5,6 +5,7 @@ use std::{sync::Arc, time::SystemTime};
 use super::{control_handle::ControlHandle, error::RunError};
 use crate::{
     config::Config,
+    emergency,
     journal::{Content, Journal, JournalEntry, JournalSettings, render},
     policy::{
         arbiter::Arbiter,
@@ -12,7 +13,6 @@ use crate::{
         params::Params,
     },
     rpc::supervisor::{EventRecord, EventRecordKind, Supervisor as _},
-    standby,
     units::Timestamp,
 };
 
@@ -65,7 +65,7 @@ impl Recorder {
 
     /// Records the event that was handled, and what is to be done about it.
     pub(super) fn actions(&mut self, at: Timestamp, actions: &[Action]) {
-        standby::outside(|| {
+        emergency::outside(|| {
             self.record_handled();
             for action in actions {
                 self.journal

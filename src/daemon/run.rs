@@ -41,6 +41,7 @@ use super::{
 use crate::{
     causes::in_one_line,
     config::{Config, WorkerRole},
+    emergency,
     engine::arena::trim_heap,
     http::{
         Access,
@@ -56,7 +57,6 @@ use crate::{
     probe::{ProbeRoot, Sampler, processes},
     rpc::{llm::Generator, server::BindError},
     speech::decoder::Decoder,
-    standby,
     telemetry::{LinesDropped, LogFilter, Metrics},
     units::Bytes,
     worker::{
@@ -109,7 +109,7 @@ pub async fn run(
         is_ours(key, folder)?;
     }
     let keys = clients_of_file(&config).map_err(RunError::Private)?;
-    let set_aside = standby::prepare();
+    let set_aside = emergency::prepare();
 
     // The machine, and the settings for it.
     let root = ProbeRoot::default();
@@ -310,7 +310,7 @@ async fn settle(control: Arc<ControlHandle>, has_engine: bool) {
         startup_trim::drop_program();
     }
     trim_heap();
-    control.note_locked(standby::lock_program());
+    control.note_locked(emergency::lock_program());
 }
 
 /// Takes over the workers that the run before has left alive and ends what else it has left. Returns them as policy

@@ -10,6 +10,7 @@ use tokio::{
 use super::{control_handle::ControlHandle, control_loop::Clock as _, parts::Parts};
 use crate::{
     causes::in_one_line,
+    emergency,
     policy::{
         event::Event,
         pressure::{Sample, StallWatch},
@@ -18,7 +19,6 @@ use crate::{
         ProbeRoot, Sampler, Ticker,
         psi::{PsiRung, PsiWatch},
     },
-    standby,
 };
 
 /// Time between two samples until the arbiter has said otherwise.
@@ -71,9 +71,9 @@ pub(super) fn spawn(
             let taken_at = control.clock().now();
             let reading = if sampler.is_of_session() {
                 // Walking /proc takes too long for a thread that serves others.
-                let read = standby::within(|| {
+                let read = emergency::within(|| {
                     tokio::task::spawn_blocking(move || {
-                        let reading = standby::within(|| sampler.read());
+                        let reading = emergency::within(|| sampler.read());
                         (sampler, reading)
                     })
                 });
@@ -88,7 +88,7 @@ pub(super) fn spawn(
                     }
                 }
             } else {
-                standby::within(|| sampler.read())
+                emergency::within(|| sampler.read())
             };
             match reading {
                 Ok(reading) => {
@@ -108,9 +108,9 @@ pub(super) fn spawn(
             }
             let started = tokio::time::Instant::now();
             if sampler.wants_refresh() {
-                let refresh = standby::within(|| {
+                let refresh = emergency::within(|| {
                     tokio::task::spawn_blocking(move || {
-                        standby::within(|| sampler.refresh());
+                        emergency::within(|| sampler.refresh());
                         sampler
                     })
                 });

@@ -133,7 +133,7 @@ impl StatusBackend for Status {
             self.metrics.set_heartbeat_age("sampling", age);
         }
         self.metrics.set_log_dropped(self.dropped.get());
-        let (served, missed) = self.control.standby();
+        let (served, missed) = self.control.emergency_reserve();
         self.metrics.set_standby(served, missed);
         if let Some(engine) = &self.engine {
             let snapshot = engine.handle().snapshot();

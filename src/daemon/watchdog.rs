@@ -20,7 +20,7 @@ use std::{
 };
 
 use super::{control_handle::ControlHandle, control_loop::Clock as _, engine::CurrentEngine};
-use crate::{policy::residency::EnginePlan, standby};
+use crate::{emergency, policy::residency::EnginePlan};
 
 /// The thread, as the loop sees it.
 pub(super) struct Watchdog {
@@ -59,7 +59,7 @@ impl Watchdog {
             .name("watchdog".to_owned())
             .stack_size(STACK)
             .spawn(move || {
-                standby::lock_stack();
+                emergency::lock_stack();
                 watched.watch();
             })?;
         Ok(())
@@ -104,7 +104,7 @@ impl Shared {
                 Reaction::None => {}
                 Reaction::Resumed => say("cotenant: the control loop runs again; it decides what grows back\n"),
                 Reaction::Shed => {
-                    let shed = standby::within(|| self.shed());
+                    let shed = emergency::within(|| self.shed());
                     say(if shed {
                         "cotenant: the control loop has not run for 1.75 s: the engine sheds to its floor\n"
                     } else {

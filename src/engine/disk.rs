@@ -15,7 +15,7 @@ use crate::units::Bytes;
 
 /// Record of the read under way. Computing between two reads has no time limit.
 #[derive(Clone, Default)]
-pub struct Attention {
+pub struct DiskWatch {
     shared: Arc<Shared>,
     #[cfg(test)]
     hindrance: Option<Hindrance>,
@@ -44,25 +44,25 @@ impl Head {
 }
 
 /// Work on its thread.
-pub struct Attended<T> {
-    attention: Attention,
+pub struct WatchedWork<T> {
+    watch: DiskWatch,
     thread: JoinHandle<T>,
 }
 
 /// That the disk hangs, and what that keeps.
 #[derive(Debug)]
-pub struct Hangs {
+pub struct Stalled {
     /// What it was asked for.
     pub what: String,
     /// How long ago.
     pub waited: Duration,
     /// What the work keeps until it returns.
-    pub left: Left,
+    pub left: Retained,
 }
 
 /// Memory and threads that were given up, and are kept by reads that hang until these return.
 #[derive(Clone, Debug, Default)]
-pub struct Left {
+pub struct Retained {
     since: Option<Instant>,
     memory: Vec<Weak<SharedMapping>>,
     work: Vec<Weak<Shared>>,
@@ -85,7 +85,7 @@ struct State {
     ended: bool,
 }
 
-impl Attention {
+impl DiskWatch {
     /// Which is hindered by `hindrance`.
     #[cfg(test)]
     pub(super) fn hindered(hindrance: Hindrance) -> Self {
@@ -133,20 +133,20 @@ impl Attention {
 }
 
 /// A file that says at each read what it is asked for, and hashes what it has read.
-pub struct Asking<'file> {
+pub struct WatchedFile<'file> {
     file: &'file File,
     what: &'file str,
-    attention: &'file Attention,
+    watch: &'file DiskWatch,
     head: Head,
 }
 
-impl<'file> Asking<'file> {
+impl<'file> WatchedFile<'file> {
     /// Of `file`, which goes by `what`.
-    pub fn new(file: &'file File, what: &'file str, attention: &'file Attention) -> Self {
+    pub fn new(file: &'file File, what: &'file str, watch: &'file DiskWatch) -> Self {
         Self {
             file,
             what,
-            attention,
+            watch,
             head: Head::default(),
         }
     }
@@ -157,29 +157,29 @@ impl<'file> Asking<'file> {
     }
 }
 
-impl Read for Asking<'_> {
+impl Read for WatchedFile<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let count = self.attention.asking(self.what, || self.file.read(buffer))?;
+        let count = self.watch.asking(self.what, || self.file.read(buffer))?;
         self.head.add(buffer.get(..count).unwrap_or_default());
         Ok(count)
     }
 }
 
-impl fmt::Debug for Attention {
+impl fmt::Debug for DiskWatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.shared.fmt(f)
     }
 }
 
-impl<T: Send + 'static> Attended<T> {
-    /// Begins with `work`, which says at an attention of its own, but hindered as `attention` is, what it asks the disk for.
+impl<T: Send + 'static> WatchedWork<T> {
+    /// Begins with `work`, which says at an watch of its own, but hindered as `watch` is, what it asks the disk for.
     ///
     /// # Errors
     /// When there is no thread to be had.
-    pub fn start(attention: &Attention, work: impl FnOnce(&Attention) -> T + Send + 'static) -> io::Result<Self> {
-        let mut theirs = attention.clone();
+    pub fn start(watch: &DiskWatch, work: impl FnOnce(&DiskWatch) -> T + Send + 'static) -> io::Result<Self> {
+        let mut theirs = watch.clone();
         theirs.shared = Arc::default();
-        let attention = theirs.clone();
+        let watch = theirs.clone();
         let thread = thread::Builder::new()
             .name("cotenant-reader".to_owned())
             .spawn(move || {
@@ -187,15 +187,15 @@ impl<T: Send + 'static> Attended<T> {
                 let _end = End(&theirs.shared);
                 work(&theirs)
             })?;
-        Ok(Self { attention, thread })
+        Ok(Self { watch, thread })
     }
 
     /// Waits until it is done.
     ///
     /// # Errors
     /// When the disk has not answered for `stall`. What the work has yet to ask is not asked any more.
-    pub fn wait(self, stall: Duration) -> Result<T, Hangs> {
-        let shared = &self.attention.shared;
+    pub fn wait(self, stall: Duration) -> Result<T, Stalled> {
+        let shared = &self.watch.shared;
         let mut state = shared.lock();
         while !state.ended {
             let asked = state.asks.as_ref().map(|(_, since)| since.elapsed());
@@ -213,10 +213,10 @@ impl<T: Send + 'static> Attended<T> {
         if let Some((what, since)) = state.asks.clone().filter(|_| !state.ended) {
             state.given_up = true;
             let work = vec![Arc::downgrade(shared)];
-            return Err(Hangs {
+            return Err(Stalled {
                 what,
                 waited: since.elapsed(),
-                left: Left {
+                left: Retained {
                     since: Some(since),
                     memory: Vec::new(),
                     work,
@@ -231,7 +231,7 @@ impl<T: Send + 'static> Attended<T> {
     }
 }
 
-impl Left {
+impl Retained {
     /// Memory that reads may keep which have hung since then.
     #[must_use]
     pub fn of(memory: Vec<Weak<SharedMapping>>, since: Instant) -> Self {
@@ -332,11 +332,9 @@ mod tests {
 
     #[test]
     fn what_is_done_in_time_is_had_and_a_panic_goes_on() {
-        let work = Attended::start(&Attention::default(), |attention| {
-            attention.asking("it", || Ok(7)).unwrap()
-        });
+        let work = WatchedWork::start(&DiskWatch::default(), |watch| watch.asking("it", || Ok(7)).unwrap());
         assert_eq!(work.unwrap().wait(LONG).unwrap(), 7);
-        let work = Attended::start(&Attention::default(), |_| assert_eq!(1, 2, "as planted")).unwrap();
+        let work = WatchedWork::start(&DiskWatch::default(), |_| assert_eq!(1, 2, "as planted")).unwrap();
         let waited = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| work.wait(LONG).is_ok()));
         assert!(waited.is_err());
     }
@@ -345,13 +343,13 @@ mod tests {
     fn what_computes_for_long_does_not_hang() {
         let computes = Arc::new(AtomicBool::new(true));
         let theirs = Arc::clone(&computes);
-        let work = Attended::start(&Attention::default(), move |attention| {
-            attention.asking("a little", || Ok(1)).unwrap();
+        let work = WatchedWork::start(&DiskWatch::default(), move |watch| {
+            watch.asking("a little", || Ok(1)).unwrap();
             yield_while(|| theirs.load(Ordering::Acquire));
         })
         .unwrap();
         let began = Instant::now();
-        let shared = Arc::clone(&work.attention.shared);
+        let shared = Arc::clone(&work.watch.shared);
         let ends = thread::spawn(move || {
             yield_while(|| began.elapsed() < SHORT * 50);
             assert!(!shared.lock().ended);
@@ -367,14 +365,14 @@ mod tests {
         let hangs = Arc::new(AtomicBool::new(true));
         let (theirs, asked) = (Arc::clone(&hangs), Arc::new(AtomicUsize::new(0)));
         let counted = Arc::clone(&asked);
-        let work = Attended::start(&Attention::default(), move |attention| {
-            attention.asking("the first", || Ok(1000)).unwrap();
-            let second = attention.asking("the second", || {
+        let work = WatchedWork::start(&DiskWatch::default(), move |watch| {
+            watch.asking("the first", || Ok(1000)).unwrap();
+            let second = watch.asking("the second", || {
                 yield_while(|| theirs.load(Ordering::Acquire));
                 Ok(24)
             });
             second.unwrap();
-            attention.asking("the third", || Ok(counted.fetch_add(1, Ordering::AcqRel)))
+            watch.asking("the third", || Ok(counted.fetch_add(1, Ordering::AcqRel)))
         });
         let hanging = work.unwrap().wait(SHORT).unwrap_err();
         assert_eq!(hanging.what, "the second");
@@ -383,7 +381,7 @@ mod tests {
         let memory = Arc::new(SharedMapping::from(memory));
         let marks = vec![Arc::downgrade(&memory), Arc::downgrade(&memory)];
         let mut left = hanging.left;
-        left.add(Left::of(marks, Instant::now()));
+        left.add(Retained::of(marks, Instant::now()));
         assert!(left.hangs());
         assert_eq!(left.bytes(), THREAD + Bytes::new(1000) + Bytes::from_kib(64));
         hangs.store(false, Ordering::Release);

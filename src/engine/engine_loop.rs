@@ -11,7 +11,7 @@ use std::{
 use tokio::sync::mpsc::{self, error::TrySendError};
 
 use super::{
-    disk::Left,
+    disk::Retained,
     error::{ApplyError, ApplyReport},
     generate::{FinishReason, GenerateError, Usage},
     language_model::LanguageModel,
@@ -20,8 +20,8 @@ use super::{
     protocol::{ApplyFailure, Command, EngineEvent, EnginePhase, EngineSnapshot, RunningRequest},
 };
 use crate::{
+    emergency,
     policy::residency::EnginePlan,
-    standby,
     units::{Bytes, Tokens},
 };
 
@@ -452,7 +452,7 @@ const PREFILL_MEASURED: u32 = 16;
 pub(super) struct Broken {
     pub(super) message: String,
     /// What reads that hang keep of its model.
-    pub(super) hung: Option<Left>,
+    pub(super) hung: Option<Retained>,
 }
 
 /// The engine_loop while the model computes: takes plans between two layers and within one, and stops the computation of a request that ended.
@@ -500,7 +500,7 @@ impl Checkpoint for BetweenLayers<'_> {
 
     fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
         let sheds = result.as_ref().is_ok_and(|report| report.grown == Bytes::ZERO);
-        standby::within_if(sheds, || match result {
+        emergency::within_if(sheds, || match result {
             Ok(report) => {
                 // The breakdown that is known is that of the plan before.
                 self.engine_loop.state.breakdown = None;
@@ -515,7 +515,7 @@ impl Checkpoint for BetweenLayers<'_> {
     }
 
     fn rechunked(&mut self, report: ApplyReport) {
-        standby::within(|| {
+        emergency::within(|| {
             self.engine_loop.state.breakdown = None;
             self.engine_loop.note_report(&report);
             self.engine_loop.tell(EngineEvent::Rechunked { report });

@@ -8,7 +8,7 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use super::disk::Left;
+use super::disk::Retained;
 use crate::{
     policy::residency::EnginePlan,
     units::{Bytes, Tokens},
@@ -59,7 +59,7 @@ pub struct LoadError {
     path: PathBuf,
     #[source]
     kind: LoadErrorKind,
-    left: Box<Left>,
+    left: Box<Retained>,
 }
 
 impl LoadError {
@@ -75,7 +75,7 @@ impl LoadError {
 
     /// The same, with what reads that hang may keep.
     #[must_use]
-    pub fn leaving(mut self, left: Left) -> Self {
+    pub fn leaving(mut self, left: Retained) -> Self {
         self.left.add(left);
         self
     }
@@ -83,7 +83,7 @@ impl LoadError {
     /// What reads that hang keep, where that is why, or there are such; it may have returned by now. Loading can be tried
     /// again when it has.
     #[must_use]
-    pub fn hung(&self) -> Option<&Left> {
+    pub fn hung(&self) -> Option<&Retained> {
         (matches!(self.kind, LoadErrorKind::Stalled { .. }) || self.left.hangs()).then_some(&*self.left)
     }
 

@@ -8,7 +8,7 @@ use std::{
 
 use super::{
     breakdown::Breakdown,
-    disk::Left,
+    disk::Retained,
     error::{ApplyError, ApplyReport, ForwardError, LoadError, LoadErrorKind},
     gguf::Header,
     helper::{self, Helper},
@@ -291,7 +291,7 @@ impl LanguageModel for GgufModel {
         self.model.left()
     }
 
-    fn kept(&self) -> Left {
+    fn kept(&self) -> Retained {
         self.model.kept()
     }
 

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::{
     breakdown::Breakdown,
-    disk::Left,
+    disk::Retained,
     error::{ApplyError, ApplyReport, ForwardError},
     preemption::Checkpoint,
     protocol::OpenError,
@@ -156,7 +156,7 @@ pub trait LanguageModel {
     }
 
     /// What reads that hang may keep when all of it is given up now.
-    fn kept(&self) -> Left {
-        Left::default()
+    fn kept(&self) -> Retained {
+        Retained::default()
     }
 }

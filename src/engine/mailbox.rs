@@ -380,10 +380,10 @@ impl Shared {
     }
 
     /// Takes nothing more, ever, and hands over what was left.
-    pub(super) fn close(&self) -> Left {
+    pub(super) fn close(&self) -> Abandoned {
         let mut mailbox = self.lock();
         mailbox.lifecycle = Lifecycle::Closed;
-        Left {
+        Abandoned {
             commands: std::mem::take(&mut mailbox.commands),
             superseded: std::mem::take(&mut mailbox.superseded),
             ended: std::mem::take(&mut mailbox.ended),
@@ -449,7 +449,7 @@ impl Shared {
 }
 
 /// What will not be taken any more.
-pub(super) struct Left {
+pub(super) struct Abandoned {
     pub(super) commands: VecDeque<Command>,
     pub(super) superseded: Vec<(u64, u64)>,
     pub(super) ended: Vec<Ended>,

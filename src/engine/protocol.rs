@@ -8,7 +8,7 @@ use std::{
 
 use super::{
     breakdown::Breakdown,
-    disk::Left,
+    disk::Retained,
     error::{ApplyError, ApplyReport, LoadError, LoadErrorKind},
     generate::{FinishReason, GenerateError, RequestId, Usage},
     tensor_group::TensorGroup,
@@ -92,7 +92,7 @@ pub enum EngineEvent {
         /// What happened.
         message: String,
         /// What reads that hang keep of its model: nothing is loaded before they have returned.
-        hung: Option<Left>,
+        hung: Option<Retained>,
     },
     /// A model could not be loaded; another may be tried.
     LoadFailed {
@@ -103,7 +103,7 @@ pub enum EngineEvent {
         /// The remedy, where there is one.
         hint: Option<&'static str>,
         /// What reads that hang keep, where the disk does not answer: nothing is loaded before they have returned.
-        hung: Option<Left>,
+        hung: Option<Retained>,
         /// Whether the file holds another model than its plan was made for: it has to be looked at again.
         replaced: bool,
     },
@@ -365,7 +365,7 @@ pub enum OpenError {
         #[source]
         source: TextError,
         /// What reads that hang keep of its weights.
-        left: Option<Box<Left>>,
+        left: Option<Box<Retained>>,
     },
 }
 
@@ -380,7 +380,7 @@ impl OpenError {
     }
 
     /// The same, with what reads may keep of a model that was given up; it is looked at once.
-    pub(super) fn leaving(self, kept: Left) -> Self {
+    pub(super) fn leaving(self, kept: Retained) -> Self {
         match self {
             Self::Load(error) => Self::Load(error.leaving(kept)),
             Self::Text { path, source, .. } => Self::Text {
@@ -408,7 +408,7 @@ impl OpenError {
 
     /// What reads that hang keep, where the disk does not answer, see [`LoadError::hung`].
     #[must_use]
-    pub fn hung(&self) -> Option<&Left> {
+    pub fn hung(&self) -> Option<&Retained> {
         match self {
             Self::Load(error) => error.hung(),
             Self::Text { left, .. } => left.as_deref(),

@@ -12,7 +12,7 @@ use std::{
 };
 
 use super::{
-    disk::{Asking, Attention},
+    disk::{DiskWatch, WatchedFile},
     error::LoadErrorKind,
     gguf::Header,
     tokenizer::Tokenizer,
@@ -36,7 +36,7 @@ impl Sayable {
         &self,
         header: &Header,
         vocabulary: usize,
-        attention: &Attention,
+        watch: &DiskWatch,
     ) -> Result<Vec<Range<usize>>, LoadErrorKind> {
         let mut groups = vec![false; vocabulary.div_ceil(ROWS_TOGETHER)];
         for token in needed(header) {
@@ -52,7 +52,7 @@ impl Sayable {
                 }
             }
             Self::Text(path) => {
-                let tokens = tokens_of(header, path, attention)?;
+                let tokens = tokens_of(header, path, watch)?;
                 choose_by_use(&mut groups, &tokens);
             }
         }
@@ -83,13 +83,13 @@ fn needed(header: &Header) -> Vec<usize> {
         .collect()
 }
 
-fn tokens_of(header: &Header, path: &PathBuf, attention: &Attention) -> Result<Vec<u32>, LoadErrorKind> {
+fn tokens_of(header: &Header, path: &PathBuf, watch: &DiskWatch) -> Result<Vec<u32>, LoadErrorKind> {
     let wrong = |problem: String| LoadErrorKind::Vocabulary {
         path: path.clone(),
         problem,
     };
     let what = path.to_string_lossy();
-    let meta = attention.asking_for(&what, || fs::metadata(path));
+    let meta = watch.asking_for(&what, || fs::metadata(path));
     let meta = meta.map_err(|error| wrong(error.to_string()))?;
     if !meta.is_file() {
         return Err(wrong("it is not a regular file".to_owned()));
@@ -99,8 +99,8 @@ fn tokens_of(header: &Header, path: &PathBuf, attention: &Attention) -> Result<V
         return Err(wrong(format!("it has {length} bytes, of at most {TEXT_MAX}")));
     }
     // Read by read: a slow disk does not hang.
-    let file = attention.asking_for(&what, || File::open(path));
-    let text = file.and_then(|file| io::read_to_string(Asking::new(&file, &what, attention)));
+    let file = watch.asking_for(&what, || File::open(path));
+    let text = file.and_then(|file| io::read_to_string(WatchedFile::new(&file, &what, watch)));
     let text = text.map_err(|error| wrong(error.to_string()))?;
     let tokenizer = Tokenizer::from_header(header).map_err(|error| wrong(error.to_string()))?;
     let tokens = tokenizer

@@ -12,7 +12,7 @@ use self::{
     tensors::{bad_shape, tensor, vector},
 };
 use super::{
-    disk::Attention,
+    disk::DiskWatch,
     error::{LoadError, LoadErrorKind},
     gguf::{Header, StringTable, TensorInfo},
     sayable::Sayable,
@@ -92,11 +92,11 @@ impl Spec {
         &mut self,
         header: &Header,
         vocabulary: Option<&Sayable>,
-        attention: &Attention,
+        watch: &DiskWatch,
     ) -> Result<(), LoadError> {
         if let Some(vocabulary) = vocabulary {
             let rows = vocabulary
-                .rows(header, self.vocabulary, attention)
+                .rows(header, self.vocabulary, watch)
                 .map_err(|kind| LoadError::new(header.path(), kind))?;
             self.said = Some(rows);
         }

@@ -27,7 +27,7 @@ use std::{
 use tokio::sync::mpsc;
 
 use super::{
-    disk::Left,
+    disk::Retained,
     engine_loop::{BetweenLayers, Broken, EngineLoop, Outcome},
     error::{ForwardError, LoadError, LoadErrorKind},
     generate::{FinishReason, GenerateError},
@@ -45,11 +45,11 @@ use super::{
 };
 use crate::{
     causes::in_one_line,
+    emergency,
     policy::{
         compute::Compute,
         residency::{EnginePlan, ModelShape},
     },
-    standby,
     units::{Bytes, Tokens},
 };
 
@@ -124,7 +124,7 @@ impl Engine {
         let shared = Arc::new(Shared::new(options));
         let loop_shared = Arc::clone(&shared);
         let thread = std::thread::Builder::new().name("engine".to_owned()).spawn(move || {
-            standby::lock_stack();
+            emergency::lock_stack();
             Worker::new(loop_shared, opener, sink).run();
         })?;
         Ok(Self {
@@ -162,7 +162,7 @@ struct Worker {
     /// Why the thread ends, so that the model is loaded into a new engine: its file holds another one, or the device has failed.
     ends: Option<String>,
     /// What a load that failed has left to reads that hang.
-    left: Left,
+    left: Retained,
     text: Option<Arc<TextSide>>,
     opener: Opener,
     /// The sequence that the model has: the tokens of the last answer and its prompt, as far as they were computed.
@@ -191,7 +191,7 @@ impl Worker {
         Self {
             model: None,
             ends: None,
-            left: Left::default(),
+            left: Retained::default(),
             text: None,
             opener,
             sequence: Vec::new(),
@@ -206,7 +206,7 @@ impl Worker {
         let outcome = catch_unwind(AssertUnwindSafe(|| self.work()));
         // Dropping the model may break down as well, when it is what broke down before.
         let model = self.model.take();
-        let mut kept = model.as_ref().map_or_else(Left::default, |model| model.kept());
+        let mut kept = model.as_ref().map_or_else(Retained::default, |model| model.kept());
         kept.add(self.left.clone());
         let dropped = catch_unwind(AssertUnwindSafe(|| drop(model)));
         let panic = outcome.err().or_else(|| dropped.err());
@@ -364,7 +364,7 @@ impl Worker {
     /// Puts a plan into force between two tokens.
     fn apply(&mut self, revision: u64, plan: &EnginePlan) {
         let gives = self.model.as_ref().is_some_and(|model| gives_up(&**model, plan));
-        standby::within_if(gives, || self.apply_now(revision, plan));
+        emergency::within_if(gives, || self.apply_now(revision, plan));
     }
 
     fn apply_now(&mut self, revision: u64, plan: &EnginePlan) {

@@ -126,7 +126,7 @@ pub(super) fn full_status(supervisor: &dyn Supervisor) -> v1::GetStatusResponse 
     let mut status = status(&snapshot, supervisor.boot_id(), last_sequence, clock);
     status.locked = supervisor.locked();
     status.next_shed = supervisor.next_shed();
-    (status.standby_served, status.standby_missed) = supervisor.standby();
+    (status.standby_served, status.standby_missed) = supervisor.emergency_reserve();
     if let Some(engine) = &mut status.engine {
         let gap = supervisor.command_gap_max().filter(|gap| !gap.is_zero());
         engine.command_gap_max = gap.and_then(|gap| gap.try_into().ok());

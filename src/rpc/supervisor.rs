@@ -74,7 +74,7 @@ pub trait Supervisor: Send + Sync + 'static {
     }
 
     /// How often a shed found what it needed set aside, and how often not.
-    fn standby(&self) -> (u64, u64) {
+    fn emergency_reserve(&self) -> (u64, u64) {
         (0, 0)
     }
 

@@ -15,6 +15,7 @@ use std::{
 use crate::weights::Weights as _;
 use candle_core::quantized::GgmlDType;
 use cotenant::{
+    emergency::{self, EmergencyAllocator},
     engine::{
         Engine, EngineEvent, EngineHandle, EngineOptions, Header, ModelOptions,
         protocol::OpenError,
@@ -31,7 +32,6 @@ use cotenant::{
         pressure::Sample,
         residency::{EnginePlan, KvShape, LayerKind, LayerShape, ModelShape},
     },
-    standby::{self, Standby},
     units::{Bytes, Timestamp, Tokens},
 };
 use tokio::sync::mpsc;
@@ -102,7 +102,7 @@ unsafe impl GlobalAlloc for Counting {
 }
 
 #[global_allocator]
-static ALLOCATOR: Standby<Counting> = Standby::before(Counting);
+static ALLOCATOR: EmergencyAllocator<Counting> = EmergencyAllocator::before(Counting);
 
 /// How often, and how many bytes, this thread asks for while it does `work`.
 fn asked_by<T>(work: impl FnOnce() -> T) -> (T, u64, u64) {
@@ -380,15 +380,15 @@ impl Shedding {
 
 #[test]
 fn from_the_sample_to_the_credit_nobody_asks_the_system_for_memory() {
-    let _ = standby::prepare();
+    let _ = emergency::prepare();
     let mut shedding = Shedding::new();
-    let before = standby::counts();
+    let before = emergency::counts();
     let engines = ASKED_BY_ENGINES.load(Ordering::Relaxed);
     assert!(engines > 0, "the engine's thread is counted");
     let mut times = 0;
     // The line is crossed with one of the next samples; the engine takes its order and lets its pages go.
     let ordered = (0..10).any(|_| {
-        let (ordered, asked, _) = asked_by(|| standby::within(|| shedding.sample(590)));
+        let (ordered, asked, _) = asked_by(|| emergency::within(|| shedding.sample(590)));
         times += asked;
         ordered
     });
@@ -401,22 +401,22 @@ fn from_the_sample_to_the_credit_nobody_asks_the_system_for_memory() {
     assert!(report.freed > Bytes::ZERO, "{report:?}");
     let held = shedding.arbiter.snapshot().held;
     let credit = || shedding.applied(revision, report.plan.clone(), report.held, report.freed);
-    let (_, asked, _) = asked_by(|| standby::within(credit));
+    let (_, asked, _) = asked_by(|| emergency::within(credit));
     assert!(shedding.arbiter.snapshot().held < held, "it is credited");
-    let counts = standby::counts();
+    let counts = emergency::counts();
     assert_eq!((times, engines, asked), (0, 0, 0), "{counts:?}");
     assert_eq!(counts.missed, before.missed);
     let served = counts.served - before.served;
     println!(
         "{served} blocks that were set aside, {} bytes of them still in use",
-        standby::in_use()
+        emergency::in_use()
     );
     assert!(served > 0);
 }
 
 #[test]
 fn what_is_set_aside_is_there_again_after_many_sheds() {
-    let _ = standby::prepare();
+    let _ = emergency::prepare();
     let mut shedding = Shedding::new();
     let mut in_use = Vec::new();
     for round in 1..=8 {
@@ -424,8 +424,8 @@ fn what_is_set_aside_is_there_again_after_many_sheds() {
             ticket: Ticket(2 * round),
             bytes: Bytes::from_mib(1),
         };
-        assert!(standby::within(|| shedding.take(shed)), "round {round} sheds");
-        standby::within(|| shedding.settle());
+        assert!(emergency::within(|| shedding.take(shed)), "round {round} sheds");
+        emergency::within(|| shedding.settle());
         let regrow = Event::OperatorRegrow {
             ticket: Ticket(2 * round + 1),
         };
@@ -433,10 +433,10 @@ fn what_is_set_aside_is_there_again_after_many_sheds() {
         let grows = (0..100).any(|_| shedding.engine_is_asked() || shedding.sample(20));
         assert!(grows, "round {round} grows back");
         shedding.settle();
-        in_use.push(standby::in_use());
+        in_use.push(emergency::in_use());
     }
     assert_eq!(shedding.arbiter.snapshot().sheds, 8);
-    let counts = standby::counts();
+    let counts = emergency::counts();
     assert_eq!(counts.missed, 0, "{counts:?}, in use {in_use:?}");
     // What is kept of a decision is replaced by what is kept of the next one; a channel keeps a few blocks for itself.
     assert!(in_use.iter().all(|bytes| *bytes <= 64 << 10), "{in_use:?}");

@@ -19,7 +19,7 @@ use cotenant::{
         ForwardError, GenerateError, GenerateEvent, GenerateRequest, LoadError, LoadErrorKind, Model, ModelOptions,
         Prompt, RequestId, Role, Sampling, SubmitError,
         arena::{Backing, Mapping, SharedMapping},
-        disk::Left,
+        disk::Retained,
         protocol::OpenError,
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
@@ -345,7 +345,7 @@ fn a_load_that_hangs_leaves_one_and_another_is_made_when_it_has_returned() {
             waited: Duration::from_secs(4),
             limit: Duration::from_secs(4),
         };
-        let left = Left::of(vec![mark.clone()], Instant::now());
+        let left = Retained::of(vec![mark.clone()], Instant::now());
         Err(OpenError::from(LoadError::new(path, kind).leaving(left)))
     };
     let (sink, mut events) = mpsc::channel(64);

@@ -17,7 +17,7 @@ use cotenant::{
     engine::{
         ApplyError, ApplyReport, Breakdown, Checkpoint, Engine, EngineEvent, EngineHandle, EngineOptions, FinishReason,
         Flow, ForwardError, GenerateError, GenerateEvent, GenerateRequest, Header, LanguageModel, Prompt, RequestId,
-        Usage, arena::SharedMapping, disk::Left, error::ReadError, language_model::Opened, text::TextSide,
+        Usage, arena::SharedMapping, disk::Retained, error::ReadError, language_model::Opened, text::TextSide,
     },
     policy::{
         kv_type::KvType,
@@ -247,8 +247,8 @@ impl LanguageModel for Scripted {
         Bytes::new(self.left.load(Ordering::Acquire))
     }
 
-    fn kept(&self) -> Left {
-        Left::of(vec![self.kept.clone()], Instant::now())
+    fn kept(&self) -> Retained {
+        Retained::of(vec![self.kept.clone()], Instant::now())
     }
 }
 

@@ -95,7 +95,7 @@ async fn a_header_on_a_disk_that_hangs_is_told_and_read_again_when_the_disk_has_
             waited: Duration::from_millis(4001),
             limit: Duration::from_secs(4),
         };
-        let left = Left::of(vec![mark.clone()], std::time::Instant::now());
+        let left = Retained::of(vec![mark.clone()], std::time::Instant::now());
         Err(LoadError::new(&theirs, kind).leaving(left).into())
     };
     let (control, mut inbox) = ControlHandle::new("boot".to_owned(), Vec::new(), MonotonicClock::start(), 64);

@@ -16,7 +16,7 @@ use super::{
 };
 use crate::{
     engine::{
-        disk::{Asking, Attention, Head},
+        disk::{DiskWatch, Head, WatchedFile},
         error::LoadErrorKind,
     },
     units::Bytes,
@@ -78,11 +78,11 @@ pub(in crate::engine) struct OpenFile {
 }
 
 impl Header {
-    pub(super) fn read_one(path: &Path, attention: &Attention) -> Result<(Self, OpenFile), LoadErrorKind> {
+    pub(super) fn read_one(path: &Path, watch: &DiskWatch) -> Result<(Self, OpenFile), LoadErrorKind> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let what = format!("the header of {name}");
         let ask = |ask: &dyn Fn() -> io::Result<Metadata>| {
-            let meta = attention.asking_for(&what, ask).map_err(LoadErrorKind::Open)?;
+            let meta = watch.asking_for(&what, ask).map_err(LoadErrorKind::Open)?;
             if meta.is_file() {
                 Ok(meta)
             } else {
@@ -91,11 +91,11 @@ impl Header {
         };
         // Before it is opened too: opening a pipe waits for a writer.
         ask(&|| fs::metadata(path))?;
-        let file = attention.asking_for(&what, || File::open(path));
+        let file = watch.asking_for(&what, || File::open(path));
         let file = file.map_err(LoadErrorKind::Open)?;
         let meta = ask(&|| file.metadata())?;
         let file_bytes = meta.len();
-        let asking = Asking::new(&file, &what, attention);
+        let asking = WatchedFile::new(&file, &what, watch);
         let mut parser = Parser {
             input: BufReader::with_capacity(1 << 18, asking),
             position: 0,

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use super::header::{Header, OpenFile, Part};
 use crate::engine::{
-    disk::Attention,
+    disk::DiskWatch,
     error::{LoadError, LoadErrorKind},
 };
 
@@ -18,22 +18,19 @@ impl Header {
     /// When the file cannot be read, is not GGUF v2 or v3, contradicts itself, or has a tensor of an unknown type or
     /// outside the file.
     pub fn read(path: &Path) -> Result<Self, LoadError> {
-        let (header, _) = Self::read_attended(path, &Attention::default())?;
+        let (header, _) = Self::read_watched(path, &DiskWatch::default())?;
         Ok(header)
     }
 
-    /// As [`Self::read`], saying at `attention` what the disk is asked for; with the files, in the order of the
+    /// As [`Self::read`], saying at `watch` what the disk is asked for; with the files, in the order of the
     /// [parts](Self::parts), as they were when they were opened. Reading weights through these reads them from what had
     /// the header, whatever has that name by then.
     ///
     /// # Errors
     /// As there.
-    pub(in crate::engine) fn read_attended(
-        path: &Path,
-        attention: &Attention,
-    ) -> Result<(Self, Vec<OpenFile>), LoadError> {
-        Self::read_one(path, attention)
-            .and_then(|first| join(first, attention))
+    pub(in crate::engine) fn read_watched(path: &Path, watch: &DiskWatch) -> Result<(Self, Vec<OpenFile>), LoadError> {
+        Self::read_one(path, watch)
+            .and_then(|first| join(first, watch))
             .map(|(mut header, files)| {
                 header.translate();
                 (header, files)
@@ -43,10 +40,7 @@ impl Header {
 }
 
 /// Adds the tensors of the other parts to those of the first.
-fn join(
-    (mut first, file): (Header, OpenFile),
-    attention: &Attention,
-) -> Result<(Header, Vec<OpenFile>), LoadErrorKind> {
+fn join((mut first, file): (Header, OpenFile), watch: &DiskWatch) -> Result<(Header, Vec<OpenFile>), LoadErrorKind> {
     let mut files = vec![file];
     let count = first.u32(KEY_COUNT).unwrap_or(0);
     if count <= 1 {
@@ -72,7 +66,7 @@ fn join(
             path: path.clone(),
             source: Box::new(source),
         };
-        let (header, file) = Header::read_one(&path, attention).map_err(in_part)?;
+        let (header, file) = Header::read_one(&path, watch).map_err(in_part)?;
         for (key, expected) in [(KEY_NUMBER, part - 1), (KEY_COUNT, count)] {
             let found = header.u32(key);
             if found != Some(expected) {

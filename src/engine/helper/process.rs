@@ -20,7 +20,7 @@ use nix::{
 };
 
 use super::job::{Bounds, Library, Setup};
-use crate::standby::end_when_refused;
+use crate::emergency::end_when_refused;
 
 /// Runs as a helper whose owner is at the other end of standard input; returns when that has gone.
 #[must_use]

@@ -17,7 +17,7 @@ use crate::{
         arena::Backing,
         backend::{self, Backend, Buffer, Device, DeviceError},
         breakdown::Breakdown,
-        disk::Left,
+        disk::Retained,
         error::LoadErrorKind,
         gguf::Header,
         kv::KvCache,
@@ -267,8 +267,8 @@ impl Model {
 
     /// What reads that hang may keep when the model is given up now.
     #[must_use]
-    pub fn kept(&self) -> Left {
-        Left::of(self.weights.marks(), Instant::now())
+    pub fn kept(&self) -> Retained {
+        Retained::of(self.weights.marks(), Instant::now())
     }
 
     /// Gives up the oldest copies until the rest have place beside the tokens; returns what the kernel had of them.

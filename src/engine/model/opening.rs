@@ -18,7 +18,7 @@ use crate::{
     engine::{
         arena::Backing,
         backend::{self, Backend, Buffer, Device, Operation},
-        disk::{Attended, Attention, Hangs, Left},
+        disk::{DiskWatch, Retained, Stalled, WatchedWork},
         error::{ApplyError, LoadError, LoadErrorKind},
         gguf::Header,
         kv::KvCache,
@@ -55,7 +55,7 @@ pub struct Opening {
 /// How a disk is asked while a model is opened, and for how long it may not answer.
 #[derive(Clone)]
 pub(super) struct Disk {
-    pub(super) attention: Attention,
+    pub(super) watch: DiskWatch,
     pub(super) stall: Duration,
     /// Stands between the file and who reads large pieces of it.
     #[cfg(test)]
@@ -69,7 +69,7 @@ pub(super) type Behind = Arc<dyn Fn(Arc<WeightFile>) -> Arc<dyn Source> + Send +
 impl Default for Disk {
     fn default() -> Self {
         Self {
-            attention: Attention::default(),
+            watch: DiskWatch::default(),
             stall: STALL_MAX,
             #[cfg(test)]
             behind: None,
@@ -82,9 +82,9 @@ impl Disk {
     fn attend<T: Send + 'static>(
         &self,
         path: &Path,
-        work: impl FnOnce(&Attention) -> Result<T, LoadError> + Send + 'static,
+        work: impl FnOnce(&DiskWatch) -> Result<T, LoadError> + Send + 'static,
     ) -> Result<T, LoadError> {
-        let work = Attended::start(&self.attention, work);
+        let work = WatchedWork::start(&self.watch, work);
         let work = work.map_err(|error| LoadError::new(path, LoadErrorKind::Threads(error)))?;
         work.wait(self.stall).unwrap_or_else(|hangs| {
             let (kind, left) = self.hangs(hangs);
@@ -93,7 +93,7 @@ impl Disk {
     }
 
     /// What it means for a load that it hangs, and what that keeps.
-    fn hangs(&self, hangs: Hangs) -> (LoadErrorKind, Left) {
+    fn hangs(&self, hangs: Stalled) -> (LoadErrorKind, Retained) {
         let kind = LoadErrorKind::Stalled {
             what: hangs.what,
             waited: hangs.waited,
@@ -130,14 +130,14 @@ impl Opening {
         disk: &Disk,
     ) -> Result<Self, LoadError> {
         let (theirs, options, stays) = (path.to_owned(), options.clone(), disk.clone());
-        disk.attend(path, move |attention| {
-            let (header, spec, file) = read(&theirs, options.context, options.vocabulary.as_ref(), attention)?;
+        disk.attend(path, move |watch| {
+            let (header, spec, file) = read(&theirs, options.context, options.vocabulary.as_ref(), watch)?;
             let layout = layout(&spec);
             let device = for_model(device, &theirs, &spec)?;
             let needs = Needs::of(device.as_ref(), &layout.widths, &spec);
             let shape = model_shape(&header, &spec, &layout, options.name.as_deref(), needs);
             // The first token waits for the disk, so it begins at once.
-            let vectors = weights::expect_vectors(&file, &layout.fixed, &spec, attention);
+            let vectors = weights::expect_vectors(&file, &layout.fixed, &spec, watch);
             Ok(Self {
                 disk: stays,
                 device,
@@ -172,14 +172,14 @@ impl Opening {
     /// When weights cannot be read or memory cannot be had.
     pub fn begin(self, plan: &EnginePlan) -> Result<Model, LoadError> {
         let path = self.header.path().to_owned();
-        let mut left = Left::of(Vec::new(), Instant::now());
+        let mut left = Retained::of(Vec::new(), Instant::now());
         // What was made is given up by now where that failed; what is left of it is kept by reads that hang.
         self.assemble(plan, &mut left)
             .map_err(|kind| LoadError::new(&path, kind).leaving(left))
     }
 
     /// Notes what readers may keep in `left`.
-    fn assemble(self, plan: &EnginePlan, left: &mut Left) -> Result<Model, LoadErrorKind> {
+    fn assemble(self, plan: &EnginePlan, left: &mut Retained) -> Result<Model, LoadErrorKind> {
         let Self {
             disk,
             device,
@@ -197,12 +197,12 @@ impl Opening {
         let chunk = residency::check(&shape, plan).map_err(|error| LoadErrorKind::Plan(error.to_string()))?;
         // The first token waits for the disk, so the disk goes on at once: with the vectors, and with what is streamed, while
         // memory is found for everything else.
-        let vectors = Vectors::begin(&file, vectors, &disk.attention).map_err(LoadErrorKind::Threads)?;
+        let vectors = Vectors::begin(&file, vectors, &disk.watch).map_err(LoadErrorKind::Threads)?;
         let source = disk.source(&file);
         let resident = |part: usize| u32::try_from(part).is_ok_and(|part| plan.resident.contains(&part));
         let stream = weights::begin(backend.as_ref(), Arc::clone(&source), &layout, resident, disk.stall)
             .map_err(refuse("the staging ring", layout.ring))?;
-        left.add(Left::of(stream.iter().map(Stream::ring_mark).collect(), began));
+        left.add(Retained::of(stream.iter().map(Stream::ring_mark).collect(), began));
         let memory = Memory::new(backend.as_mut(), &spec, (&layout, &needs), &shape, chunk, &options);
         let vectors = vectors.wait(disk.stall).map_err(|hangs| {
             let (kind, work) = disk.hangs(hangs);
@@ -248,7 +248,7 @@ impl Opening {
         };
         let applied = model.apply(plan);
         applied.map_err(|error| {
-            left.add(Left::of(model.weights.marks(), began));
+            left.add(Retained::of(model.weights.marks(), began));
             match error {
                 ApplyError::Allocate { what, bytes, source } => LoadErrorKind::Allocate { what, bytes, source },
                 ApplyError::Device(error) => error.into(),
@@ -295,8 +295,8 @@ impl Model {
         disk: &Disk,
     ) -> Result<(ModelShape, Header), LoadError> {
         let (theirs, vocabulary) = (path.to_owned(), vocabulary.cloned());
-        disk.attend(path, move |attention| {
-            let (header, spec, _) = read(&theirs, None, vocabulary.as_ref(), attention)?;
+        disk.attend(path, move |watch| {
+            let (header, spec, _) = read(&theirs, None, vocabulary.as_ref(), watch)?;
             let layout = Layout::of(&spec);
             let device = for_model(device, &theirs, &spec)?;
             let needs = Needs::of(device.as_ref(), &layout.widths, &spec);
@@ -403,12 +403,12 @@ fn read(
     path: &Path,
     context: Option<Tokens>,
     vocabulary: Option<&Sayable>,
-    attention: &Attention,
+    watch: &DiskWatch,
 ) -> Result<(Header, Spec, WeightFile), LoadError> {
-    let (header, files) = Header::read_attended(path, attention)?;
+    let (header, files) = Header::read_watched(path, watch)?;
     let mut spec = Spec::read_for(&header, context)?;
-    spec.reduce(&header, vocabulary, attention)?;
-    let file = WeightFile::of(header.parts(), files, attention).map_err(|kind| LoadError::new(path, kind))?;
+    spec.reduce(&header, vocabulary, watch)?;
+    let file = WeightFile::of(header.parts(), files, watch).map_err(|kind| LoadError::new(path, kind))?;
     Ok((header, spec, file))
 }
 

@@ -4,6 +4,7 @@ use std::time::Instant;
 
 use super::{Model, growth::GrowError, weights::Place, workspace::Workspace};
 use crate::{
+    emergency,
     engine::{
         arena,
         error::{ApplyError, ApplyReport},
@@ -14,7 +15,6 @@ use crate::{
         kv_type::KvType,
         residency::{EnginePlan, ModelShape},
     },
-    standby,
     units::{Bytes, Tokens},
 };
 
@@ -64,7 +64,7 @@ impl Model {
         wanted: &mut dyn FnMut() -> bool,
     ) -> Result<ApplyReport, ApplyError> {
         let gives = self.shape.plan_bytes(plan) < self.shape.plan_bytes(&self.plan);
-        standby::within_if(gives, || self.change_now(plan, place, used, rechunk, wanted))
+        emergency::within_if(gives, || self.change_now(plan, place, used, rechunk, wanted))
     }
 
     fn change_now(
@@ -309,7 +309,7 @@ impl Model {
         if chunk == self.workspace.chunk() {
             return None;
         }
-        standby::within(|| {
+        emergency::within(|| {
             let (started, rss_before) = (Instant::now(), arena::process_resident());
             let mut moved = Moved::default();
             let result = self.rechunk(chunk, &mut moved);

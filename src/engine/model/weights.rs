@@ -15,7 +15,7 @@ use crate::{
     engine::{
         arena::{Backing, SharedMapping},
         backend::{Backend, Buffer, DeviceError, Fence, Operation, Row, RowBytes, View, Widen},
-        disk::{Attended, Attention, Hangs},
+        disk::{DiskWatch, Stalled, WatchedWork},
         error::LoadErrorKind,
         gguf::TensorInfo,
         reader::{Extent, Missing, RowReader, Source, Stream, WantedRows, WeightFile},
@@ -592,12 +592,7 @@ fn vectors_of<'model>(layout: &'model FixedLayout, spec: &'model Spec) -> Vec<(&
 
 /// Where the vectors lie, in the order of their numbers. The system begins to bring them: they are small and lie far apart,
 /// so that each would wait for large reads if it were asked for on its own.
-pub(super) fn expect_vectors(
-    file: &WeightFile,
-    layout: &FixedLayout,
-    spec: &Spec,
-    attention: &Attention,
-) -> Vec<Extent> {
+pub(super) fn expect_vectors(file: &WeightFile, layout: &FixedLayout, spec: &Spec, watch: &DiskWatch) -> Vec<Extent> {
     let extents: Vec<Extent> = vectors_of(layout, spec)
         .into_iter()
         .map(|(tensor, _)| Extent {
@@ -606,12 +601,12 @@ pub(super) fn expect_vectors(
             bytes: tensor.bytes.as_len(),
         })
         .collect();
-    file.expect(&extents, attention);
+    file.expect(&extents, watch);
     extents
 }
 
 /// What is resident in every plan, on its way: several vectors at a time, for systems that did not bring them before.
-pub(super) struct Vectors(Vec<Attended<VectorsRead>>);
+pub(super) struct Vectors(Vec<WatchedWork<VectorsRead>>);
 
 /// Some vectors, each with its number.
 type VectorsRead = Result<Vec<(usize, Vec<u8>)>, LoadErrorKind>;
@@ -621,7 +616,7 @@ impl Vectors {
     ///
     /// # Errors
     /// When there is no thread to be had.
-    pub(super) fn begin(file: &Arc<WeightFile>, extents: Vec<Extent>, attention: &Attention) -> io::Result<Self> {
+    pub(super) fn begin(file: &Arc<WeightFile>, extents: Vec<Extent>, watch: &DiskWatch) -> io::Result<Self> {
         let (extents, next) = (Arc::<[Extent]>::from(extents), Arc::new(AtomicUsize::new(0)));
         // Those who read, and who starts them: the last one looks whether the file is still the same.
         let working = Arc::new(AtomicUsize::new(1));
@@ -630,15 +625,15 @@ impl Vectors {
             let (file, extents) = (Arc::clone(file), Arc::clone(&extents));
             let (next, theirs) = (Arc::clone(&next), Arc::clone(&working));
             working.fetch_add(1, Ordering::AcqRel);
-            let read = move |attention: &Attention| {
-                let read = read_vectors(&file, &extents, &next, attention);
+            let read = move |watch: &DiskWatch| {
+                let read = read_vectors(&file, &extents, &next, watch);
                 if theirs.fetch_sub(1, Ordering::AcqRel) == 1 {
                     file.forget_all();
-                    file.check_unchanged(attention)?;
+                    file.check_unchanged(watch)?;
                 }
                 read
             };
-            match Attended::start(attention, read) {
+            match WatchedWork::start(watch, read) {
                 Ok(reader) => readers.push(reader),
                 // With fewer threads, those that there are do all of it.
                 Err(_) if !readers.is_empty() => {
@@ -649,11 +644,11 @@ impl Vectors {
         }
         if working.fetch_sub(1, Ordering::AcqRel) == 1 {
             let file = Arc::clone(file);
-            let look = move |attention: &Attention| {
+            let look = move |watch: &DiskWatch| {
                 file.forget_all();
-                file.check_unchanged(attention).map(|()| Vec::new())
+                file.check_unchanged(watch).map(|()| Vec::new())
             };
-            readers.push(Attended::start(attention, look)?);
+            readers.push(WatchedWork::start(watch, look)?);
         }
         Ok(Self(readers))
     }
@@ -662,8 +657,8 @@ impl Vectors {
     ///
     /// # Errors
     /// When they cannot be read; or, as the outer one, when the disk has not answered for `stall`.
-    pub(super) fn wait(self, stall: Duration) -> Result<VectorsRead, Hangs> {
-        let (mut all, mut hanging): (VectorsRead, Option<Hangs>) = (Ok(Vec::new()), None);
+    pub(super) fn wait(self, stall: Duration) -> Result<VectorsRead, Stalled> {
+        let (mut all, mut hanging): (VectorsRead, Option<Stalled>) = (Ok(Vec::new()), None);
         for reader in self.0 {
             match reader.wait(stall) {
                 Ok(Ok(read)) => {
@@ -683,7 +678,7 @@ impl Vectors {
 }
 
 /// Reads vectors that no other thread has taken up, as long as there are any.
-fn read_vectors(file: &WeightFile, extents: &[Extent], next: &AtomicUsize, attention: &Attention) -> VectorsRead {
+fn read_vectors(file: &WeightFile, extents: &[Extent], next: &AtomicUsize, watch: &DiskWatch) -> VectorsRead {
     let mut read = Vec::new();
     loop {
         let number = next.fetch_add(1, Ordering::Relaxed);
@@ -691,7 +686,7 @@ fn read_vectors(file: &WeightFile, extents: &[Extent], next: &AtomicUsize, atten
             return Ok(read);
         };
         let mut bytes = vec![0; extent.bytes];
-        file.read_expected(extent, &mut bytes, attention)?;
+        file.read_expected(extent, &mut bytes, watch)?;
         read.push((number, bytes));
     }
 }

@@ -20,7 +20,7 @@ use super::progress::{ReadProgress, ReadSize};
 use crate::{
     engine::{
         arena::PAGE,
-        disk::{Attention, Head},
+        disk::{DiskWatch, Head},
         error::{LoadErrorKind, ReadError},
         gguf::{OpenFile, Part},
     },
@@ -150,7 +150,7 @@ impl WeightFile {
         let open = |part: &Part| {
             let file = File::open(&part.path)?;
             let was = file.metadata()?;
-            PartFile::of(part, (file, was), None, &Attention::default()).map_err(io::Error::other)
+            PartFile::of(part, (file, was), None, &DiskWatch::default()).map_err(io::Error::other)
         };
         let parts = parts.iter().map(open).collect::<io::Result<_>>()?;
         Ok(Self {
@@ -166,7 +166,7 @@ impl WeightFile {
     pub(in crate::engine) fn of(
         parts: &[Part],
         files: Vec<OpenFile>,
-        attention: &Attention,
+        watch: &DiskWatch,
     ) -> Result<Self, LoadErrorKind> {
         let parts = parts.iter().zip(files);
         let parts = parts.map(|(part, OpenFile { file, was, head })| {
@@ -174,7 +174,7 @@ impl WeightFile {
                 first: (head.bytes, head.hash()),
                 samples: OnceLock::new(),
             };
-            PartFile::of(part, (file, was), Some(contents), attention)
+            PartFile::of(part, (file, was), Some(contents), watch)
         });
         Ok(Self {
             parts: parts.collect::<Result<_, _>>()?,
@@ -183,14 +183,14 @@ impl WeightFile {
     }
 
     /// Has the system begin to bring small extents, all at once, for [`Self::read_expected`]; best effort.
-    pub fn expect(&self, extents: &[Extent], attention: &Attention) {
+    pub fn expect(&self, extents: &[Extent], watch: &DiskWatch) {
         for extent in extents {
             if let Ok((part, place)) = self.place(extent) {
                 let ask = || {
                     part.advise(&place, PosixFadviseAdvice::POSIX_FADV_WILLNEED);
                     Ok(0)
                 };
-                attention.asking(&extent.what, ask).ok();
+                watch.asking(&extent.what, ask).ok();
             }
         }
     }
@@ -199,11 +199,11 @@ impl WeightFile {
     ///
     /// # Errors
     /// When the system refuses, or the file ends before.
-    pub fn read_expected(&self, extent: &Extent, target: &mut [u8], attention: &Attention) -> Result<(), ReadError> {
+    pub fn read_expected(&self, extent: &Extent, target: &mut [u8], watch: &DiskWatch) -> Result<(), ReadError> {
         let (part, place) = self.place(extent)?;
         let bytes = target.len();
         let ask = || part.buffered.read_exact_at(target, place.offset).map(|()| bytes);
-        let result = attention.asking(&extent.what, ask);
+        let result = watch.asking(&extent.what, ask);
         result.map_err(|error| part.error(&place, &describe(&error)))?;
         Ok(())
     }
@@ -213,10 +213,10 @@ impl WeightFile {
     ///
     /// # Errors
     /// When they were, or cannot be read.
-    pub(in crate::engine) fn check_unchanged(&self, attention: &Attention) -> Result<(), LoadErrorKind> {
+    pub(in crate::engine) fn check_unchanged(&self, watch: &DiskWatch) -> Result<(), LoadErrorKind> {
         for part in &self.parts {
-            let samples = attention.asking_for("samples of it", || part.samples());
-            let is = attention.asking_for("its length", || part.buffered.metadata());
+            let samples = watch.asking_for("samples of it", || part.samples());
+            let is = watch.asking_for("its length", || part.buffered.metadata());
             let is = is.map_err(LoadErrorKind::Open)?;
             if Stamp::of(&is) != part.known().good {
                 return Err(LoadErrorKind::Changed {
@@ -263,7 +263,7 @@ impl PartFile {
         part: &Part,
         (buffered, was): (File, Metadata),
         contents: Option<Contents>,
-        attention: &Attention,
+        watch: &DiskWatch,
     ) -> Result<Self, LoadErrorKind> {
         // Small reads want a row, not the megabytes around it; a refusal costs only page cache.
         posix_fadvise(buffered.as_fd(), 0, 0, PosixFadviseAdvice::POSIX_FADV_RANDOM).ok();
@@ -273,7 +273,7 @@ impl PartFile {
             let is = direct.metadata()?;
             Ok((direct, is))
         };
-        let direct = attention.asking_for("its weights", open).ok();
+        let direct = watch.asking_for("its weights", open).ok();
         let id = |meta: &Metadata| (meta.dev(), meta.ino());
         if let Some((_, is)) = direct.as_ref().filter(|(_, is)| id(is) != id(&was)) {
             return Err(LoadErrorKind::Changed {
@@ -531,8 +531,8 @@ mod tests {
             bytes: Bytes::of_len(bytes.len()),
         };
         let opened = vec![OpenFile { file, was, head }];
-        let file = WeightFile::of(&[part], opened, &Attention::default()).unwrap();
-        file.check_unchanged(&Attention::default()).unwrap();
+        let file = WeightFile::of(&[part], opened, &DiskWatch::default()).unwrap();
+        file.check_unchanged(&DiskWatch::default()).unwrap();
         let extent = Extent {
             what: "rows".into(),
             offset: 8000,

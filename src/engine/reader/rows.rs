@@ -11,7 +11,7 @@ use super::{
     file::{Extent, Source},
     stream::{Missing, PATIENCE_STEP},
 };
-use crate::{engine::error::ReadError, standby};
+use crate::{emergency, engine::error::ReadError};
 
 /// A thread that reads rows of a matrix, such as embeddings, to the heap.
 pub struct RowReader {
@@ -71,7 +71,7 @@ impl RowReader {
             .name("cotenant-reader".to_owned())
             .spawn(move || {
                 // A token waits for it.
-                standby::be_prompt().ok();
+                emergency::be_prompt().ok();
                 theirs.serve(source.as_ref());
             })?;
         Ok(Self {

@@ -14,12 +14,12 @@ use super::{
     progress::ReadProgress,
 };
 use crate::{
+    emergency,
     engine::{
         arena::{HUGE_PAGE, SharedMapping},
         backend::{Buffer, View},
         error::ReadError,
     },
-    standby,
     units::Bytes,
 };
 
@@ -335,7 +335,7 @@ impl Stream {
                 .spawn(move || {
                     // A disk idles as long as its reader waits behind a kernel's slice. A system that refuses makes
                     // streaming slower, and nothing else.
-                    standby::be_prompt().ok();
+                    emergency::be_prompt().ok();
                     shared.fill(&ring, source.as_ref());
                 })?;
             self.threads.push(thread);

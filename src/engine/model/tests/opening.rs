@@ -12,7 +12,7 @@ use super::{hanging::Disk as Large, *};
 use crate::{
     causes::in_one_line,
     engine::{
-        disk::Attention,
+        disk::DiskWatch,
         error::{LoadError, LoadErrorKind},
         model::opening::Disk,
     },
@@ -47,7 +47,7 @@ impl Mishap {
             }
         };
         let disk = Disk {
-            attention: Attention::hindered(Arc::new(hindrance)),
+            watch: DiskWatch::hindered(Arc::new(hindrance)),
             stall: STALL,
             behind: None,
         };

@@ -1,6 +1,6 @@
 //! Tests that one process is one holder.
 
-use super::{Desk, mib, ms, of_process, params, peer, revoke::applied};
+use super::{Harness, mib, ms, of_process, params, peer, revoke::applied};
 use crate::{
     policy::{
         decision::{Decision, LeaseDecision},
@@ -12,105 +12,109 @@ use crate::{
 };
 
 /// A batch lease of the process 10.
-fn ask(desk: &mut Desk, tenant: &str, sizes: (u64, u64)) -> LeaseView {
-    ask_as(desk, tenant, sizes, (1000, 10))
+fn ask(harness: &mut Harness, tenant: &str, sizes: (u64, u64)) -> LeaseView {
+    ask_as(harness, tenant, sizes, (1000, 10))
 }
 
-fn ask_as(desk: &mut Desk, tenant: &str, sizes: (u64, u64), (uid, pid): (u32, u32)) -> LeaseView {
-    let ticket = desk.ticket();
+fn ask_as(harness: &mut Harness, tenant: &str, sizes: (u64, u64), (uid, pid): (u32, u32)) -> LeaseView {
+    let ticket = harness.ticket();
     let request = of_process(tenant, Class::Batch, sizes, uid, pid);
-    desk.tell(Event::LeaseRequested { ticket, request });
-    desk.granted()
+    harness.tell(Event::LeaseRequested { ticket, request });
+    harness.granted()
 }
 
 /// Or what it uses would be taken off a sample twice, and as much of an unmanaged process's memory would look free.
 #[test]
 fn what_a_process_with_two_names_uses_counts_once() {
-    let mut desk = Desk::sampled(params());
-    let one = ask(&mut desk, "a", (100, 100));
+    let mut harness = Harness::sampled(params());
+    let one = ask(&mut harness, "a", (100, 100));
     // Whichever user it acts for, it is the same memory.
-    let other = ask_as(&mut desk, "b", (100, 100), (0, 10));
+    let other = ask_as(&mut harness, "b", (100, 100), (0, 10));
     assert_eq!((one.holder(), other.holder()), ("a", "a"));
-    desk.wait(10).measure("a", 100);
-    desk.samples(200);
-    let state = desk.snapshot();
+    harness.wait(10).measure("a", 100);
+    harness.samples(200);
+    let state = harness.snapshot();
     assert_eq!((state.unmanaged, state.free), (mib(100), mib(100)));
-    desk.request("late", Class::Interactive, 101, 101, 0);
-    assert!(matches!(desk.answer(), Answer::Denied { .. }), "{:#?}", desk.actions);
+    harness.request("late", Class::Interactive, 101, 101, 0);
+    assert!(
+        matches!(harness.answer(), Answer::Denied { .. }),
+        "{:#?}",
+        harness.actions
+    );
     // It fills both, which is its right: nothing is beyond the budget.
-    desk.wait(10).measure("a", 200);
-    desk.samples(300);
+    harness.wait(10).measure("a", 200);
+    harness.samples(300);
     assert_eq!(
-        (desk.snapshot().unaccounted, desk.snapshot().free),
+        (harness.snapshot().unaccounted, harness.snapshot().free),
         (mib(100), mib(100))
     );
     // Another process is another holder by either name, and the first one's is not given out again.
-    assert_eq!(ask_as(&mut desk, "a", (10, 10), (1000, 11)).holder(), "a (pid 11)");
-    assert_eq!(ask_as(&mut desk, "b", (10, 10), (1000, 12)).holder(), "b");
-    assert_eq!(ask(&mut desk, "b", (10, 10)).holder(), "a");
+    assert_eq!(ask_as(&mut harness, "a", (10, 10), (1000, 11)).holder(), "a (pid 11)");
+    assert_eq!(ask_as(&mut harness, "b", (10, 10), (1000, 12)).holder(), "b");
+    assert_eq!(ask(&mut harness, "b", (10, 10)).holder(), "a");
 }
 
 /// Or a process that keeps to its word would be ended for what it may use by its other name.
 #[test]
 fn a_process_with_two_names_comes_down_in_one_and_keeps_the_other_full() {
-    let mut desk = Desk::sampled(params());
-    let one = ask(&mut desk, "a", (10, 200));
-    let other = ask(&mut desk, "b", (200, 200));
-    desk.wait(10).measure("a", 400);
-    desk.request("voice", Class::AudioRealtime, 100, 100, 9000);
-    let target = desk.target_of(&one);
+    let mut harness = Harness::sampled(params());
+    let one = ask(&mut harness, "a", (10, 200));
+    let other = ask(&mut harness, "b", (200, 200));
+    harness.wait(10).measure("a", 400);
+    harness.request("voice", Class::AudioRealtime, 100, 100, 9000);
+    let target = harness.target_of(&one);
     assert_eq!(target.bytes, mib(100));
-    desk.wait(5).tell(applied(one.id, target.nonce));
-    desk.wait(5).measure("a", 330);
-    assert_eq!(desk.try_answer(), None, "30 MiB are not back");
-    desk.wait(5).measure("a", 300);
-    assert_eq!(desk.granted().held, mib(100));
-    assert_eq!((desk.held("a"), desk.held("b")), (mib(100), mib(200)));
+    harness.wait(5).tell(applied(one.id, target.nonce));
+    harness.wait(5).measure("a", 330);
+    assert_eq!(harness.try_answer(), None, "30 MiB are not back");
+    harness.wait(5).measure("a", 300);
+    assert_eq!(harness.granted().held, mib(100));
+    assert_eq!((harness.held("a"), harness.held("b")), (mib(100), mib(200)));
     // The end of one is measured against what is left of the other.
-    desk.release(
+    harness.release(
         &other,
         Peer {
             pid: Some(10),
             ..peer(1000)
         },
     );
-    desk.wait(5).measure("a", 150);
-    let left = desk.lease("b").map(|lease| lease.held);
-    assert_eq!((left, desk.snapshot().unaccounted), (None, mib(50)));
+    harness.wait(5).measure("a", 150);
+    let left = harness.lease("b").map(|lease| lease.held);
+    assert_eq!((left, harness.snapshot().unaccounted), (None, mib(50)));
     // It goes with its process.
-    desk.tell(Event::HolderLost {
+    harness.tell(Event::HolderLost {
         lease: one.id,
         pid: Some(10),
     });
-    assert_eq!((desk.held("a"), desk.snapshot().unaccounted), (mib(0), mib(0)));
+    assert_eq!((harness.held("a"), harness.snapshot().unaccounted), (mib(0), mib(0)));
 }
 
 /// Or it would take the whole budget out of use with one page of each name.
 #[test]
 fn what_a_process_keeps_counts_once_by_however_many_names_it_had_leases() {
-    let mut desk = Desk::sampled(params());
+    let mut harness = Harness::sampled(params());
     for round in 0..20 {
         let name = format!("t{round}");
-        let lease = ask(&mut desk, &name, (1, 1));
+        let lease = ask(&mut harness, &name, (1, 1));
         assert_eq!(lease.holder(), "t0");
-        desk.release(
+        harness.release(
             &lease,
             Peer {
                 pid: Some(10),
                 ..peer(1000)
             },
         );
-        desk.wait(5).measure("t0", 150);
-        desk.wait(5);
+        harness.wait(5).measure("t0", 150);
+        harness.wait(5);
     }
-    let state = desk.snapshot();
+    let state = harness.snapshot();
     let ghosts = state
         .leases
         .iter()
         .filter(|lease| lease.kind == LeaseKind::Tenant)
         .count();
     assert_eq!((ghosts, state.unaccounted), (1, mib(150)), "{state:#?}");
-    let asked = desk.pass(5000).iter();
+    let asked = harness.pass(5000).iter();
     let measured: Vec<_> = asked
         .filter(|action| matches!(action, Action::Measure { .. }))
         .collect();
@@ -123,71 +127,74 @@ fn what_a_process_keeps_counts_once_by_however_many_names_it_had_leases() {
     );
     assert!(!measured.is_empty());
     // It is back when it is measured to be.
-    desk.measure("t0", 0);
-    assert_eq!((desk.snapshot().unaccounted, desk.snapshot().leases.len()), (mib(0), 0));
+    harness.measure("t0", 0);
+    assert_eq!(
+        (harness.snapshot().unaccounted, harness.snapshot().leases.len()),
+        (mib(0), 0)
+    );
 }
 
 /// Or it would be granted to a process that may be gone by then.
 #[test]
 fn a_place_in_the_queue_is_that_of_the_process_that_took_it() {
-    let mut desk = Desk::sampled(params());
-    desk.request("all", Class::Interactive, 400, 400, 0);
-    let all = desk.granted();
-    let ask = |desk: &mut Desk, pid: u32| {
-        let ticket = desk.ticket();
+    let mut harness = Harness::sampled(params());
+    harness.request("all", Class::Interactive, 400, 400, 0);
+    let all = harness.granted();
+    let ask = |harness: &mut Harness, pid: u32| {
+        let ticket = harness.ticket();
         let request = LeaseRequest {
             request_id: "one".to_owned(),
             wait: ms(5000),
             ..of_process("vision", Class::Interactive, (100, 100), 1000, pid)
         };
-        desk.tell(Event::LeaseRequested { ticket, request });
+        harness.tell(Event::LeaseRequested { ticket, request });
         ticket
     };
-    let first = ask(&mut desk, 10);
-    let again = ask(&mut desk, 10);
-    assert_eq!((desk.try_answer(), desk.snapshot().waiting), (None, 1));
-    ask(&mut desk, 11);
+    let first = ask(&mut harness, 10);
+    let again = ask(&mut harness, 10);
+    assert_eq!((harness.try_answer(), harness.snapshot().waiting), (None, 1));
+    ask(&mut harness, 11);
     assert!(matches!(
-        desk.denial(),
+        harness.denial(),
         Denial::NotHolder { lease, problem: NotHolder::Awaited { pid: Some(10) }, .. } if lease == "vision#2"
     ));
     for ticket in [first, again] {
-        assert_eq!(desk.snapshot().waiting, 1);
-        desk.tell(Event::LeaseRequestCancelled { ticket });
+        assert_eq!(harness.snapshot().waiting, 1);
+        harness.tell(Event::LeaseRequestCancelled { ticket });
     }
-    assert_eq!(desk.snapshot().waiting, 0);
+    assert_eq!(harness.snapshot().waiting, 0);
     // Then it is the request of any process, and the lease that of the process that asks.
-    ask(&mut desk, 11);
-    desk.release(&all, peer(1000));
-    desk.wait(5).measure("all", 0);
-    assert_eq!(desk.granted().owner_pid, Some(11));
+    ask(&mut harness, 11);
+    harness.release(&all, peer(1000));
+    harness.wait(5).measure("all", 0);
+    assert_eq!(harness.granted().owner_pid, Some(11));
 }
 
 /// The holders that the last denial names.
-fn holders(desk: &Desk) -> Vec<(LeaseId, Bytes)> {
+fn holders(harness: &Harness) -> Vec<(LeaseId, Bytes)> {
     let Denial::InsufficientMemory {
         holders: Holders::Shares { shares, .. },
         ..
-    } = desk.denial()
+    } = harness.denial()
     else {
-        panic!("{:?}", desk.denial());
+        panic!("{:?}", harness.denial());
     };
     shares.iter().map(|share| (share.holder.id, share.held)).collect()
 }
 
 #[test]
 fn who_has_it_all_is_named_whatever_it_calls_itself() {
-    let mut desk = Desk::sampled(params());
-    let all = ask(&mut desk, "vision", (380, 380));
-    let ticket = desk.ticket();
+    let mut harness = Harness::sampled(params());
+    let all = ask(&mut harness, "vision", (380, 380));
+    let ticket = harness.ticket();
     let request = of_process("vision", Class::Batch, (100, 100), 1000, 11);
-    desk.tell(Event::LeaseRequested { ticket, request });
-    assert_eq!(holders(&desk), [(all.id, mib(380))]);
+    harness.tell(Event::LeaseRequested { ticket, request });
+    assert_eq!(holders(&harness), [(all.id, mib(380))]);
     // What it has itself is part of what it asks for.
-    desk.resize(&all, 400, 400, 0);
-    assert_eq!(desk.granted().held, mib(400));
-    desk.resize(&all, 401, 401, 0);
-    assert!(matches!(desk.denial(), Denial::ExceedsBudget { .. }));
+    harness.resize(&all, 400, 400, 0);
+    assert_eq!(harness.granted().held, mib(400));
+    harness.resize(&all, 401, 401, 0);
+    assert!(matches!(harness.denial(), Denial::ExceedsBudget { .. }));
 }
 
 /// So that its end costs one pass over the leases, and not one for each of them.
@@ -196,26 +203,26 @@ fn the_end_of_a_process_ends_all_of_its_leases_in_one_step() {
     const COUNT: u64 = 300;
     let mut params = params();
     params.lease.leases_per_uid = 1000;
-    let mut desk = Desk::sampled(params);
+    let mut harness = Harness::sampled(params);
     let mut ask = |name: &str, pid| {
-        let ticket = desk.ticket();
+        let ticket = harness.ticket();
         let request = of_process(name, Class::Interactive, (1, 1), 1000, pid);
-        desk.tell(Event::LeaseRequested { ticket, request });
-        desk.granted()
+        harness.tell(Event::LeaseRequested { ticket, request });
+        harness.granted()
     };
     let other = ask("other", 6);
     let first = ask("many", 7);
     for number in 1..COUNT {
         ask(&format!("many-{number}"), 7);
     }
-    desk.tell(Event::HolderLost {
+    harness.tell(Event::HolderLost {
         lease: first.id,
         pid: Some(7),
     });
     assert!(matches!(
-        desk.decisions().next(),
+        harness.decisions().next(),
         Some(Decision::Lease(LeaseDecision::HolderGone { leases, .. })) if *leases as u64 == COUNT
     ));
-    let left: Vec<_> = desk.snapshot().leases.iter().map(|lease| lease.id).collect();
-    assert_eq!((left, desk.snapshot().free), (vec![other.id], mib(399)));
+    let left: Vec<_> = harness.snapshot().leases.iter().map(|lease| lease.id).collect();
+    assert_eq!((left, harness.snapshot().free), (vec![other.id], mib(399)));
 }

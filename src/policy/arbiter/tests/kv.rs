@@ -12,8 +12,8 @@ use crate::policy::{
 };
 
 /// The candidates of the last call, with what was taken.
-fn weighed(desk: &Desk) -> Vec<(Source, Option<Bytes>)> {
-    let weighing = desk.actions.iter().find_map(|action| match action {
+fn weighed(harness: &Harness) -> Vec<(Source, Option<Bytes>)> {
+    let weighing = harness.actions.iter().find_map(|action| match action {
         Action::Weighed { weighing } => Some(weighing.clone()),
         _ => None,
     });
@@ -22,17 +22,17 @@ fn weighed(desk: &Desk) -> Vec<(Source, Option<Bytes>)> {
 }
 
 /// An engine whose prompts are slow, so that context is worth more than layers.
-pub(super) fn with_slow_prompts(params: Params) -> Desk {
-    let mut desk = Desk::with_engine_ready(params);
+pub(super) fn with_slow_prompts(params: Params) -> Harness {
+    let mut harness = Harness::with_engine_ready(params);
     for _ in 0..20 {
-        desk.tell(Event::EngineTimed(Timing {
+        harness.tell(Event::EngineTimed(Timing {
             prompt_tokens: Tokens::new(100),
             prompt_us: 100 * 5000,
             answer_tokens: Tokens::new(50),
             answer_us: 50 * 20_000,
         }));
     }
-    desk
+    harness
 }
 
 pub(super) fn untouched(untouched: Bytes) -> Event {
@@ -47,24 +47,24 @@ pub(super) fn untouched(untouched: Bytes) -> Event {
 
 #[test]
 fn the_order_is_computed_from_what_the_user_loses() {
-    let mut desk = Desk::with_engine_ready(params());
-    desk.tell(activity(
+    let mut harness = Harness::with_engine_ready(params());
+    harness.tell(activity(
         0,
         KvUse {
             kept: Tokens::new(1024),
             ..KvUse::default()
         },
     ));
-    desk.operator_shed(mib(16));
+    harness.operator_shed(mib(16));
     assert_eq!(
-        weighed(&desk),
+        weighed(&harness),
         [
             (Source::UnusedKv, Some(mib(16))),
             (Source::PrefixKv, None),
             (Source::Layers, None)
         ]
     );
-    let (_, plan) = desk.plan_asked().unwrap();
+    let (_, plan) = harness.plan_asked().unwrap();
     assert_eq!((plan.resident.len(), plan.kv_capacity), (8, Tokens::new(2048)));
 }
 
@@ -83,55 +83,58 @@ fn the_oldest_of_a_running_answer_goes_last_and_only_where_its_request_allows_th
     };
     let oldest = Source::OldestKv;
     // Not allowed, it is no candidate, and what is used stays.
-    let mut desk = Desk::with_engine_ready(params());
-    desk.tell(running(0, 0));
-    desk.operator_shed(mib(30));
-    assert!(weighed(&desk).iter().all(|(source, _)| *source != oldest));
-    assert!(desk.plan_asked().unwrap().1.kv_capacity >= Tokens::new(4000));
+    let mut harness = Harness::with_engine_ready(params());
+    harness.tell(running(0, 0));
+    harness.operator_shed(mib(30));
+    assert!(weighed(&harness).iter().all(|(source, _)| *source != oldest));
+    assert!(harness.plan_asked().unwrap().1.kv_capacity >= Tokens::new(4000));
     // Allowed, and in a mode that holds on to speed: layers are spared for it.
     let mut settings = with_engine(params());
     settings.engine.as_mut().unwrap().mode = ResidencyMode::MaxSpeed;
-    let mut desk = Desk::with_engine_ready_in(settings);
-    desk.tell(running(3072, 0));
-    desk.operator_shed(mib(20));
-    let balance = weighed(&desk);
+    let mut harness = Harness::with_engine_ready_in(settings);
+    harness.tell(running(3072, 0));
+    harness.operator_shed(mib(20));
+    let balance = weighed(&harness);
     let given = |source: &Source| balance.iter().find(|(name, _)| name == source).unwrap().1;
     assert!(given(&oldest) > Some(mib(18)), "{balance:?}");
-    let (revision, plan) = desk.plan_asked().unwrap();
+    let (revision, plan) = harness.plan_asked().unwrap();
     assert!(
         plan.kv_capacity < Tokens::new(3000) && plan.resident.len() == 8,
         "{plan:?}"
     );
-    desk.engine_applies_plan(revision, plan);
+    harness.engine_applies_plan(revision, plan);
     // What it has lost is decided once.
-    desk.tell(running(1900, 1152));
-    assert!(decided!(desk, Engine(EngineDecision::ContextLost { tokens: 1152, .. })));
-    desk.tell(running(1900, 1152));
-    assert!(!decided!(desk, Engine(EngineDecision::ContextLost { .. })));
+    harness.tell(running(1900, 1152));
+    assert!(decided!(
+        harness,
+        Engine(EngineDecision::ContextLost { tokens: 1152, .. })
+    ));
+    harness.tell(running(1900, 1152));
+    assert!(!decided!(harness, Engine(EngineDecision::ContextLost { .. })));
     // Whatever it was said to lose: what the engine keeps of it, it cannot, and is not asked for it again.
-    desk.operator_shed(mib(10));
-    let (revision, plan) = desk.plan_asked().unwrap();
+    harness.operator_shed(mib(10));
+    let (revision, plan) = harness.plan_asked().unwrap();
     let kept = EnginePlan {
         kv_capacity: Tokens::new(plan.kv_capacity.get() + 128),
         ..plan
     };
-    desk.engine_applies_plan(revision, kept.clone());
-    desk.operator_shed(mib(10));
-    assert!(weighed(&desk).iter().all(|(source, _)| *source != oldest));
-    assert_eq!(desk.plan_asked().unwrap().1.kv_capacity, kept.kv_capacity);
+    harness.engine_applies_plan(revision, kept.clone());
+    harness.operator_shed(mib(10));
+    assert!(weighed(&harness).iter().all(|(source, _)| *source != oldest));
+    assert_eq!(harness.plan_asked().unwrap().1.kv_capacity, kept.kv_capacity);
     // In a mode that holds on to context, layers go first.
     let mut settings = with_engine(params());
     settings.engine.as_mut().unwrap().mode = ResidencyMode::MaxContext;
-    let mut desk = Desk::with_engine_ready_in(settings);
-    desk.tell(running(3072, 0));
-    desk.operator_shed(mib(30));
-    assert_eq!(desk.plan_asked().unwrap().1.kv_capacity, Tokens::new(4096));
+    let mut harness = Harness::with_engine_ready_in(settings);
+    harness.tell(running(3072, 0));
+    harness.operator_shed(mib(30));
+    assert_eq!(harness.plan_asked().unwrap().1.kv_capacity, Tokens::new(4096));
 }
 
 #[test]
 fn kv_that_was_never_touched_counts_as_used() {
-    let mut desk = Desk::with_engine_ready(params());
-    desk.tell(activity(
+    let mut harness = Harness::with_engine_ready(params());
+    harness.tell(activity(
         0,
         KvUse {
             untouched: mib(30),
@@ -139,12 +142,12 @@ fn kv_that_was_never_touched_counts_as_used() {
         },
     ));
     // 80 MiB seem to be left of 400, but the engine may touch 30 of them with the next token.
-    desk.samples(320);
-    assert_eq!(desk.snapshot().level, PressureLevel::Elevated);
-    let (revision, plan) = desk.plan_asked().unwrap();
+    harness.samples(320);
+    assert_eq!(harness.snapshot().level, PressureLevel::Elevated);
+    let (revision, plan) = harness.plan_asked().unwrap();
     assert!(plan.kv_capacity < Tokens::new(4096), "{plan:?}");
     let given = mib(132) - shape().plan_bytes(&plan);
-    desk.tell(Event::EngineApplied {
+    harness.tell(Event::EngineApplied {
         revision,
         in_force: plan,
         freed: Bytes::ZERO,
@@ -153,10 +156,10 @@ fn kv_that_was_never_touched_counts_as_used() {
         untouched_given: given.min(mib(30)),
         took: ms(1),
     });
-    assert_eq!(desk.held("llm"), mib(132) - given);
+    assert_eq!(harness.held("llm"), mib(132) - given);
     let shed =
         |outcome: &PlanOutcome| matches!(outcome, PlanOutcome::Shed { untouched, .. } if *untouched > Bytes::ZERO);
-    assert!(decided!(desk, Engine(EngineDecision::Applied { outcome, .. }) if shed(outcome)));
+    assert!(decided!(harness, Engine(EngineDecision::Applied { outcome, .. }) if shed(outcome)));
 }
 
 #[test]
@@ -179,68 +182,68 @@ fn kv_is_converted_only_where_that_is_allowed_and_by_its_cost() {
     ] {
         let mut params = with_engine(params());
         params.engine.as_mut().unwrap().kv_type_least = least;
-        let mut desk = Desk::with_engine_ready_in(params);
+        let mut harness = Harness::with_engine_ready_in(params);
         for _ in 0..20 {
             if is_slow {
-                desk.tell(slow.clone());
+                harness.tell(slow.clone());
             }
         }
-        desk.operator_shed(mib(need));
-        let (revision, plan) = desk.plan_asked().unwrap();
+        harness.operator_shed(mib(need));
+        let (revision, plan) = harness.plan_asked().unwrap();
         let asked = (plan.resident.len(), plan.kv_capacity.get(), plan.kv_type);
-        assert_eq!(asked, expected, "{least} {is_slow} {need}: {:?}", weighed(&desk));
-        let before = desk.held("llm");
-        let used = desk.engine_applies_plan(revision, plan);
-        assert!(desk.held("llm") == used && before - used >= mib(need), "{used}");
+        assert_eq!(asked, expected, "{least} {is_slow} {need}: {:?}", weighed(&harness));
+        let before = harness.held("llm");
+        let used = harness.engine_applies_plan(revision, plan);
+        assert!(harness.held("llm") == used && before - used >= mib(need), "{used}");
         // What was given up comes back, the type last or together with the rest.
-        desk.measure("llm", used.whole_mib());
+        harness.measure("llm", used.whole_mib());
         for _ in 0..40 {
-            desk.wait(100).sample(used.whole_mib());
+            harness.wait(100).sample(used.whole_mib());
         }
-        let grown = desk.snapshot().engine;
+        let grown = harness.snapshot().engine;
         assert_eq!(grown.asked.or(grown.in_force), grown.full);
     }
 }
 
 #[test]
 fn an_operator_has_kv_kept_in_another_type_and_is_answered_with_what_came_of_it() {
-    let mut desk = Desk::with_engine_ready(params());
-    desk.keep_kv_as(KvType::Q8);
-    let (revision, plan) = desk.plan_asked().unwrap();
+    let mut harness = Harness::with_engine_ready(params());
+    harness.keep_kv_as(KvType::Q8);
+    let (revision, plan) = harness.plan_asked().unwrap();
     assert_eq!(
         (plan.resident.len(), plan.kv_capacity, plan.kv_type),
         (8, Tokens::new(4096), KvType::Q8)
     );
-    assert_eq!(desk.held("llm"), mib(132), "asking frees nothing");
-    let used = desk.engine_applies_plan(revision, plan);
+    assert_eq!(harness.held("llm"), mib(132), "asking frees nothing");
+    let used = harness.engine_applies_plan(revision, plan);
     assert_eq!(used, mib(117));
     let Done::KvChanged {
         before, held, freed, ..
-    } = desk.done()
+    } = harness.done()
     else {
-        panic!("{:?}", desk.answer());
+        panic!("{:?}", harness.answer());
     };
     assert_eq!((before, held, freed), (mib(132), mib(117), mib(15)));
-    desk.measure("llm", 117);
+    harness.measure("llm", 117);
     for _ in 0..40 {
-        desk.wait(100).sample(117);
+        harness.wait(100).sample(117);
     }
-    assert_eq!(desk.plan_asked(), None, "it stays so");
-    desk.keep_kv_as(KvType::Q8);
-    assert_eq!(desk.done(), Done::KvIs(KvType::Q8));
+    assert_eq!(harness.plan_asked(), None, "it stays so");
+    harness.keep_kv_as(KvType::Q8);
+    assert_eq!(harness.done(), Done::KvIs(KvType::Q8));
     // Up again only where there is room: 52 + 8 MiB are to stay free.
-    desk.wait(100).sample(330);
-    desk.keep_kv_as(KvType::F16);
+    harness.wait(100).sample(330);
+    harness.keep_kv_as(KvType::F16);
     let more = Some(mib(15));
     let kv_type = KvType::F16;
-    assert_eq!(desk.done(), Done::KvWhenRoom { kv_type, more });
-    let full = desk.snapshot().engine.full.unwrap();
+    assert_eq!(harness.done(), Done::KvWhenRoom { kv_type, more });
+    let full = harness.snapshot().engine.full.unwrap();
     assert_eq!(full.kv_type, KvType::F16);
     for _ in 0..40 {
-        desk.wait(100).sample(117);
+        harness.wait(100).sample(117);
     }
-    assert_eq!(desk.snapshot().engine.asked, Some(full));
-    assert_eq!(desk.held("llm"), mib(132));
+    assert_eq!(harness.snapshot().engine.asked, Some(full));
+    assert_eq!(harness.held("llm"), mib(132));
 }
 
 #[test]
@@ -252,39 +255,39 @@ fn modes_weigh_the_same_costs_otherwise() {
     ] {
         let mut params = with_engine(params());
         params.engine.as_mut().unwrap().mode = mode;
-        let mut desk = Desk::with_engine_ready_in(params);
-        desk.operator_shed(mib(16));
-        let (_, plan) = desk.plan_asked().unwrap();
+        let mut harness = Harness::with_engine_ready_in(params);
+        harness.operator_shed(mib(16));
+        let (_, plan) = harness.plan_asked().unwrap();
         assert_eq!((plan.resident.len(), plan.kv_capacity.get()), expected, "{mode}");
     }
 }
 
 #[test]
 fn capacity_that_no_token_has_touched_is_shed_before_layers() {
-    let mut desk = with_slow_prompts(params());
-    desk.tell(untouched(mib(30)));
-    desk.operator_shed(mib(16));
-    let (_, plan) = desk.plan_asked().unwrap();
+    let mut harness = with_slow_prompts(params());
+    harness.tell(untouched(mib(30)));
+    harness.operator_shed(mib(16));
+    let (_, plan) = harness.plan_asked().unwrap();
     assert_eq!((plan.resident.len(), plan.kv_capacity), (8, Tokens::new(2048)));
 }
 
 #[test]
 fn what_no_token_has_touched_is_held_and_not_used() {
-    let mut desk = Desk::with_engine_ready(params());
-    desk.measure("llm", 132);
-    desk.tell(untouched(mib(30)));
-    let lease = desk.lease("llm").unwrap();
+    let mut harness = Harness::with_engine_ready(params());
+    harness.measure("llm", 132);
+    harness.tell(untouched(mib(30)));
+    let lease = harness.lease("llm").unwrap();
     assert_eq!((lease.held, lease.used), (mib(132), Some(mib(102))));
-    assert_eq!(desk.snapshot().used, mib(102));
+    assert_eq!(harness.snapshot().used, mib(102));
 }
 
 #[test]
 fn a_shed_is_answered_with_what_limited_it() {
-    let mut desk = Desk::with_engine_ready(params());
-    desk.operator_shed(Bytes::from_gib(1));
-    desk.engine_applies();
-    let Answer::Shed(outcome) = desk.answer() else {
-        panic!("{:?}", desk.answer());
+    let mut harness = Harness::with_engine_ready(params());
+    harness.operator_shed(Bytes::from_gib(1));
+    harness.engine_applies();
+    let Answer::Shed(outcome) = harness.answer() else {
+        panic!("{:?}", harness.answer());
     };
     let limit = ShedLimit::Floor { bytes: mib(28) };
     assert_eq!((outcome.freed, outcome.held), (mib(104), mib(28)));
@@ -293,9 +296,9 @@ fn a_shed_is_answered_with_what_limited_it() {
 
 #[test]
 fn what_is_shed_next_is_what_is_shed_then() {
-    let mut desk = Desk::with_engine_ready(params());
-    desk.samples(132);
-    let next = desk.arbiter.next_shed().unwrap();
+    let mut harness = Harness::with_engine_ready(params());
+    harness.samples(132);
+    let next = harness.arbiter.next_shed().unwrap();
     assert_eq!((next.below, next.headroom, next.need), (mib(52), mib(268), mib(20)));
     assert_eq!(next.chosen[0].source, Source::UnusedKv, "{next}");
     assert!(
@@ -304,10 +307,10 @@ fn what_is_shed_next_is_what_is_shed_then() {
         "{next}"
     );
     // The headroom comes down to just below the watermark, for longer than the grace.
-    desk.samples(349);
-    let at_once = desk.plan_asked();
-    desk.wait(2500);
-    desk.samples(349);
-    let (_, plan) = at_once.or_else(|| desk.plan_asked()).unwrap();
+    harness.samples(349);
+    let at_once = harness.plan_asked();
+    harness.wait(2500);
+    harness.samples(349);
+    let (_, plan) = at_once.or_else(|| harness.plan_asked()).unwrap();
     assert!(plan.kv_capacity < Tokens::new(4096), "{plan:?}");
 }

@@ -19,44 +19,46 @@ const GIB: u64 = 1024;
 
 #[test]
 fn stale_sample_does_not_overcommit() {
-    let mut desk = Desk::sampled(large());
-    desk.wait(10).request("a", Class::Interactive, 6 * GIB, 6 * GIB, 0);
-    desk.granted();
-    desk.request("b", Class::Interactive, 6 * GIB, 6 * GIB, 0);
-    let denial = desk.denial();
+    let mut harness = Harness::sampled(large());
+    harness.wait(10).request("a", Class::Interactive, 6 * GIB, 6 * GIB, 0);
+    harness.granted();
+    harness.request("b", Class::Interactive, 6 * GIB, 6 * GIB, 0);
+    let denial = harness.denial();
     assert!(matches!(denial, Denial::InsufficientMemory { free, .. } if free == Bytes::from_gib(2)));
 }
 
 #[test]
 fn renew_does_not_resurrect() {
-    let mut desk = Desk::sampled(large());
-    desk.request("a", Class::Interactive, 6 * GIB, 6 * GIB, 0);
-    let a = desk.granted();
-    desk.wait(9000).request("b", Class::Interactive, 6 * GIB, 6 * GIB, 5000);
-    assert_eq!(desk.try_answer(), None);
-    desk.wait(1000);
-    assert_eq!(a.expires_at, Some(desk.now));
+    let mut harness = Harness::sampled(large());
+    harness.request("a", Class::Interactive, 6 * GIB, 6 * GIB, 0);
+    let a = harness.granted();
+    harness
+        .wait(9000)
+        .request("b", Class::Interactive, 6 * GIB, 6 * GIB, 5000);
+    assert_eq!(harness.try_answer(), None);
+    harness.wait(1000);
+    assert_eq!(a.expires_at, Some(harness.now));
     for wait in [0, 2000] {
-        desk.wait(wait);
-        desk.renew(&a);
-        assert!(matches!(desk.denial(), Denial::UnknownLease { .. }));
+        harness.wait(wait);
+        harness.renew(&a);
+        assert!(matches!(harness.denial(), Denial::UnknownLease { .. }));
     }
-    desk.measure("a", 0);
-    assert_eq!(desk.granted().tenant, "b");
+    harness.measure("a", 0);
+    assert_eq!(harness.granted().tenant, "b");
 }
 
 /// A renewal does not go through the whole book while nothing is due; what is decided is the same, then and later.
 #[test]
 fn a_renewal_decides_the_same_whether_or_not_it_goes_through_the_whole_book() {
-    let mut desk = Desk::with_engine_ready(params());
-    desk.request("a", Class::Interactive, 60, 60, 0);
-    let a = desk.granted();
+    let mut harness = Harness::with_engine_ready(params());
+    harness.request("a", Class::Interactive, 60, 60, 0);
+    let a = harness.granted();
     // Under pressure, with something in the queue and targets in force.
-    desk.request("b", Class::AudioRealtime, 240, 240, 9000);
-    desk.samples(330);
-    let mut thorough = desk.arbiter.clone();
+    harness.request("b", Class::AudioRealtime, 240, 240, 9000);
+    harness.samples(330);
+    let mut thorough = harness.arbiter.clone();
     for step in 0..4000u64 {
-        let now = desk.now + ms(step * 7);
+        let now = harness.now + ms(step * 7);
         let event = if step.is_multiple_of(40) {
             Event::Sampled(Sample {
                 mem_total: Bytes::from_gib(8),
@@ -76,28 +78,31 @@ fn a_renewal_decides_the_same_whether_or_not_it_goes_through_the_whole_book() {
             }
         };
         thorough.idle_until = None;
-        let actions = desk.arbiter.handle(now, event.clone());
+        let actions = harness.arbiter.handle(now, event.clone());
         assert_eq!(actions, thorough.handle(now, event), "at {now}");
-        assert_eq!(desk.arbiter.snapshot(), thorough.snapshot(), "at {now}");
+        assert_eq!(harness.arbiter.snapshot(), thorough.snapshot(), "at {now}");
     }
-    assert!(desk.arbiter.snapshot().leases.iter().any(|lease| lease.id == a.id));
+    assert!(harness.arbiter.snapshot().leases.iter().any(|lease| lease.id == a.id));
 }
 
 #[test]
 fn heartbeat_without_sample_keeps_lease() {
-    let mut desk = Desk::sampled(large());
-    desk.wait(1000).request("a", Class::Interactive, 6 * GIB, 6 * GIB, 0);
-    let a = desk.granted();
-    desk.wait(1000).renew(&a);
-    assert_eq!(desk.granted().expires_at, Some(desk.now + Duration::from_secs(10)));
-    desk.request("b", Class::Interactive, 6 * GIB, 6 * GIB, 0);
-    assert!(matches!(desk.denial(), Denial::InsufficientMemory { .. }));
+    let mut harness = Harness::sampled(large());
+    harness.wait(1000).request("a", Class::Interactive, 6 * GIB, 6 * GIB, 0);
+    let a = harness.granted();
+    harness.wait(1000).renew(&a);
+    assert_eq!(
+        harness.granted().expires_at,
+        Some(harness.now + Duration::from_secs(10))
+    );
+    harness.request("b", Class::Interactive, 6 * GIB, 6 * GIB, 0);
+    assert!(matches!(harness.denial(), Denial::InsufficientMemory { .. }));
 }
 
 #[test]
 fn unknown_is_not_zero() {
     for absent_probe in [true, false] {
-        let mut desk = Desk::new(large());
+        let mut harness = Harness::new(large());
         let unknown = |now| Sample {
             taken_at: now,
             mem_total: Bytes::from_gib(16),
@@ -106,62 +111,68 @@ fn unknown_is_not_zero() {
             ..Sample::default()
         };
         if !absent_probe {
-            let sample = unknown(desk.now);
-            desk.tell(Event::Sampled(sample));
-            assert_eq!(desk.snapshot().headroom, Some(Bytes::from_gib(8)), "the book decides");
+            let sample = unknown(harness.now);
+            harness.tell(Event::Sampled(sample));
+            assert_eq!(
+                harness.snapshot().headroom,
+                Some(Bytes::from_gib(8)),
+                "the book decides"
+            );
         }
-        desk.wait(10).request("a", Class::Interactive, 6 * GIB, 6 * GIB, 0);
-        assert_eq!(desk.granted().used, None, "unverified");
+        harness.wait(10).request("a", Class::Interactive, 6 * GIB, 6 * GIB, 0);
+        assert_eq!(harness.granted().used, None, "unverified");
         if !absent_probe {
-            let sample = unknown(desk.wait(10).now);
-            desk.tell(Event::Sampled(sample));
-            assert_eq!(desk.snapshot().headroom, Some(Bytes::from_gib(2)));
+            let sample = unknown(harness.wait(10).now);
+            harness.tell(Event::Sampled(sample));
+            assert_eq!(harness.snapshot().headroom, Some(Bytes::from_gib(2)));
         }
-        desk.tell(Event::Measured {
+        harness.tell(Event::Measured {
             tenant: "a".to_owned(),
             used: None,
-            taken_at: desk.now,
+            taken_at: harness.now,
         });
-        desk.request("b", Class::Interactive, 6 * GIB, 6 * GIB, 0);
-        assert!(matches!(desk.denial(), Denial::InsufficientMemory { .. }));
-        desk.request("c", Class::Interactive, 2 * GIB, 2 * GIB, 0);
-        desk.granted();
+        harness.request("b", Class::Interactive, 6 * GIB, 6 * GIB, 0);
+        assert!(matches!(harness.denial(), Denial::InsufficientMemory { .. }));
+        harness.request("c", Class::Interactive, 2 * GIB, 2 * GIB, 0);
+        harness.granted();
     }
 }
 
 #[test]
 fn a_request_that_does_not_fit_is_granted_after_a_verified_shed_of_the_engine() {
-    let mut desk = Desk::with_engine_ready(params());
-    desk.request("other", Class::AudioRealtime, 240, 240, 0);
-    desk.granted();
-    desk.request("asr", Class::AudioRealtime, 64, 64, 1000);
-    assert_eq!(desk.try_answer(), None);
-    assert_eq!(desk.held("asr"), Bytes::ZERO, "asking frees nothing");
-    desk.wait(3);
-    desk.engine_applies();
-    assert_eq!(desk.granted().held, mib(64));
-    let snapshot = desk.snapshot();
+    let mut harness = Harness::with_engine_ready(params());
+    harness.request("other", Class::AudioRealtime, 240, 240, 0);
+    harness.granted();
+    harness.request("asr", Class::AudioRealtime, 64, 64, 1000);
+    assert_eq!(harness.try_answer(), None);
+    assert_eq!(harness.held("asr"), Bytes::ZERO, "asking frees nothing");
+    harness.wait(3);
+    harness.engine_applies();
+    assert_eq!(harness.granted().held, mib(64));
+    let snapshot = harness.snapshot();
     assert!(snapshot.held <= snapshot.budget);
     assert!(snapshot.free < mib(10), "no more than needed: {}", snapshot.free);
 }
 
 #[test]
 fn the_engine_gives_nothing_to_its_own_class_or_a_lower_one() {
-    let mut desk = Desk::with_engine_ready(params());
+    let mut harness = Harness::with_engine_ready(params());
     for class in [Class::LlmElastic, Class::Batch] {
-        desk.request("x", class, 300, 300, 0);
-        assert!(matches!(desk.denial(), Denial::InsufficientMemory { reclaimable, .. } if reclaimable == Bytes::ZERO));
+        harness.request("x", class, 300, 300, 0);
+        assert!(
+            matches!(harness.denial(), Denial::InsufficientMemory { reclaimable, .. } if reclaimable == Bytes::ZERO)
+        );
     }
 }
 
 #[test]
 fn nothing_is_shed_in_vain() {
-    let mut desk = Desk::with_engine_ready(params());
-    desk.request("x", Class::AudioRealtime, 390, 390, 500);
-    assert_eq!(desk.plan_asked(), None);
-    assert!(decided!(desk, Admission(AdmissionDecision::OutOfReach { .. })));
-    desk.pass(600);
-    assert!(matches!(desk.denial(), Denial::InsufficientMemory { .. }));
+    let mut harness = Harness::with_engine_ready(params());
+    harness.request("x", Class::AudioRealtime, 390, 390, 500);
+    assert_eq!(harness.plan_asked(), None);
+    assert!(decided!(harness, Admission(AdmissionDecision::OutOfReach { .. })));
+    harness.pass(600);
+    assert!(matches!(harness.denial(), Denial::InsufficientMemory { .. }));
 }
 
 fn with_indexer(size: u64) -> Params {
@@ -176,27 +187,27 @@ fn with_indexer(size: u64) -> Params {
 /// would never have its memory.
 #[test]
 fn no_request_starves_behind_a_stream_of_more_urgent_ones() {
-    let mut desk = Desk::sampled(with_indexer(300));
+    let mut harness = Harness::sampled(with_indexer(300));
     let mut holders: Vec<LeaseView> = Vec::new();
     let mut waiting: usize = 0;
     for round in 0..200 {
-        desk.wait(100);
+        harness.wait(100);
         if round == 5 {
-            desk.wanted("indexer");
-            assert!(!desk.starts("indexer"));
+            harness.wanted("indexer");
+            assert!(!harness.starts("indexer"));
         }
-        desk.tell(Event::DeadlineReached);
-        let mut actions = desk.actions.clone();
+        harness.tell(Event::DeadlineReached);
+        let mut actions = harness.actions.clone();
         if holders.len() + waiting < 4 {
-            desk.request(&format!("user{round}"), Class::Interactive, 100, 100, 6000);
+            harness.request(&format!("user{round}"), Class::Interactive, 100, 100, 6000);
             waiting += 1;
-            actions.extend(desk.actions.clone());
+            actions.extend(harness.actions.clone());
         }
         // Each holds for 300 ms, one after the other.
         if round % 3 == 0 && !holders.is_empty() {
             let lease = holders.remove(0);
-            desk.lost(&lease);
-            actions.extend(desk.actions.clone());
+            harness.lost(&lease);
+            actions.extend(harness.actions.clone());
         }
         for action in &actions {
             if let Action::Answer {
@@ -212,7 +223,7 @@ fn no_request_starves_behind_a_stream_of_more_urgent_ones() {
             .iter()
             .any(|action| matches!(action, Action::StartWorker { .. }))
         {
-            let after = desk.now.since_start();
+            let after = harness.now.since_start();
             assert!(after > ms(6500) && after < ms(7700), "in its turn: {after:?}");
             return;
         }
@@ -223,14 +234,14 @@ fn no_request_starves_behind_a_stream_of_more_urgent_ones() {
 /// It waits for what no holder gives: during its turn no request overtakes it, and afterwards the others go on.
 #[test]
 fn a_turn_that_brings_nothing_is_over_after_a_while() {
-    let mut desk = Desk::sampled(with_indexer(300));
+    let mut harness = Harness::sampled(with_indexer(300));
     // More than its least, which no request as urgent or less takes back.
-    desk.request("user", Class::Interactive, 50, 200, 0);
-    let lease = desk.granted();
-    desk.wanted("indexer");
-    desk.pass(3500);
-    desk.renew(&lease);
-    desk.pass(2800);
+    harness.request("user", Class::Interactive, 50, 200, 0);
+    let lease = harness.granted();
+    harness.wanted("indexer");
+    harness.pass(3500);
+    harness.renew(&lease);
+    harness.pass(2800);
     let aged = Decision::Admission(AdmissionDecision::Aged {
         tenant: "indexer".to_owned(),
         class: Class::Batch,
@@ -238,61 +249,61 @@ fn a_turn_that_brings_nothing_is_over_after_a_while() {
         rank: Class::Interactive,
     });
     assert!(
-        desk.decisions().any(|decision| *decision == aged),
+        harness.decisions().any(|decision| *decision == aged),
         "{:#?}",
-        desk.actions
+        harness.actions
     );
-    desk.request("other", Class::Interactive, 100, 100, 2000);
-    assert_eq!(desk.try_answer(), None, "not before its turn is over");
-    desk.request("asr", Class::AudioRealtime, 50, 50, 0);
+    harness.request("other", Class::Interactive, 100, 100, 2000);
+    assert_eq!(harness.try_answer(), None, "not before its turn is over");
+    harness.request("asr", Class::AudioRealtime, 50, 50, 0);
     assert_eq!(
-        desk.granted().held,
+        harness.granted().held,
         mib(50),
         "audio does not wait for the turn of another"
     );
-    desk.pass(800);
-    assert_eq!(desk.granted().held, mib(100));
+    harness.pass(800);
+    assert_eq!(harness.granted().held, mib(100));
     let over = Decision::Admission(AdmissionDecision::TurnOver {
         tenant: "indexer".to_owned(),
         class: Class::Batch,
     });
-    assert!(desk.decisions().any(|decision| *decision == over));
+    assert!(harness.decisions().any(|decision| *decision == over));
 }
 
 /// A worker that is less urgent than the LLM, and does not fit beside what that has grown to.
 #[test]
 fn a_worker_in_its_turn_takes_from_the_engine_what_it_has_beyond_its_floor() {
-    let mut desk = Desk::with_engine_ready(with_indexer(100));
-    desk.request("user", Class::Interactive, 200, 200, 0);
-    desk.granted();
-    desk.wanted("indexer");
-    let lease = desk.lease("user").unwrap();
+    let mut harness = Harness::with_engine_ready(with_indexer(100));
+    harness.request("user", Class::Interactive, 200, 200, 0);
+    harness.granted();
+    harness.wanted("indexer");
+    let lease = harness.lease("user").unwrap();
     for _ in 0..5 {
-        desk.pass(1000);
-        assert_eq!(desk.plan_asked(), None, "not before its turn");
-        desk.renew(&lease);
+        harness.pass(1000);
+        assert_eq!(harness.plan_asked(), None, "not before its turn");
+        harness.renew(&lease);
     }
-    desk.pass(1000);
-    let before = desk.held("llm");
-    assert!(desk.engine_applies() < before);
-    assert!(desk.starts("indexer"), "{:#?}", desk.actions);
+    harness.pass(1000);
+    let before = harness.held("llm");
+    assert!(harness.engine_applies() < before);
+    assert!(harness.starts("indexer"), "{:#?}", harness.actions);
 }
 
 #[test]
 fn waiting_requests_are_served_by_class_and_then_by_arrival() {
-    let mut desk = Desk::sampled(params());
-    desk.request("big", Class::AudioRealtime, 400, 400, 0);
-    let big = desk.granted();
+    let mut harness = Harness::sampled(params());
+    harness.request("big", Class::AudioRealtime, 400, 400, 0);
+    let big = harness.granted();
     for (tenant, class) in [
         ("batch", Class::Batch),
         ("first", Class::Interactive),
         ("second", Class::Interactive),
         ("voice", Class::AudioRealtime),
     ] {
-        desk.request(tenant, class, 150, 150, 5000);
+        harness.request(tenant, class, 150, 150, 5000);
     }
-    desk.lost(&big);
-    let granted: Vec<String> = desk
+    harness.lost(&big);
+    let granted: Vec<String> = harness
         .actions
         .iter()
         .filter_map(|action| match action {
@@ -305,43 +316,43 @@ fn waiting_requests_are_served_by_class_and_then_by_arrival() {
         .collect();
     assert_eq!(granted, ["voice", "first"]);
     // 100 MiB are free, and the small one does not overtake.
-    desk.request("small", Class::Interactive, 50, 50, 5000);
-    assert_eq!(desk.try_answer(), None);
-    desk.request("urgent", Class::AudioRealtime, 50, 50, 0);
-    desk.granted();
+    harness.request("small", Class::Interactive, 50, 50, 5000);
+    assert_eq!(harness.try_answer(), None);
+    harness.request("urgent", Class::AudioRealtime, 50, 50, 0);
+    harness.granted();
 }
 
 #[test]
 fn the_same_request_id_books_once_and_other_content_is_refused() {
-    let mut desk = Desk::sampled(params());
+    let mut harness = Harness::sampled(params());
     let mut request = request("a", Class::Interactive, 100, 100, 0);
     request.request_id = "one".to_owned();
     let mut ids = Vec::new();
     for _ in 0..2 {
-        desk.ask(request.clone());
-        ids.push(desk.granted().id);
+        harness.ask(request.clone());
+        ids.push(harness.granted().id);
     }
     assert_eq!(ids[0], ids[1]);
-    assert_eq!(desk.snapshot().held, mib(100));
+    assert_eq!(harness.snapshot().held, mib(100));
     request.max = mib(200);
-    desk.ask(request);
-    assert!(matches!(desk.denial(), Denial::RequestIdReused { .. }));
+    harness.ask(request);
+    assert!(matches!(harness.denial(), Denial::RequestIdReused { .. }));
 }
 
 #[test]
 fn no_user_acts_on_the_lease_of_another() {
-    let mut desk = Desk::sampled(params());
-    desk.request("a", Class::Interactive, 100, 100, 0);
-    let a = desk.granted();
+    let mut harness = Harness::sampled(params());
+    harness.request("a", Class::Interactive, 100, 100, 0);
+    let a = harness.granted();
     let mut release = |uid, generation| {
-        let ticket = desk.ticket();
-        desk.tell(Event::LeaseReleased {
+        let ticket = harness.ticket();
+        harness.tell(Event::LeaseReleased {
             ticket,
             lease: a.id,
             generation,
             peer: peer(uid),
         });
-        desk.denial()
+        harness.denial()
     };
     let denial = release(1001, a.generation);
     assert!(matches!(denial, Denial::NotHolder { problem, .. } if problem == NotHolder::OwnedBy { uid: 1000 }));
@@ -354,36 +365,36 @@ fn no_user_acts_on_the_lease_of_another() {
             ..
         }
     ));
-    assert_eq!(desk.held("a"), mib(100));
+    assert_eq!(harness.held("a"), mib(100));
 }
 
 #[test]
 fn a_lease_grows_and_shrinks_by_the_wish_of_its_holder() {
-    let mut desk = Desk::sampled(params());
-    desk.wait(10).request("a", Class::Interactive, 100, 100, 0);
-    let a = desk.granted();
-    desk.measure("a", 100);
-    let resize = |desk: &mut Desk, min, max| {
-        desk.wait(10).resize(&a, min, max, 0);
+    let mut harness = Harness::sampled(params());
+    harness.wait(10).request("a", Class::Interactive, 100, 100, 0);
+    let a = harness.granted();
+    harness.measure("a", 100);
+    let resize = |harness: &mut Harness, min, max| {
+        harness.wait(10).resize(&a, min, max, 0);
     };
-    resize(&mut desk, 200, 300);
-    assert_eq!(desk.granted().held, mib(300));
-    resize(&mut desk, 500, 600);
-    assert!(matches!(desk.denial(), Denial::ExceedsBudget { .. }));
-    desk.wait(10).measure("a", 250);
-    resize(&mut desk, 50, 50);
+    resize(&mut harness, 200, 300);
+    assert_eq!(harness.granted().held, mib(300));
+    resize(&mut harness, 500, 600);
+    assert!(matches!(harness.denial(), Denial::ExceedsBudget { .. }));
+    harness.wait(10).measure("a", 250);
+    resize(&mut harness, 50, 50);
     assert_eq!(
-        desk.granted().held,
+        harness.granted().held,
         mib(300),
         "a shrink is credited when it is measured"
     );
-    desk.wait(10).measure("a", 50);
-    assert_eq!(desk.held("a"), mib(50));
+    harness.wait(10).measure("a", 50);
+    assert_eq!(harness.held("a"), mib(50));
 }
 
 #[test]
 fn figures_that_contradict_are_refused() {
-    let mut desk = Desk::sampled(params());
+    let mut harness = Harness::sampled(params());
     let invalid = |field, value, problem| Denial::invalid("a", field, &value, problem);
     for (min, max, denial) in [
         (0, 10, invalid("min", mib(0), Problem::Zero)),
@@ -398,49 +409,49 @@ fn figures_that_contradict_are_refused() {
             },
         ),
     ] {
-        desk.request("a", Class::Interactive, min, max, 0);
-        assert_eq!(desk.denial(), denial);
+        harness.request("a", Class::Interactive, min, max, 0);
+        assert_eq!(harness.denial(), denial);
     }
-    desk.request("llm", Class::Interactive, 1, 1, 0);
-    assert!(matches!(desk.denial(), Denial::Invalid { field, .. } if field == "tenant"));
+    harness.request("llm", Class::Interactive, 1, 1, 0);
+    assert!(matches!(harness.denial(), Denial::Invalid { field, .. } if field == "tenant"));
     let mut huge = request("a", Class::Interactive, 1, 1, 0);
     huge.max = Bytes::MAX;
-    desk.ask(huge);
-    assert_eq!(desk.granted().held, mib(400));
+    harness.ask(huge);
+    assert_eq!(harness.granted().held, mib(400));
 }
 
 #[test]
 fn nothing_is_granted_on_a_sample_that_is_too_old() {
-    let mut desk = Desk::new(params());
-    desk.arbiter = Arbiter::new(params()).unwrap();
-    desk.sample(0);
+    let mut harness = Harness::new(params());
+    harness.arbiter = Arbiter::new(params()).unwrap();
+    harness.sample(0);
     let limit = params().pressure.sample_age_max;
-    desk.now = desk.now + limit;
-    desk.request("a", Class::Interactive, 10, 10, 0);
-    desk.granted();
-    desk.wait(1).request("b", Class::Interactive, 10, 10, 0);
+    harness.now = harness.now + limit;
+    harness.request("a", Class::Interactive, 10, 10, 0);
+    harness.granted();
+    harness.wait(1).request("b", Class::Interactive, 10, 10, 0);
     let age = limit + ms(1);
     assert!(
-        matches!(desk.denial(), Denial::StaleSample { age: shown, .. } if shown == age),
+        matches!(harness.denial(), Denial::StaleSample { age: shown, .. } if shown == age),
         "{:#?}",
-        desk.actions
+        harness.actions
     );
     // One that waits is served with the next sample.
-    desk.request("c", Class::AudioRealtime, 10, 10, 5000);
-    assert_eq!(desk.try_answer(), None);
-    desk.wait(10).sample(10);
-    assert_eq!(desk.granted().held, mib(10));
+    harness.request("c", Class::AudioRealtime, 10, 10, 5000);
+    assert_eq!(harness.try_answer(), None);
+    harness.wait(10).sample(10);
+    assert_eq!(harness.granted().held, mib(10));
 }
 
 #[test]
 fn classes_that_can_wait_are_not_admitted_under_pressure() {
-    let mut desk = Desk::new(params());
-    desk.samples(360);
-    assert_eq!(desk.snapshot().level, PressureLevel::Elevated);
-    desk.request("a", Class::Batch, 1, 1, 0);
-    assert!(matches!(desk.denial(), Denial::PressureHigh { .. }));
-    desk.request("b", Class::AudioRealtime, 1, 1, 0);
-    desk.granted();
+    let mut harness = Harness::new(params());
+    harness.samples(360);
+    assert_eq!(harness.snapshot().level, PressureLevel::Elevated);
+    harness.request("a", Class::Batch, 1, 1, 0);
+    assert!(matches!(harness.denial(), Denial::PressureHigh { .. }));
+    harness.request("b", Class::AudioRealtime, 1, 1, 0);
+    harness.granted();
 }
 
 #[test]
@@ -448,97 +459,97 @@ fn the_queue_and_the_leases_of_a_user_have_a_bound() {
     let mut params = params();
     params.lease.queue_max = 3;
     params.lease.leases_per_uid = 3;
-    let mut desk = Desk::sampled(params);
-    desk.request("a", Class::Interactive, 400, 400, 0);
+    let mut harness = Harness::sampled(params);
+    harness.request("a", Class::Interactive, 400, 400, 0);
     for _ in 0..2 {
-        desk.request("b", Class::Interactive, 400, 400, 1000);
-        assert_eq!(desk.try_answer(), None);
+        harness.request("b", Class::Interactive, 400, 400, 1000);
+        assert_eq!(harness.try_answer(), None);
     }
-    desk.request("c", Class::Interactive, 1, 1, 1000);
-    assert!(matches!(desk.denial(), Denial::QuotaExceeded { what, .. } if what == Quota::LeasesOf { uid: 1000 }));
-    let ask = |desk: &mut Desk, uid| {
+    harness.request("c", Class::Interactive, 1, 1, 1000);
+    assert!(matches!(harness.denial(), Denial::QuotaExceeded { what, .. } if what == Quota::LeasesOf { uid: 1000 }));
+    let ask = |harness: &mut Harness, uid| {
         let mut other = request("c", Class::Interactive, 400, 400, 1000);
         other.peer = peer(uid);
-        desk.ask(other);
+        harness.ask(other);
     };
-    ask(&mut desk, 7);
-    assert_eq!(desk.try_answer(), None);
-    ask(&mut desk, 8);
-    assert!(matches!(desk.denial(), Denial::QuotaExceeded { what, .. } if what == Quota::Queue));
+    ask(&mut harness, 7);
+    assert_eq!(harness.try_answer(), None);
+    ask(&mut harness, 8);
+    assert!(matches!(harness.denial(), Denial::QuotaExceeded { what, .. } if what == Quota::Queue));
 }
 
 #[test]
 fn one_user_does_not_fill_the_queue_with_calls_to_grow_either() {
     let mut params = params();
     params.lease.queue_max = 4;
-    let mut desk = Desk::sampled(params);
-    desk.request("a", Class::Interactive, 300, 300, 0);
+    let mut harness = Harness::sampled(params);
+    harness.request("a", Class::Interactive, 300, 300, 0);
     let leases: Vec<LeaseView> = (0..3)
         .map(|number| {
-            desk.request(&format!("b{number}"), Class::Interactive, 10, 10, 0);
-            desk.granted()
+            harness.request(&format!("b{number}"), Class::Interactive, 10, 10, 0);
+            harness.granted()
         })
         .collect();
     for (number, lease) in leases.iter().enumerate() {
         // Asked again and again it is one call that waits.
         for again in 0..3 {
-            desk.resize(lease, 200, 200 + again, 5000);
+            harness.resize(lease, 200, 200 + again, 5000);
         }
         let waiting = u32::try_from(number).unwrap() + 1;
-        assert_eq!(desk.snapshot().waiting, waiting.min(2));
+        assert_eq!(harness.snapshot().waiting, waiting.min(2));
     }
     let share = Quota::QueueOf { uid: 1000 };
-    assert!(matches!(desk.denial(), Denial::QuotaExceeded { what, limit: 2, .. } if what == share));
+    assert!(matches!(harness.denial(), Denial::QuotaExceeded { what, limit: 2, .. } if what == share));
     let mut other = request("c", Class::Interactive, 200, 200, 1000);
     other.peer = peer(7);
-    desk.ask(other);
-    assert_eq!((desk.try_answer(), desk.snapshot().waiting), (None, 3));
+    harness.ask(other);
+    assert_eq!((harness.try_answer(), harness.snapshot().waiting), (None, 3));
 }
 
 #[test]
 fn draining_answers_all_that_wait() {
-    let mut desk = Desk::sampled(params());
-    desk.request("a", Class::Interactive, 400, 400, 0);
-    desk.request("b", Class::Interactive, 400, 400, 1000);
-    desk.tell(Event::DrainRequested);
-    assert!(matches!(desk.denial(), Denial::Draining { .. }));
-    desk.request("c", Class::Interactive, 1, 1, 1000);
-    assert!(matches!(desk.denial(), Denial::Draining { .. }));
+    let mut harness = Harness::sampled(params());
+    harness.request("a", Class::Interactive, 400, 400, 0);
+    harness.request("b", Class::Interactive, 400, 400, 1000);
+    harness.tell(Event::DrainRequested);
+    assert!(matches!(harness.denial(), Denial::Draining { .. }));
+    harness.request("c", Class::Interactive, 1, 1, 1000);
+    assert!(matches!(harness.denial(), Denial::Draining { .. }));
 }
 
 #[test]
 fn a_drain_that_is_cancelled_admits_requests_again() {
-    let mut desk = Desk::sampled(params());
-    desk.tell(Event::DrainRequested);
-    desk.tell(Event::DrainCancelled);
-    assert!(!desk.snapshot().draining);
-    desk.request("a", Class::Interactive, 1, 1, 1000);
-    assert!(matches!(desk.answer(), Answer::Lease { .. }));
+    let mut harness = Harness::sampled(params());
+    harness.tell(Event::DrainRequested);
+    harness.tell(Event::DrainCancelled);
+    assert!(!harness.snapshot().draining);
+    harness.request("a", Class::Interactive, 1, 1, 1000);
+    assert!(matches!(harness.answer(), Answer::Lease { .. }));
 }
 
 #[test]
 fn an_operator_has_a_model_read_again_unless_it_is_loaded() {
-    let inspects = |desk: &Desk| desk.actions.contains(&Action::InspectModel);
-    let mut desk = Desk::with_engine_ready(params());
-    desk.load();
-    assert!(!inspects(&desk) && matches!(desk.answer(), Answer::Done { .. }));
-    desk.engine_fails(None);
-    desk.load();
-    assert!(inspects(&desk));
+    let inspects = |harness: &Harness| harness.actions.contains(&Action::InspectModel);
+    let mut harness = Harness::with_engine_ready(params());
+    harness.load();
+    assert!(!inspects(&harness) && matches!(harness.answer(), Answer::Done { .. }));
+    harness.engine_fails(None);
+    harness.load();
+    assert!(inspects(&harness));
 }
 
 #[test]
 fn validation_books_nothing() {
-    let mut desk = Desk::with_engine_ready(params());
+    let mut harness = Harness::with_engine_ready(params());
     let mut request = request("a", Class::AudioRealtime, 300, 300, 0);
     request.validate_only = true;
-    desk.ask(request);
+    harness.ask(request);
     assert_eq!(
-        desk.answer(),
+        harness.answer(),
         Answer::WouldGrant {
             bytes: mib(300),
             after_shedding: mib(32)
         }
     );
-    assert_eq!(desk.plan_asked(), None);
+    assert_eq!(harness.plan_asked(), None);
 }

@@ -16,10 +16,10 @@ fn adopted(worker: &str) -> AdoptedWorker {
 }
 
 /// The next run, which begins with what the last one has left.
-fn next_run(params: Params, book: Book, adopted: Vec<AdoptedWorker>) -> Desk {
-    let mut desk = Desk::new(params);
-    desk.tell(Event::Recovered { book, adopted });
-    desk
+fn next_run(params: Params, book: Book, adopted: Vec<AdoptedWorker>) -> Harness {
+    let mut harness = Harness::new(params);
+    harness.tell(Event::Recovered { book, adopted });
+    harness
 }
 
 fn with_worker() -> Params {
@@ -32,78 +32,78 @@ fn with_worker() -> Params {
     params
 }
 
-fn runs(params: Params) -> Desk {
-    let mut desk = Desk::sampled(params);
-    assert!(desk.starts("asr"));
-    desk.answers("asr", 77);
-    desk
+fn runs(params: Params) -> Harness {
+    let mut harness = Harness::sampled(params);
+    assert!(harness.starts("asr"));
+    harness.answers("asr", 77);
+    harness
 }
 
 #[test]
 fn what_is_held_counts_at_once_and_goes_on_for_a_term() {
-    let mut desk = Desk::sampled(params());
-    desk.request("a", Class::Interactive, 300, 300, 0);
-    let a = desk.granted();
-    let mut desk = next_run(params(), desk.arbiter.book(), Vec::new());
+    let mut harness = Harness::sampled(params());
+    harness.request("a", Class::Interactive, 300, 300, 0);
+    let a = harness.granted();
+    let mut harness = next_run(params(), harness.arbiter.book(), Vec::new());
     // Before any sample, and before the holder has said a word.
-    desk.request("b", Class::Interactive, 101, 101, 0);
-    assert!(matches!(desk.denial(), Denial::InsufficientMemory { .. }));
-    let ticket = desk.ticket();
+    harness.request("b", Class::Interactive, 101, 101, 0);
+    assert!(matches!(harness.denial(), Denial::InsufficientMemory { .. }));
+    let ticket = harness.ticket();
     let renewal = |ticket| Event::LeaseRenewed {
         ticket,
         lease: a.id,
         generation: a.generation,
         peer: peer(1000),
     };
-    desk.wait(9000).tell(renewal(ticket));
-    assert_eq!(desk.granted().held, mib(300));
+    harness.wait(9000).tell(renewal(ticket));
+    assert_eq!(harness.granted().held, mib(300));
     // Not renewed in its term it ends, and does not come back in the run after that.
-    desk.wait(10_000).tell(Event::DeadlineReached);
-    assert_eq!(desk.lease("a").unwrap().state, LeaseState::Gone);
-    let mut desk = next_run(params(), desk.arbiter.book(), Vec::new());
-    let ticket = desk.ticket();
-    desk.tell(renewal(ticket));
-    assert!(matches!(desk.denial(), Denial::UnknownLease { .. }));
+    harness.wait(10_000).tell(Event::DeadlineReached);
+    assert_eq!(harness.lease("a").unwrap().state, LeaseState::Gone);
+    let mut harness = next_run(params(), harness.arbiter.book(), Vec::new());
+    let ticket = harness.ticket();
+    harness.tell(renewal(ticket));
+    assert!(matches!(harness.denial(), Denial::UnknownLease { .. }));
     // No number is given out twice.
-    desk.request("c", Class::Interactive, 1, 1, 0);
-    let c = desk.granted();
+    harness.request("c", Class::Interactive, 1, 1, 0);
+    let c = harness.granted();
     assert!(c.id > a.id && c.generation > a.generation);
 }
 
 #[test]
 fn a_lease_that_was_asked_to_shrink_is_held_in_full_until_it_is_measured() {
-    let mut desk = Desk::with_engine_ready(params());
-    desk.request("a", Class::Batch, 100, 200, 0);
-    let held = desk.granted().held;
-    desk.request("asr", Class::AudioRealtime, 180, 180, 60_000);
-    let book = desk.arbiter.book();
-    let desk = next_run(params(), book, Vec::new());
-    assert_eq!(desk.held("a"), held);
+    let mut harness = Harness::with_engine_ready(params());
+    harness.request("a", Class::Batch, 100, 200, 0);
+    let held = harness.granted().held;
+    harness.request("asr", Class::AudioRealtime, 180, 180, 60_000);
+    let book = harness.arbiter.book();
+    let harness = next_run(params(), book, Vec::new());
+    assert_eq!(harness.held("a"), held);
 }
 
 #[test]
 fn a_worker_is_booked_as_it_was_and_serves_when_it_answers() {
     let before = runs(with_worker());
     assert_eq!(before.held("asr"), mib(60), "not measured yet");
-    let mut desk = next_run(with_worker(), before.arbiter.book(), vec![adopted("asr")]);
-    assert_eq!(desk.held("asr"), mib(60));
-    assert!(!desk.starts("asr"));
+    let mut harness = next_run(with_worker(), before.arbiter.book(), vec![adopted("asr")]);
+    assert_eq!(harness.held("asr"), mib(60));
+    assert!(!harness.starts("asr"));
     assert_eq!(
-        (desk.worker("asr").state, desk.worker("asr").starts),
+        (harness.worker("asr").state, harness.worker("asr").starts),
         (WorkerState::Starting, 1)
     );
-    desk.answers("asr", 77);
-    assert_eq!(desk.worker("asr").state, WorkerState::Ready);
-    desk.wait(10).measure("asr", 38);
-    assert_eq!(desk.held("asr"), mib(40), "and comes down as it is measured");
-    desk.sample(0);
-    assert!(!desk.starts("asr"));
+    harness.answers("asr", 77);
+    assert_eq!(harness.worker("asr").state, WorkerState::Ready);
+    harness.wait(10).measure("asr", 38);
+    assert_eq!(harness.held("asr"), mib(40), "and comes down as it is measured");
+    harness.sample(0);
+    assert!(!harness.starts("asr"));
 }
 
 #[test]
 fn that_a_worker_has_answered_outlives_a_run_that_it_has_not_answered_to() {
     let before = runs(with_worker());
-    let ready = |desk: &Desk| desk.arbiter.book().workers.iter().any(|worker| worker.run.ready);
+    let ready = |harness: &Harness| harness.arbiter.book().workers.iter().any(|worker| worker.run.ready);
     assert!(ready(&before));
     // Killed as soon as it has taken over, twice.
     let second = next_run(with_worker(), before.arbiter.book(), vec![adopted("asr")]);
@@ -120,51 +120,51 @@ fn that_a_worker_has_answered_outlives_a_run_that_it_has_not_answered_to() {
 #[test]
 fn a_worker_that_is_gone_starts_as_at_any_start() {
     let before = runs(with_worker());
-    let mut desk = next_run(with_worker(), before.arbiter.book(), Vec::new());
-    assert_eq!(desk.held("asr"), mib(60), "its start is booked");
-    assert!(desk.starts("asr"));
-    assert_eq!(desk.worker("asr").starts, 2);
-    desk.sample(0);
+    let mut harness = next_run(with_worker(), before.arbiter.book(), Vec::new());
+    assert_eq!(harness.held("asr"), mib(60), "its start is booked");
+    assert!(harness.starts("asr"));
+    assert_eq!(harness.worker("asr").starts, 2);
+    harness.sample(0);
 }
 
 #[test]
 fn a_worker_without_a_book_is_booked_with_its_peak() {
-    let desk = next_run(with_worker(), Book::default(), vec![adopted("asr")]);
-    assert_eq!(desk.held("asr"), mib(60));
-    assert_eq!(desk.worker("asr").starts, 1);
+    let harness = next_run(with_worker(), Book::default(), vec![adopted("asr")]);
+    assert_eq!(harness.held("asr"), mib(60));
+    assert_eq!(harness.worker("asr").starts, 1);
 }
 
 #[test]
 fn what_an_operator_wanted_outlives_the_run() {
-    let mut desk = runs(with_worker());
-    desk.command("asr", WorkerCommand::Stop);
-    assert!(desk.stops("asr"));
+    let mut harness = runs(with_worker());
+    harness.command("asr", WorkerCommand::Stop);
+    assert!(harness.stops("asr"));
     // Killed before it has ended: it is asked again.
-    let mut desk = next_run(with_worker(), desk.arbiter.book(), vec![adopted("asr")]);
-    assert!(desk.stops("asr"));
-    desk.exits("asr", true, "code 0");
-    desk.sample(0);
-    assert!(!desk.starts("asr"));
-    let mut desk = next_run(with_worker(), desk.arbiter.book(), Vec::new());
-    desk.sample(0);
-    assert!(!desk.starts("asr"), "it stays stopped");
+    let mut harness = next_run(with_worker(), harness.arbiter.book(), vec![adopted("asr")]);
+    assert!(harness.stops("asr"));
+    harness.exits("asr", true, "code 0");
+    harness.sample(0);
+    assert!(!harness.starts("asr"));
+    let mut harness = next_run(with_worker(), harness.arbiter.book(), Vec::new());
+    harness.sample(0);
+    assert!(!harness.starts("asr"), "it stays stopped");
 }
 
 #[test]
 fn a_worker_that_an_operator_stopped_holds_up_no_other_one_at_the_next_start() {
     let mut params = with_worker();
     params.workers.push(worker("tts", 30));
-    let mut desk = runs(params.clone());
-    desk.command("asr", WorkerCommand::Stop);
-    desk.exits("asr", true, "code 0");
-    let desk = next_run(params, desk.arbiter.book(), Vec::new());
-    assert!(desk.starts("tts") && !desk.starts("asr"));
+    let mut harness = runs(params.clone());
+    harness.command("asr", WorkerCommand::Stop);
+    harness.exits("asr", true, "code 0");
+    let harness = next_run(params, harness.arbiter.book(), Vec::new());
+    assert!(harness.starts("tts") && !harness.starts("asr"));
 }
 
 #[test]
 fn what_does_not_fit_into_a_smaller_budget_is_not_promised() {
-    let mut desk = runs(with_worker());
-    desk.request("a", Class::Interactive, 300, 300, 0);
+    let mut harness = runs(with_worker());
+    harness.request("a", Class::Interactive, 300, 300, 0);
     let smaller = Params {
         budget: Params::for_budget(mib(50), Bytes::ZERO, Scope::Session).budget,
         ..with_worker()
@@ -175,35 +175,35 @@ fn what_does_not_fit_into_a_smaller_budget_is_not_promised() {
         workers: vec![worker("asr", 40)],
         ..smaller
     };
-    let mut desk = next_run(smaller, desk.arbiter.book(), vec![adopted("asr")]);
-    assert!(desk.stops("asr") && !desk.starts("asr"));
-    assert_eq!((desk.held("asr"), desk.held("a")), (mib(50), Bytes::ZERO));
-    desk.exits("asr", true, "code 0");
-    assert!(desk.starts("asr"));
-    assert_eq!(desk.held("asr"), mib(40));
+    let mut harness = next_run(smaller, harness.arbiter.book(), vec![adopted("asr")]);
+    assert!(harness.stops("asr") && !harness.starts("asr"));
+    assert_eq!((harness.held("asr"), harness.held("a")), (mib(50), Bytes::ZERO));
+    harness.exits("asr", true, "code 0");
+    assert!(harness.starts("asr"));
+    assert_eq!(harness.held("asr"), mib(40));
 }
 
 #[test]
 fn a_book_that_comes_too_late_changes_nothing() {
-    let mut other = Desk::new(params());
+    let mut other = Harness::new(params());
     other.sample(0);
     other.request("a", Class::Interactive, 300, 300, 0);
     let book = other.arbiter.book();
-    let mut desk = Desk::sampled(params());
-    desk.request("b", Class::Interactive, 10, 10, 0);
-    desk.tell(Event::Recovered {
+    let mut harness = Harness::sampled(params());
+    harness.request("b", Class::Interactive, 10, 10, 0);
+    harness.tell(Event::Recovered {
         book,
         adopted: Vec::new(),
     });
-    assert_eq!(desk.snapshot().held, mib(10));
+    assert_eq!(harness.snapshot().held, mib(10));
 }
 
 #[test]
 fn every_change_of_the_book_has_another_number() {
-    let mut desk = runs(with_worker());
-    let mut last = (desk.arbiter.book(), desk.arbiter.book_changes());
-    let mut look = |desk: &Desk| {
-        let now = (desk.arbiter.book(), desk.arbiter.book_changes());
+    let mut harness = runs(with_worker());
+    let mut last = (harness.arbiter.book(), harness.arbiter.book_changes());
+    let mut look = |harness: &Harness| {
+        let now = (harness.arbiter.book(), harness.arbiter.book_changes());
         // Targets and places in the queue have numbers of their own, which are not sent before the book is written.
         let same = Book {
             last: last.0.last,
@@ -212,21 +212,21 @@ fn every_change_of_the_book_has_another_number() {
         assert!(same || now.1 != last.1, "{last:?} became {now:?}");
         last = now;
     };
-    desk.request("a", Class::Interactive, 100, 200, 0);
-    let a = desk.granted();
-    look(&desk);
+    harness.request("a", Class::Interactive, 100, 200, 0);
+    let a = harness.granted();
+    look(&harness);
     for (min, max) in [(50, 200), (50, 150), (10, 300)] {
-        desk.resize(&a, min, max, 0);
-        look(&desk);
-        desk.wait(10).measure("a", max.min(100));
-        look(&desk);
+        harness.resize(&a, min, max, 0);
+        look(&harness);
+        harness.wait(10).measure("a", max.min(100));
+        look(&harness);
     }
     for (worker, millis) in [("asr", 10), ("asr", 5000)] {
-        desk.wait(millis).exits(worker, false, "code 1");
-        look(&desk);
-        desk.wait(millis).tell(Event::DeadlineReached);
-        look(&desk);
+        harness.wait(millis).exits(worker, false, "code 1");
+        look(&harness);
+        harness.wait(millis).tell(Event::DeadlineReached);
+        look(&harness);
     }
-    desk.wait(60_000).tell(Event::DeadlineReached);
-    look(&desk);
+    harness.wait(60_000).tell(Event::DeadlineReached);
+    look(&harness);
 }

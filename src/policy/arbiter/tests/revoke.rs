@@ -9,46 +9,46 @@ use crate::policy::{
 
 #[test]
 fn a_released_lease_is_credited_when_it_is_measured_back() {
-    let mut desk = Desk::sampled(params());
-    desk.request("a", Class::Interactive, 300, 300, 0);
-    let a = desk.granted();
-    desk.wait(10).measure("a", 280);
-    desk.wait(10).releases(&a, peer(1000));
-    assert!(matches!(desk.answer(), Answer::Done { .. }));
-    assert_eq!(desk.snapshot().free, mib(100));
-    desk.wait(10).measure("a", 50);
+    let mut harness = Harness::sampled(params());
+    harness.request("a", Class::Interactive, 300, 300, 0);
+    let a = harness.granted();
+    harness.wait(10).measure("a", 280);
+    harness.wait(10).releases(&a, peer(1000));
+    assert!(matches!(harness.answer(), Answer::Done { .. }));
+    assert_eq!(harness.snapshot().free, mib(100));
+    harness.wait(10).measure("a", 50);
     assert_eq!(
-        (desk.snapshot().held, desk.snapshot().unaccounted),
+        (harness.snapshot().held, harness.snapshot().unaccounted),
         (Bytes::ZERO, mib(50))
     );
-    desk.pass(2000);
+    harness.pass(2000);
     assert!(
-        desk.actions.contains(&Action::Measure { tenant: "a".to_owned() }),
+        harness.actions.contains(&Action::Measure { tenant: "a".to_owned() }),
         "a ghost is measured on"
     );
-    desk.measure("a", 0);
-    assert_eq!(desk.snapshot().free, mib(400));
-    assert_eq!(desk.arbiter.next_deadline(), None);
+    harness.measure("a", 0);
+    assert_eq!(harness.snapshot().free, mib(400));
+    assert_eq!(harness.arbiter.next_deadline(), None);
 }
 
 #[test]
 fn a_release_by_a_holder_that_cannot_be_measured_waits_for_a_sample() {
-    let mut desk = Desk::sampled(params());
-    desk.wait(10).request("a", Class::Interactive, 300, 300, 0);
-    let a = desk.granted();
-    desk.samples(300);
-    desk.wait(10).releases(&a, peer(1000));
-    let taken_at = desk.wait(5).now;
-    desk.tell(Event::Measured {
+    let mut harness = Harness::sampled(params());
+    harness.wait(10).request("a", Class::Interactive, 300, 300, 0);
+    let a = harness.granted();
+    harness.samples(300);
+    harness.wait(10).releases(&a, peer(1000));
+    let taken_at = harness.wait(5).now;
+    harness.tell(Event::Measured {
         tenant: "a".to_owned(),
         used: None,
         taken_at,
     });
-    assert_eq!(desk.snapshot().held, mib(300));
-    desk.wait(5).sample(300);
-    desk.wait(5).sample(300);
+    assert_eq!(harness.snapshot().held, mib(300));
+    harness.wait(5).sample(300);
+    harness.wait(5).sample(300);
     assert_eq!(
-        (desk.snapshot().held, desk.snapshot().unaccounted),
+        (harness.snapshot().held, harness.snapshot().unaccounted),
         (Bytes::ZERO, mib(300)),
         "an unmanaged process's now"
     );
@@ -56,11 +56,11 @@ fn a_release_by_a_holder_that_cannot_be_measured_waits_for_a_sample() {
 
 #[test]
 fn a_holder_that_is_gone_is_credited_at_once() {
-    let mut desk = Desk::sampled(params());
-    desk.request("a", Class::Interactive, 300, 300, 0);
-    let a = desk.granted();
-    desk.measure("a", 300);
-    desk.lost(&a);
+    let mut harness = Harness::sampled(params());
+    harness.request("a", Class::Interactive, 300, 300, 0);
+    let a = harness.granted();
+    harness.measure("a", 300);
+    harness.lost(&a);
     let gone = Decision::from(LeaseDecision::HolderGone {
         lease: LeaseName {
             id: a.id,
@@ -70,8 +70,8 @@ fn a_holder_that_is_gone_is_credited_at_once() {
         free: mib(400),
         budget: mib(400),
     });
-    assert!(desk.decisions().eq([&gone]));
-    assert_eq!(desk.snapshot().free, mib(400));
+    assert!(harness.decisions().eq([&gone]));
+    assert_eq!(harness.snapshot().free, mib(400));
 }
 
 pub(super) fn applied(lease: LeaseId, nonce: u64) -> Event {
@@ -84,13 +84,13 @@ pub(super) fn applied(lease: LeaseId, nonce: u64) -> Event {
 }
 
 /// A batch tenant with 100 to 300 MiB, all in use, and an audio request for 200 MiB more than is free.
-fn revoked() -> (Desk, LeaseView, u64) {
-    let mut desk = Desk::sampled(params());
-    desk.wait(10).request("batch", Class::Batch, 100, 300, 0);
-    let lease = desk.granted();
-    desk.wait(10).measure("batch", 300);
-    desk.wait(10).request("voice", Class::AudioRealtime, 200, 200, 5000);
-    let (nonce, bytes) = desk
+fn revoked() -> (Harness, LeaseView, u64) {
+    let mut harness = Harness::sampled(params());
+    harness.wait(10).request("batch", Class::Batch, 100, 300, 0);
+    let lease = harness.granted();
+    harness.wait(10).measure("batch", 300);
+    harness.wait(10).request("voice", Class::AudioRealtime, 200, 200, 5000);
+    let (nonce, bytes) = harness
         .actions
         .iter()
         .find_map(|action| match action {
@@ -99,171 +99,180 @@ fn revoked() -> (Desk, LeaseView, u64) {
         })
         .unwrap();
     assert_eq!(bytes, mib(200), "the smallest sufficient set");
-    (desk, lease, nonce)
+    (harness, lease, nonce)
 }
 
 #[test]
 fn an_honest_holder_shrinks_and_the_waiting_one_is_granted_when_it_is_measured() {
-    let (mut desk, lease, nonce) = revoked();
-    desk.wait(20).tell(Event::TargetAnswered {
+    let (mut harness, lease, nonce) = revoked();
+    harness.wait(20).tell(Event::TargetAnswered {
         lease: lease.id,
         nonce,
         answer: TargetAnswer::Applied,
         claimed: Some(mib(200)),
     });
-    assert_eq!(desk.try_answer(), None, "an answer is not a measurement");
-    assert!(desk.actions.contains(&Action::Measure {
+    assert_eq!(harness.try_answer(), None, "an answer is not a measurement");
+    assert!(harness.actions.contains(&Action::Measure {
         tenant: "batch".to_owned()
     }));
-    desk.wait(5).measure("batch", 200);
-    assert_eq!(desk.granted().held, mib(200));
+    harness.wait(5).measure("batch", 200);
+    assert_eq!(harness.granted().held, mib(200));
 }
 
 #[test]
 fn what_is_still_in_use_above_a_target_is_not_granted_but_asked_for_again() {
-    let (mut desk, lease, nonce) = revoked();
-    desk.wait(5).tell(applied(lease.id, nonce));
-    desk.wait(5).measure("batch", 205);
+    let (mut harness, lease, nonce) = revoked();
+    harness.wait(5).tell(applied(lease.id, nonce));
+    harness.wait(5).measure("batch", 205);
     assert_eq!(
-        (desk.try_answer(), desk.snapshot().free),
+        (harness.try_answer(), harness.snapshot().free),
         (None, mib(195)),
         "90 % of the promise is enough"
     );
-    assert!(acts!(desk, Action::SetTarget { bytes, .. } if *bytes == mib(200)));
+    assert!(acts!(harness, Action::SetTarget { bytes, .. } if *bytes == mib(200)));
 }
 
 #[test]
 fn low_use_before_the_answer_is_not_credited_since_it_may_rise_again() {
-    let (mut desk, lease, nonce) = revoked();
-    desk.wait(5).measure("batch", 150);
-    assert_eq!(desk.held("batch"), mib(300));
-    desk.wait(5).tell(applied(lease.id, nonce));
-    desk.wait(5).measure("batch", 150);
-    assert_eq!(desk.granted().held, mib(200));
+    let (mut harness, lease, nonce) = revoked();
+    harness.wait(5).measure("batch", 150);
+    assert_eq!(harness.held("batch"), mib(300));
+    harness.wait(5).tell(applied(lease.id, nonce));
+    harness.wait(5).measure("batch", 150);
+    assert_eq!(harness.granted().held, mib(200));
 }
 
 /// Ends a lease whose holder has answered nothing: 200 ms after the deadline of 2 s.
-fn unanswered() -> (Desk, LeaseView) {
-    let (mut desk, lease, _) = revoked();
-    desk.pass(2300);
-    assert_eq!(desk.not_reduced(), Some(NotReduced::Unanswered));
-    (desk, lease)
+fn unanswered() -> (Harness, LeaseView) {
+    let (mut harness, lease, _) = revoked();
+    harness.pass(2300);
+    assert_eq!(harness.not_reduced(), Some(NotReduced::Unanswered));
+    (harness, lease)
 }
 
 #[test]
 fn who_has_not_answered_may_fill_its_lease_until_its_term_is_over_and_nobody_gets_that() {
-    let (mut desk, _, _) = revoked();
+    let (mut harness, _, _) = revoked();
     // Below its target after the deadline, and it has not heard of it.
-    desk.pass(2100);
-    desk.measure("batch", 150);
-    assert_eq!((desk.try_answer(), desk.held("batch")), (None, mib(300)));
-    desk.pass(200);
-    assert_eq!(desk.lease("batch").unwrap().state, LeaseState::Gone);
-    desk.wait(5).measure("batch", 150);
-    assert_eq!((desk.try_answer(), desk.held("batch")), (None, mib(300)));
+    harness.pass(2100);
+    harness.measure("batch", 150);
+    assert_eq!((harness.try_answer(), harness.held("batch")), (None, mib(300)));
+    harness.pass(200);
+    assert_eq!(harness.lease("batch").unwrap().state, LeaseState::Gone);
+    harness.wait(5).measure("batch", 150);
+    assert_eq!((harness.try_answer(), harness.held("batch")), (None, mib(300)));
     // It fills what it has, as it may: no more is in use than the book has.
-    desk.wait(100).measure("batch", 300);
-    assert_eq!((desk.snapshot().held, desk.snapshot().unaccounted), (mib(300), mib(0)));
+    harness.wait(100).measure("batch", 300);
+    assert_eq!(
+        (harness.snapshot().held, harness.snapshot().unaccounted),
+        (mib(300), mib(0))
+    );
     // Its term of 10 s is over: what it uses counts, and what it had does not.
-    desk.pass(10_000);
-    desk.wait(5).measure("batch", 300);
-    assert_eq!((desk.snapshot().held, desk.snapshot().unaccounted), (mib(0), mib(300)));
+    harness.pass(10_000);
+    harness.wait(5).measure("batch", 300);
+    assert_eq!(
+        (harness.snapshot().held, harness.snapshot().unaccounted),
+        (mib(0), mib(300))
+    );
 }
 
 #[test]
 fn who_says_that_it_has_heard_of_the_end_is_credited_when_it_is_measured() {
-    let (mut desk, lease) = unanswered();
-    desk.release(&lease, peer(1001));
-    assert!(matches!(desk.denial(), Denial::NotHolder { .. }), "not its holder");
-    desk.release(&lease, peer(lease.owner_uid));
-    assert_eq!(desk.held("batch"), mib(300), "a word is not a measurement");
-    desk.wait(5).measure("batch", 0);
-    assert_eq!((desk.held("batch"), desk.granted().held), (mib(0), mib(200)));
+    let (mut harness, lease) = unanswered();
+    harness.release(&lease, peer(1001));
+    assert!(matches!(harness.denial(), Denial::NotHolder { .. }), "not its holder");
+    harness.release(&lease, peer(lease.owner_uid));
+    assert_eq!(harness.held("batch"), mib(300), "a word is not a measurement");
+    harness.wait(5).measure("batch", 0);
+    assert_eq!((harness.held("batch"), harness.granted().held), (mib(0), mib(200)));
 }
 
 #[test]
 fn a_holder_that_is_gone_after_the_end_of_its_lease_is_credited_at_once() {
-    let (mut desk, lease) = unanswered();
-    desk.lost(&lease);
-    assert_eq!((desk.held("batch"), desk.granted().held), (mib(0), mib(200)));
+    let (mut harness, lease) = unanswered();
+    harness.lost(&lease);
+    assert_eq!((harness.held("batch"), harness.granted().held), (mib(0), mib(200)));
 }
 
 #[test]
 fn who_has_answered_may_take_its_target_until_it_has_heard_of_the_end() {
-    let (mut desk, lease, nonce) = revoked();
-    desk.wait(20).tell(applied(lease.id, nonce));
-    desk.wait(5).measure("batch", 300);
-    desk.pass(2300);
-    desk.wait(5).measure("batch", 20);
-    assert_eq!((desk.held("batch"), desk.granted().held), (mib(200), mib(200)));
-    desk.pass(8000);
-    desk.wait(5).measure("batch", 20);
-    assert_eq!((desk.held("batch"), desk.snapshot().unaccounted), (mib(0), mib(20)));
+    let (mut harness, lease, nonce) = revoked();
+    harness.wait(20).tell(applied(lease.id, nonce));
+    harness.wait(5).measure("batch", 300);
+    harness.pass(2300);
+    harness.wait(5).measure("batch", 20);
+    assert_eq!((harness.held("batch"), harness.granted().held), (mib(200), mib(200)));
+    harness.pass(8000);
+    harness.wait(5).measure("batch", 20);
+    assert_eq!(
+        (harness.held("batch"), harness.snapshot().unaccounted),
+        (mib(0), mib(20))
+    );
 }
 
 #[test]
 fn no_request_waits_for_what_a_holder_may_keep_for_a_term() {
-    let mut desk = Desk::with_engine_ready(params());
-    desk.wait(10).request("batch", Class::Batch, 60, 200, 0);
-    let batch = desk.granted();
-    desk.wait(10).measure("batch", 10);
-    desk.wait(10).request("voice", Class::AudioRealtime, 150, 150, 8000);
+    let mut harness = Harness::with_engine_ready(params());
+    harness.wait(10).request("batch", Class::Batch, 60, 200, 0);
+    let batch = harness.granted();
+    harness.wait(10).measure("batch", 10);
+    harness.wait(10).request("voice", Class::AudioRealtime, 150, 150, 8000);
     assert!(
-        acts!(desk, Action::SetTarget { lease, .. } if *lease == batch.id),
+        acts!(harness, Action::SetTarget { lease, .. } if *lease == batch.id),
         "{:#?}",
-        desk.actions
+        harness.actions
     );
-    desk.engine_applies();
+    harness.engine_applies();
     // It says nothing, and its term goes on for 8 s: what is missing is asked of the engine.
-    let actions = desk.pass(2300).to_vec();
+    let actions = harness.pass(2300).to_vec();
     let engine = |action: &Action| matches!(action, Action::ApplyPlan { .. });
     assert!(actions.iter().any(engine), "{actions:#?}");
 }
 
 #[test]
 fn a_measurement_that_was_overtaken_by_a_newer_one_credits_nothing() {
-    let (mut desk, lease, nonce) = revoked();
-    desk.wait(5).tell(applied(lease.id, nonce));
-    let taken_at = desk.wait(5).now;
-    desk.wait(5).measure("batch", 300);
-    desk.wait(5).measure_at("batch", 150, taken_at);
-    assert_eq!((desk.try_answer(), desk.held("batch")), (None, mib(300)));
+    let (mut harness, lease, nonce) = revoked();
+    harness.wait(5).tell(applied(lease.id, nonce));
+    let taken_at = harness.wait(5).now;
+    harness.wait(5).measure("batch", 300);
+    harness.wait(5).measure_at("batch", 150, taken_at);
+    assert_eq!((harness.try_answer(), harness.held("batch")), (None, mib(300)));
 }
 
 #[test]
 fn liar_downsize() {
-    let (mut desk, lease, nonce) = revoked();
-    desk.wait(20).tell(Event::TargetAnswered {
+    let (mut harness, lease, nonce) = revoked();
+    harness.wait(20).tell(Event::TargetAnswered {
         lease: lease.id,
         nonce,
         answer: TargetAnswer::Applied,
         claimed: Some(mib(200)),
     });
-    desk.wait(5).measure("batch", 300);
-    assert_eq!(desk.lease("batch").unwrap().state, LeaseState::Revoking);
-    desk.pass(2300);
+    harness.wait(5).measure("batch", 300);
+    assert_eq!(harness.lease("batch").unwrap().state, LeaseState::Revoking);
+    harness.pass(2300);
     let measured = NotReduced::Measured {
         used: mib(300),
         claim: Claim::Applied,
     };
-    assert_eq!(desk.not_reduced(), Some(measured));
-    desk.wait(5).measure("batch", 300);
-    let snapshot = desk.snapshot();
+    assert_eq!(harness.not_reduced(), Some(measured));
+    harness.wait(5).measure("batch", 300);
+    let snapshot = harness.snapshot();
     assert_eq!(
         (snapshot.held, snapshot.unaccounted, snapshot.free),
         (mib(200), mib(100), mib(100)),
         "its target is its own until it has heard of the end, or its term is over"
     );
-    assert_eq!(desk.lease("batch").unwrap().state, LeaseState::Gone);
-    desk.pass(10_000);
-    assert!(matches!(desk.denial(), Denial::InsufficientMemory { free, .. } if free == mib(100)));
-    desk.wait(5).measure("batch", 300);
-    let snapshot = desk.snapshot();
+    assert_eq!(harness.lease("batch").unwrap().state, LeaseState::Gone);
+    harness.pass(10_000);
+    assert!(matches!(harness.denial(), Denial::InsufficientMemory { free, .. } if free == mib(100)));
+    harness.wait(5).measure("batch", 300);
+    let snapshot = harness.snapshot();
     assert_eq!(
         (snapshot.held, snapshot.unaccounted, snapshot.free),
         (mib(0), mib(300), mib(100))
     );
-    let ghost = desk.lease("batch").unwrap();
+    let ghost = harness.lease("batch").unwrap();
     assert_eq!(
         (ghost.state, ghost.held, ghost.used),
         (LeaseState::Gone, mib(0), Some(mib(300)))
@@ -273,30 +282,30 @@ fn liar_downsize() {
 /// The deadline is 2 s after the target, and all is over 200 ms later.
 #[test]
 fn who_answers_at_the_last_moment_is_measured_once_more() {
-    let ends = |desk: &Desk| {
+    let ends = |harness: &Harness| {
         let ends = |action: &Action| matches!(action, Action::EndLease { .. });
-        desk.actions.iter().any(ends)
+        harness.actions.iter().any(ends)
     };
     let late = || {
-        let (mut desk, lease, nonce) = revoked();
-        desk.wait(5).measure("batch", 150);
-        let deadline = desk.target_of(&lease).deadline;
-        desk.now = deadline + Duration::from_millis(199);
-        desk.tell(applied(lease.id, nonce));
-        (desk, deadline)
+        let (mut harness, lease, nonce) = revoked();
+        harness.wait(5).measure("batch", 150);
+        let deadline = harness.target_of(&lease).deadline;
+        harness.now = deadline + Duration::from_millis(199);
+        harness.tell(applied(lease.id, nonce));
+        (harness, deadline)
     };
-    let (mut desk, deadline) = late();
-    desk.wait(40).measure("batch", 150);
-    assert!(!ends(&desk));
-    assert_eq!((desk.held("batch"), desk.granted().held), (mib(200), mib(200)));
+    let (mut harness, deadline) = late();
+    harness.wait(40).measure("batch", 150);
+    assert!(!ends(&harness));
+    assert_eq!((harness.held("batch"), harness.granted().held), (mib(200), mib(200)));
 
-    let (mut desk, _) = late();
-    desk.now = deadline + Duration::from_millis(205);
-    desk.tell(Event::DeadlineReached);
-    assert!(!ends(&desk), "{:#?}", desk.actions);
-    desk.wait(5).measure("batch", 250);
+    let (mut harness, _) = late();
+    harness.now = deadline + Duration::from_millis(205);
+    harness.tell(Event::DeadlineReached);
+    assert!(!ends(&harness), "{:#?}", harness.actions);
+    harness.wait(5).measure("batch", 250);
     assert!(
-        ends(&desk),
+        ends(&harness),
         "a false claim ends the lease with the reading that shows it"
     );
 }
@@ -304,83 +313,83 @@ fn who_answers_at_the_last_moment_is_measured_once_more() {
 /// Measuring may take longer than the grace, for a holder or for its neighbours.
 #[test]
 fn a_holder_that_answered_is_not_ended_by_a_reading_from_before_its_answer() {
-    let (mut desk, lease, nonce) = revoked();
-    desk.wait(20).tell(applied(lease.id, nonce));
-    let answered = desk.now;
+    let (mut harness, lease, nonce) = revoked();
+    harness.wait(20).tell(applied(lease.id, nonce));
+    let answered = harness.now;
     // Taken before the answer, and reported after it.
-    desk.wait(5).measure_at("batch", 300, answered);
-    desk.pass(2300);
-    assert_eq!(desk.not_reduced(), None);
-    desk.wait(5).measure("batch", 200);
-    assert_eq!((desk.held("batch"), desk.granted().held), (mib(200), mib(200)));
+    harness.wait(5).measure_at("batch", 300, answered);
+    harness.pass(2300);
+    assert_eq!(harness.not_reduced(), None);
+    harness.wait(5).measure("batch", 200);
+    assert_eq!((harness.held("batch"), harness.granted().held), (mib(200), mib(200)));
 }
 
 #[test]
 fn a_holder_that_answered_and_is_never_read_is_ended_as_unmeasurable() {
     let claim = Claim::Applied;
-    let (mut desk, lease, nonce) = revoked();
-    desk.wait(20).tell(applied(lease.id, nonce));
-    desk.pass(4999);
-    assert_eq!(desk.not_reduced(), None);
-    desk.pass(1);
-    assert_eq!(desk.not_reduced(), Some(NotReduced::Unmeasurable { claim }));
+    let (mut harness, lease, nonce) = revoked();
+    harness.wait(20).tell(applied(lease.id, nonce));
+    harness.pass(4999);
+    assert_eq!(harness.not_reduced(), None);
+    harness.pass(1);
+    assert_eq!(harness.not_reduced(), Some(NotReduced::Unmeasurable { claim }));
 
     // A reading that fails is known at once.
-    let (mut desk, lease, nonce) = revoked();
-    desk.wait(20).tell(applied(lease.id, nonce));
-    desk.cannot_measure("batch");
-    desk.pass(2200);
-    assert_eq!(desk.not_reduced(), Some(NotReduced::Unmeasurable { claim }));
+    let (mut harness, lease, nonce) = revoked();
+    harness.wait(20).tell(applied(lease.id, nonce));
+    harness.cannot_measure("batch");
+    harness.pass(2200);
+    assert_eq!(harness.not_reduced(), Some(NotReduced::Unmeasurable { claim }));
 }
 
 #[test]
 fn a_second_claim_is_not_judged_by_a_reading_from_before_it() {
-    let (mut desk, lease, nonce) = revoked();
-    desk.wait(20).tell(Event::TargetAnswered {
+    let (mut harness, lease, nonce) = revoked();
+    harness.wait(20).tell(Event::TargetAnswered {
         lease: lease.id,
         nonce,
         answer: TargetAnswer::Deferred { overage: mib(100) },
         claimed: None,
     });
-    desk.wait(5).measure("batch", 300);
-    let deadline = desk.target_of(&lease).deadline;
-    desk.now = deadline + ms(199);
-    desk.tell(applied(lease.id, nonce));
-    desk.wait(40).tell(Event::DeadlineReached);
-    assert_eq!(desk.not_reduced(), None);
-    desk.wait(1).measure("batch", 200);
-    assert_eq!(desk.granted().held, mib(200));
+    harness.wait(5).measure("batch", 300);
+    let deadline = harness.target_of(&lease).deadline;
+    harness.now = deadline + ms(199);
+    harness.tell(applied(lease.id, nonce));
+    harness.wait(40).tell(Event::DeadlineReached);
+    assert_eq!(harness.not_reduced(), None);
+    harness.wait(1).measure("batch", 200);
+    assert_eq!(harness.granted().held, mib(200));
 }
 
 #[test]
 fn an_answer_to_another_target_is_stale() {
-    let (mut desk, lease, nonce) = revoked();
-    desk.tell(Event::TargetAnswered {
+    let (mut harness, lease, nonce) = revoked();
+    harness.tell(Event::TargetAnswered {
         lease: lease.id,
         nonce: nonce + 7,
         answer: TargetAnswer::Applied,
         claimed: None,
     });
-    assert_eq!(desk.ignored(), Some(Some(nonce)));
+    assert_eq!(harness.ignored(), Some(Some(nonce)));
 }
 
 #[test]
 fn an_expired_lease_ends_at_its_instant_and_its_use_is_unaccounted() {
-    let mut desk = Desk::sampled(params());
-    desk.request("a", Class::Interactive, 100, 100, 0);
-    let a = desk.granted();
-    assert_eq!(desk.arbiter.next_deadline(), a.expires_at);
-    desk.wait(9990).measure("a", 100);
-    desk.pass(10);
-    assert!(acts!(desk, Action::EndLease { .. }));
-    desk.wait(5).measure("a", 100);
+    let mut harness = Harness::sampled(params());
+    harness.request("a", Class::Interactive, 100, 100, 0);
+    let a = harness.granted();
+    assert_eq!(harness.arbiter.next_deadline(), a.expires_at);
+    harness.wait(9990).measure("a", 100);
+    harness.pass(10);
+    assert!(acts!(harness, Action::EndLease { .. }));
+    harness.wait(5).measure("a", 100);
     assert_eq!(
-        (desk.snapshot().held, desk.snapshot().unaccounted),
+        (harness.snapshot().held, harness.snapshot().unaccounted),
         (Bytes::ZERO, mib(100))
     );
 }
 
-impl Desk {
+impl Harness {
     pub(super) fn resize(&mut self, lease: &LeaseView, min: u64, max: u64, wait_ms: u64) -> Ticket {
         let ticket = self.ticket();
         self.tell(Event::LeaseResizeRequested {
@@ -444,87 +453,87 @@ impl Desk {
 }
 
 /// A holder of 100 MiB that uses them, and another whose 250 MiB stand in the way of more.
-fn two_holders() -> (Desk, LeaseView, LeaseView) {
-    let mut desk = Desk::sampled(params());
-    desk.request("other", Class::Interactive, 250, 250, 0);
-    let other = desk.granted();
-    desk.wait(10).request("a", Class::Interactive, 100, 100, 0);
-    let a = desk.granted();
-    desk.wait(10).measure("a", 100);
-    (desk, a, other)
+fn two_holders() -> (Harness, LeaseView, LeaseView) {
+    let mut harness = Harness::sampled(params());
+    harness.request("other", Class::Interactive, 250, 250, 0);
+    let other = harness.granted();
+    harness.wait(10).request("a", Class::Interactive, 100, 100, 0);
+    let a = harness.granted();
+    harness.wait(10).measure("a", 100);
+    (harness, a, other)
 }
 
 /// What waits of an earlier call would be granted beside the later one, and then be credited away.
 #[test]
 fn a_later_call_of_a_holder_replaces_the_one_that_waits() {
-    let (mut desk, a, other) = two_holders();
-    let first = desk.resize(&a, 300, 300, 5000);
-    assert_eq!(desk.try_answer(), None, "it waits");
-    desk.resize(&a, 20, 20, 0);
+    let (mut harness, a, other) = two_holders();
+    let first = harness.resize(&a, 300, 300, 5000);
+    assert_eq!(harness.try_answer(), None, "it waits");
+    harness.resize(&a, 20, 20, 0);
     assert!(
-        acts!(desk, Action::Answer { ticket, answer: Answer::Denied { denial: Denial::Replaced { .. }, .. } } if *ticket == first),
+        acts!(harness, Action::Answer { ticket, answer: Answer::Denied { denial: Denial::Replaced { .. }, .. } } if *ticket == first),
         "{:#?}",
-        desk.actions
+        harness.actions
     );
-    desk.wait(10).lost(&other);
+    harness.wait(10).lost(&other);
     assert_eq!(
-        (desk.try_answer(), desk.held("a")),
+        (harness.try_answer(), harness.held("a")),
         (None, mib(100)),
         "nothing is granted"
     );
-    desk.wait(10).measure("a", 20);
-    assert_eq!(desk.held("a"), mib(20));
+    harness.wait(10).measure("a", 20);
+    assert_eq!(harness.held("a"), mib(20));
 }
 
 #[test]
 fn who_lowers_its_lease_and_is_granted_more_then_keeps_what_it_was_granted() {
-    let (mut desk, a, other) = two_holders();
-    desk.resize(&a, 20, 20, 0);
-    desk.resize(&a, 300, 300, 4000);
-    desk.wait(10).lost(&other);
-    assert_eq!(desk.granted().held, mib(300));
-    assert_eq!(desk.lease("a").unwrap().state, LeaseState::Granted);
-    desk.wait(10).measure("a", 10);
-    assert_eq!(desk.held("a"), mib(300), "it may fill it");
+    let (mut harness, a, other) = two_holders();
+    harness.resize(&a, 20, 20, 0);
+    harness.resize(&a, 300, 300, 4000);
+    harness.wait(10).lost(&other);
+    assert_eq!(harness.granted().held, mib(300));
+    assert_eq!(harness.lease("a").unwrap().state, LeaseState::Granted);
+    harness.wait(10).measure("a", 10);
+    assert_eq!(harness.held("a"), mib(300), "it may fill it");
 }
 
 #[test]
 fn a_wish_for_less_that_is_not_seen_ends_no_lease() {
-    let (mut desk, a, _) = two_holders();
-    desk.resize(&a, 20, 20, 0);
-    desk.pass(6000);
-    assert!(decided!(desk, Lease(LeaseDecision::WishNotSeen { .. })));
-    let lease = desk.lease("a").unwrap();
+    let (mut harness, a, _) = two_holders();
+    harness.resize(&a, 20, 20, 0);
+    harness.pass(6000);
+    assert!(decided!(harness, Lease(LeaseDecision::WishNotSeen { .. })));
+    let lease = harness.lease("a").unwrap();
     assert_eq!((lease.state, lease.held), (LeaseState::Granted, mib(100)));
 }
 
 #[test]
 fn a_wish_for_less_answers_a_target_and_gives_no_more_time() {
-    let (mut desk, lease, nonce) = revoked();
-    let before = desk.target_of(&lease);
+    let (mut harness, lease, nonce) = revoked();
+    let before = harness.target_of(&lease);
     for _ in 0..8 {
-        desk.pass(250);
-        desk.resize(&lease, 100, 200, 0);
-        assert_eq!(desk.target_of(&lease), before, "its number and its deadline stay");
-        desk.wait(5).measure("batch", 300);
+        harness.pass(250);
+        harness.resize(&lease, 100, 200, 0);
+        assert_eq!(harness.target_of(&lease), before, "its number and its deadline stay");
+        harness.wait(5).measure("batch", 300);
     }
-    desk.pass(300);
+    harness.pass(300);
     let measured = NotReduced::Measured {
         used: mib(300),
         claim: Claim::Resized,
     };
-    assert_eq!(desk.not_reduced(), Some(measured));
+    assert_eq!(harness.not_reduced(), Some(measured));
     // An honest one answers it as it was sent.
-    let (mut desk, lease, same) = revoked();
+    let (mut harness, lease, same) = revoked();
     assert_eq!(nonce, same);
-    desk.wait(5).resize(&lease, 50, 150, 0);
-    desk.wait(5).tell(applied(lease.id, nonce));
-    assert_eq!(desk.ignored(), None);
-    desk.wait(5).measure("batch", 150);
-    assert_eq!(desk.granted().held, mib(200), "what was asked for it");
-    assert_eq!(desk.target_of(&lease).bytes, mib(150), "what it wants less follows");
-    desk.wait(5).measure("batch", 150);
-    assert_eq!(desk.held("batch"), mib(150));
+    harness.wait(5).resize(&lease, 50, 150, 0);
+    harness.wait(5).tell(applied(lease.id, nonce));
+    assert_eq!(harness.ignored(), None);
+    harness.wait(5).measure("batch", 150);
+    assert_eq!(harness.granted().held, mib(200), "what was asked for it");
+    assert_eq!(harness.target_of(&lease).bytes, mib(150), "what it wants less follows");
+    harness.wait(5).measure("batch", 150);
+    assert_eq!(harness.held("batch"), mib(150));
 }
 
 #[test]
@@ -536,28 +545,30 @@ fn wishes_for_less_that_never_come_true_do_not_spare_a_holder() {
         |step| 101 + step,
         |step| 300 - step % 2 * 90,
     ] {
-        let mut desk = Desk::sampled(params());
-        desk.wait(10).request("batch", Class::Batch, 100, 300, 0);
-        let lease = desk.granted();
-        desk.wait(10).measure("batch", 300);
-        let step = |desk: &mut Desk, wish: u64| {
-            desk.pass(500);
+        let mut harness = Harness::sampled(params());
+        harness.wait(10).request("batch", Class::Batch, 100, 300, 0);
+        let lease = harness.granted();
+        harness.wait(10).measure("batch", 300);
+        let step = |harness: &mut Harness, wish: u64| {
+            harness.pass(500);
             let kept = Event::LeaseRenewed {
-                ticket: desk.ticket(),
+                ticket: harness.ticket(),
                 lease: lease.id,
                 generation: lease.generation,
                 peer: peer(1000),
             };
-            desk.tell(kept);
-            desk.resize(&lease, 100, wish, 0);
-            desk.measure("batch", 300);
+            harness.tell(kept);
+            harness.resize(&lease, 100, wish, 0);
+            harness.measure("batch", 300);
         };
-        step(&mut desk, wish(1));
-        desk.wait(10).request("voice", Class::AudioRealtime, 200, 200, 60_000);
+        step(&mut harness, wish(1));
+        harness
+            .wait(10)
+            .request("voice", Class::AudioRealtime, 200, 200, 60_000);
         // Four times the 5 s of one wish, and a step.
         let asked = (2..43).find(|at| {
-            step(&mut desk, wish(*at));
-            let target = desk.lease("batch").and_then(|lease| lease.target);
+            step(&mut harness, wish(*at));
+            let target = harness.lease("batch").and_then(|lease| lease.target);
             target.is_some_and(|target| target.bytes == mib(200))
         });
         assert!(asked.is_some(), "it was never asked: {:?}", [wish(1), wish(2), wish(3)]);
@@ -567,44 +578,44 @@ fn wishes_for_less_that_never_come_true_do_not_spare_a_holder() {
 /// The sample that shows an ended lease as an unmanaged process's is the first one that does: by the lower of two it would be free.
 #[test]
 fn what_an_unmeasurable_holder_keeps_is_nobodys_with_the_first_sample_after_its_end() {
-    let mut desk = Desk::sampled(params());
-    desk.wait(10).request("a", Class::Interactive, 300, 300, 0);
-    let a = desk.granted();
-    desk.samples(300);
-    desk.wait(10).request("b", Class::Interactive, 300, 300, 5000);
-    assert_eq!(desk.try_answer(), None);
-    desk.release(&a, peer(1000));
-    desk.cannot_measure("a");
-    desk.wait(5).sample(300);
-    assert_eq!(desk.held("a"), Bytes::ZERO, "off the book");
-    assert_eq!((desk.try_answer(), desk.snapshot().unaccounted), (None, mib(300)));
-    desk.samples(0);
-    assert_eq!(desk.granted().tenant, "b");
+    let mut harness = Harness::sampled(params());
+    harness.wait(10).request("a", Class::Interactive, 300, 300, 0);
+    let a = harness.granted();
+    harness.samples(300);
+    harness.wait(10).request("b", Class::Interactive, 300, 300, 5000);
+    assert_eq!(harness.try_answer(), None);
+    harness.release(&a, peer(1000));
+    harness.cannot_measure("a");
+    harness.wait(5).sample(300);
+    assert_eq!(harness.held("a"), Bytes::ZERO, "off the book");
+    assert_eq!((harness.try_answer(), harness.snapshot().unaccounted), (None, mib(300)));
+    harness.samples(0);
+    assert_eq!(harness.granted().tenant, "b");
 }
 
 #[test]
 fn a_ghost_that_cannot_be_read_once_is_not_free() {
-    let mut desk = Desk::sampled(params());
-    desk.wait(10).request("a", Class::Interactive, 300, 300, 0);
-    let a = desk.granted();
-    desk.samples(300);
-    desk.measure("a", 300);
-    desk.release(&a, peer(1000));
-    desk.wait(5).measure("a", 300);
-    desk.samples(300);
-    assert_eq!((desk.held("a"), desk.snapshot().unaccounted), (mib(0), mib(300)));
-    desk.request("b", Class::Interactive, 300, 300, 5000);
-    desk.cannot_measure("a");
-    assert_eq!((desk.try_answer(), desk.snapshot().unaccounted), (None, mib(300)));
-    desk.wait(5).sample(300);
+    let mut harness = Harness::sampled(params());
+    harness.wait(10).request("a", Class::Interactive, 300, 300, 0);
+    let a = harness.granted();
+    harness.samples(300);
+    harness.measure("a", 300);
+    harness.release(&a, peer(1000));
+    harness.wait(5).measure("a", 300);
+    harness.samples(300);
+    assert_eq!((harness.held("a"), harness.snapshot().unaccounted), (mib(0), mib(300)));
+    harness.request("b", Class::Interactive, 300, 300, 5000);
+    harness.cannot_measure("a");
+    assert_eq!((harness.try_answer(), harness.snapshot().unaccounted), (None, mib(300)));
+    harness.wait(5).sample(300);
     assert_eq!(
-        (desk.try_answer(), desk.snapshot().unaccounted),
+        (harness.try_answer(), harness.snapshot().unaccounted),
         (None, mib(300)),
         "an unmanaged process's"
     );
-    assert!(desk.lease("a").is_none());
-    desk.samples(0);
-    assert_eq!(desk.granted().tenant, "b");
+    assert!(harness.lease("a").is_none());
+    harness.samples(0);
+    assert_eq!(harness.granted().tenant, "b");
 }
 
 #[test]
@@ -626,10 +637,10 @@ fn an_operator_releases_an_ended_lease_whose_holder_says_nothing() {
             1000,
         ),
     ] {
-        let (mut desk, lease) = unanswered();
-        desk.wait(5).measure("batch", 0);
-        assert_eq!(desk.held("batch"), mib(300), "not acknowledged");
-        desk.release(&lease, peer);
+        let (mut harness, lease) = unanswered();
+        harness.wait(5).measure("batch", 0);
+        assert_eq!(harness.held("batch"), mib(300), "not acknowledged");
+        harness.release(&lease, peer);
         let done = Done::Decided(Decision::from(LeaseDecision::EndAcknowledged {
             lease: LeaseName {
                 id: lease.id,
@@ -638,21 +649,21 @@ fn an_operator_releases_an_ended_lease_whose_holder_says_nothing() {
             by: Some(stands),
             held: mib(300),
         }));
-        assert_eq!(desk.done(), done);
-        desk.wait(5).measure("batch", 0);
-        assert_eq!((desk.held("batch"), desk.granted().held), (mib(0), mib(200)));
+        assert_eq!(harness.done(), done);
+        harness.wait(5).measure("batch", 0);
+        assert_eq!((harness.held("batch"), harness.granted().held), (mib(0), mib(200)));
     }
-    let (mut desk, lease) = unanswered();
-    desk.release(&lease, peer(1001));
+    let (mut harness, lease) = unanswered();
+    harness.release(&lease, peer(1001));
     let ended = NotHolder::Ended {
         uid: 1000,
         held: mib(300),
         left: ms(7675),
     };
     assert!(
-        matches!(desk.denial(), Denial::NotHolder { problem, .. } if problem == ended),
+        matches!(harness.denial(), Denial::NotHolder { problem, .. } if problem == ended),
         "{:?}",
-        desk.denial()
+        harness.denial()
     );
 }
 
@@ -660,22 +671,22 @@ fn an_operator_releases_an_ended_lease_whose_holder_says_nothing() {
 #[test]
 fn who_waits_to_become_larger_is_asked_all_the_same_and_its_call_is_answered() {
     for pressed in [true, false] {
-        let mut desk = Desk::sampled(params());
-        desk.request("other", Class::Interactive, 90, 90, 0);
-        desk.wait(10).request("batch", Class::Batch, 100, 300, 0);
-        let lease = desk.granted();
-        desk.wait(10).measure("batch", 300);
-        let waits = desk.resize(&lease, 390, 390, 60_000);
-        assert_eq!(desk.try_answer(), None);
+        let mut harness = Harness::sampled(params());
+        harness.request("other", Class::Interactive, 90, 90, 0);
+        harness.wait(10).request("batch", Class::Batch, 100, 300, 0);
+        let lease = harness.granted();
+        harness.wait(10).measure("batch", 300);
+        let waits = harness.resize(&lease, 390, 390, 60_000);
+        assert_eq!(harness.try_answer(), None);
         if pressed {
-            desk.samples(395);
+            harness.samples(395);
         } else {
-            desk.request("voice", Class::AudioRealtime, 100, 100, 5000);
+            harness.request("voice", Class::AudioRealtime, 100, 100, 5000);
         }
-        let target = desk.target_of(&lease);
+        let target = harness.target_of(&lease);
         assert!(target.bytes < mib(300));
         let told = |action: &Action| matches!(action, Action::Answer { ticket, answer: Answer::Denied { denial: Denial::Invalid { problem: Problem::AboveTarget { .. }, .. }, .. } } if *ticket == waits);
-        assert!(desk.actions.iter().any(told), "{pressed}: {:#?}", desk.actions);
+        assert!(harness.actions.iter().any(told), "{pressed}: {:#?}", harness.actions);
     }
 }
 
@@ -683,40 +694,40 @@ fn who_waits_to_become_larger_is_asked_all_the_same_and_its_call_is_answered() {
 #[test]
 fn processes_of_one_name_are_measured_and_credited_each_for_itself() {
     for uid in [1000, 1001] {
-        let mut desk = Desk::sampled(params());
-        let ask = |desk: &mut Desk, sizes, uid, pid| {
-            let ticket = desk.ticket();
+        let mut harness = Harness::sampled(params());
+        let ask = |harness: &mut Harness, sizes, uid, pid| {
+            let ticket = harness.ticket();
             let request = of_process("vision", Class::Batch, sizes, uid, pid);
-            desk.tell(Event::LeaseRequested { ticket, request });
-            desk.granted()
+            harness.tell(Event::LeaseRequested { ticket, request });
+            harness.granted()
         };
-        let one = ask(&mut desk, (20, 200), 1000, 10);
-        let other = ask(&mut desk, (180, 180), uid, 11);
+        let one = ask(&mut harness, (20, 200), 1000, 10);
+        let other = ask(&mut harness, (180, 180), uid, 11);
         assert_eq!((one.holder(), other.holder()), ("vision", "vision (pid 11)"));
         assert_eq!(
-            ask(&mut desk, (10, 10), 1000, 10).holder(),
+            ask(&mut harness, (10, 10), 1000, 10).holder(),
             "vision",
             "one process, two leases"
         );
-        desk.wait(10).measure("vision", 210);
-        desk.measure("vision (pid 11)", 0);
-        desk.request("voice", Class::AudioRealtime, 100, 100, 9000);
-        let target = desk.target_of(&one);
+        harness.wait(10).measure("vision", 210);
+        harness.measure("vision (pid 11)", 0);
+        harness.request("voice", Class::AudioRealtime, 100, 100, 9000);
+        let target = harness.target_of(&one);
         assert_eq!(target.bytes, mib(110));
         // It says that it has come down, and has not.
-        desk.wait(5).tell(applied(one.id, target.nonce));
-        desk.wait(5).measure("vision", 210);
-        assert_eq!((desk.try_answer(), desk.held("vision")), (None, mib(200)));
+        harness.wait(5).tell(applied(one.id, target.nonce));
+        harness.wait(5).measure("vision", 210);
+        assert_eq!((harness.try_answer(), harness.held("vision")), (None, mib(200)));
         // The other one fills its lease, as it may; the first comes down, which is seen.
-        desk.wait(5).measure("vision (pid 11)", 180);
-        desk.wait(5).measure("vision", 120);
-        assert_eq!(desk.granted().held, mib(100));
-        assert_eq!(desk.snapshot().unaccounted, mib(0));
+        harness.wait(5).measure("vision (pid 11)", 180);
+        harness.wait(5).measure("vision", 120);
+        assert_eq!(harness.granted().held, mib(100));
+        assert_eq!(harness.snapshot().unaccounted, mib(0));
         // What is left of the first after its end is its own.
-        desk.lost(&other);
-        assert_eq!(desk.lease("vision").unwrap().used, Some(mib(120)));
+        harness.lost(&other);
+        assert_eq!(harness.lease("vision").unwrap().used, Some(mib(120)));
     }
-    let mut desk = Desk::sampled(params());
-    desk.request("vision (pid 11)", Class::Batch, 1, 1, 0);
-    assert!(matches!(desk.denial(), Denial::Invalid { field, .. } if field == "tenant"));
+    let mut harness = Harness::sampled(params());
+    harness.request("vision (pid 11)", Class::Batch, 1, 1, 0);
+    assert!(matches!(harness.denial(), Denial::Invalid { field, .. } if field == "tenant"));
 }

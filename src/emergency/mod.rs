@@ -10,7 +10,7 @@
 //!                    └──► the system's allocator; counted, see [`counts`]
 //! ```
 //!
-//! It works in a program whose allocator is [`Standby`], and only after [`prepare`].
+//! It works in a program whose allocator is [`EmergencyAllocator`], and only after [`prepare`].
 
 mod blocks;
 mod lock;
@@ -29,16 +29,16 @@ use std::{
 pub use lock::{Locked, lock_program, lock_stack, stacks};
 pub use prompt::be_prompt;
 
-/// An allocator that has blocks on standby before the one below it.
+/// An allocator that has blocks in reserve before the one below it.
 #[derive(Clone, Copy, Debug)]
-pub struct Standby<A> {
+pub struct EmergencyAllocator<A> {
     below: A,
 }
 
 /// What was asked for inside [`within`], since the start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Blocks that were on standby.
+    /// Blocks that were in reserve.
     pub served: u64,
     /// What none was left for, so that the system's allocator was asked.
     pub missed: u64,
@@ -69,7 +69,7 @@ pub fn prepare() -> Locked {
     locked
 }
 
-/// Does `work`; what it allocates on this thread comes from the blocks on standby.
+/// Does `work`; what it allocates on this thread comes from the blocks in reserve.
 ///
 /// What it leaves behind keeps its block, so this is for work that leaves little.
 pub fn within<T>(work: impl FnOnce() -> T) -> T {
@@ -129,8 +129,8 @@ pub fn in_use() -> usize {
     blocks::in_use()
 }
 
-impl<A> Standby<A> {
-    /// Blocks on standby before `below`.
+impl<A> EmergencyAllocator<A> {
+    /// Blocks in reserve before `below`.
     pub const fn before(below: A) -> Self {
         Self { below }
     }
@@ -154,7 +154,7 @@ fn block(layout: Layout) -> Option<*mut u8> {
 
 // SAFETY: a block is as large as asked and as aligned, it has one owner until it is given back, and what is not one of
 // the blocks goes to the allocator below, as it came from there.
-unsafe impl<A: GlobalAlloc> GlobalAlloc for Standby<A> {
+unsafe impl<A: GlobalAlloc> GlobalAlloc for EmergencyAllocator<A> {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: as promised by the caller.
         block(layout).unwrap_or_else(|| granted(unsafe { self.below.alloc(layout) }))
