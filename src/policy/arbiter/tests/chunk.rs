@@ -31,74 +31,74 @@ const ACCELERATOR: u64 = 590;
 const PROCESSOR: u64 = 20_000;
 
 /// With a model of which a part is streamed, loaded before anything was measured.
-fn streaming() -> (Harness, EnginePlan) {
-    let mut harness = Harness::new(with_engine(params()));
-    harness.sample(0);
-    harness.tell(Event::EngineInspected { shape: large() });
-    let used = harness.wait(1).engine_applies();
-    harness.wait(10).sample(used.whole_mib());
-    assert_eq!(harness.plan_asked(), None, "nothing more fits");
-    let plan = harness.snapshot().engine.in_force.unwrap();
+fn streaming() -> (Rig, EnginePlan) {
+    let mut rig = Rig::new(with_engine(params()));
+    rig.sample(0);
+    rig.tell(Event::EngineInspected { shape: large() });
+    let used = rig.wait(1).engine_applies();
+    rig.wait(10).sample(used.whole_mib());
+    assert_eq!(rig.plan_asked(), None, "nothing more fits");
+    let plan = rig.snapshot().engine.in_force.unwrap();
     assert!(!plan.resident.is_empty() && plan.resident.len() < 20, "{plan:?}");
     assert_eq!(plan.prefill_chunk.get(), 128, "nothing was measured");
-    (harness, plan)
+    (rig, plan)
 }
 
 #[test]
 fn a_chunk_becomes_larger_once_it_was_measured_that_reading_takes_longer() {
-    let (mut harness, before) = streaming();
-    let held = harness.held("llm");
+    let (mut rig, before) = streaming();
+    let held = rig.held("llm");
     for unmeasured_or_slow in [0, PROCESSOR] {
-        harness.tell(measured(unmeasured_or_slow));
-        assert_eq!(harness.plan_asked(), None, "{unmeasured_or_slow}");
+        rig.tell(measured(unmeasured_or_slow));
+        assert_eq!(rig.plan_asked(), None, "{unmeasured_or_slow}");
     }
-    harness.tell(measured(ACCELERATOR));
-    let (revision, plan) = harness.plan_asked().unwrap();
+    rig.tell(measured(ACCELERATOR));
+    let (revision, plan) = rig.plan_asked().unwrap();
     assert_eq!(plan.prefill_chunk.get(), 512);
     assert!(plan.resident.is_subset(&before.resident) && plan.resident.len() < before.resident.len());
     assert_eq!(plan.kv_capacity, before.kv_capacity);
-    let bytes = harness.engine_applies_plan(revision, plan.clone());
-    assert!(bytes <= held + mib(20) && harness.held("llm") == bytes);
+    let bytes = rig.engine_applies_plan(revision, plan.clone());
+    assert!(bytes <= held + mib(20) && rig.held("llm") == bytes);
     // Another speed changes nothing more, and neither does time.
     for prefill in [ACCELERATOR, PROCESSOR, ACCELERATOR + 50, 0, 400] {
-        harness.tell(measured(prefill));
+        rig.tell(measured(prefill));
         for _ in 0..30 {
-            harness.wait(100).sample(bytes.whole_mib());
-            assert_eq!(harness.plan_asked(), None, "{prefill}");
+            rig.wait(100).sample(bytes.whole_mib());
+            assert_eq!(rig.plan_asked(), None, "{prefill}");
         }
     }
-    assert_eq!(harness.snapshot().engine.in_force, Some(plan));
+    assert_eq!(rig.snapshot().engine.in_force, Some(plan));
 }
 
 #[test]
 fn a_chunk_that_is_under_way_is_left_alone() {
-    let (mut harness, _) = streaming();
-    harness.tell(activity(1, KvUse::default()));
-    harness.tell(measured(ACCELERATOR));
-    assert_eq!(harness.plan_asked(), None);
-    harness.tell(activity(0, KvUse::default()));
-    let (_, plan) = harness.plan_asked().unwrap();
+    let (mut rig, _) = streaming();
+    rig.tell(activity(1, KvUse::default()));
+    rig.tell(measured(ACCELERATOR));
+    assert_eq!(rig.plan_asked(), None);
+    rig.tell(activity(0, KvUse::default()));
+    let (_, plan) = rig.plan_asked().unwrap();
     assert_eq!(plan.prefill_chunk.get(), 512);
 }
 
 #[test]
 fn a_larger_chunk_is_given_up_by_its_cost_down_to_the_floor() {
-    let (mut harness, _) = streaming();
-    harness.tell(measured(ACCELERATOR));
-    let with_chunk = harness.engine_applies();
-    let floor = harness.arbiter.floor_plan().unwrap();
+    let (mut rig, _) = streaming();
+    rig.tell(measured(ACCELERATOR));
+    let with_chunk = rig.engine_applies();
+    let floor = rig.arbiter.floor_plan().unwrap();
     assert_eq!(floor.prefill_chunk.get(), 128);
     let floor_bytes = large().plan_bytes(&floor);
-    harness.operator_shed(with_chunk - floor_bytes);
-    let (revision, plan) = harness.plan_asked().unwrap();
+    rig.operator_shed(with_chunk - floor_bytes);
+    let (revision, plan) = rig.plan_asked().unwrap();
     assert_eq!(plan, floor);
-    harness.engine_applies_plan(revision, plan);
-    assert_eq!(harness.held("llm"), floor_bytes);
+    rig.engine_applies_plan(revision, plan);
+    assert_eq!(rig.held("llm"), floor_bytes);
     // And it comes back after the dwell, which is twice as long since it had not stayed for one; not before.
     let used = floor_bytes.whole_mib();
     let grown = (0..60).find_map(|tenths| {
-        harness.wait(100).sample(used);
-        harness.plan_asked().map(|(_, plan)| (tenths, plan))
+        rig.wait(100).sample(used);
+        rig.plan_asked().map(|(_, plan)| (tenths, plan))
     });
     let (tenths, plan) = grown.unwrap();
     assert!(tenths >= 38 && plan.prefill_chunk.get() == 512, "{tenths}: {plan:?}");
@@ -108,151 +108,151 @@ fn a_larger_chunk_is_given_up_by_its_cost_down_to_the_floor() {
 fn an_engine_in_its_full_plan_has_no_larger_chunk() {
     let mut params = with_engine(params());
     params.budget.total = mib(2000);
-    let mut harness = Harness::sampled(params);
-    harness.request("camera", Class::AudioRealtime, 1500, 1500, 0);
-    let camera = harness.granted();
-    harness.tell(Event::EngineInspected { shape: large() });
-    let small = harness.wait(1).engine_applies();
+    let mut rig = Rig::sampled(params);
+    rig.request("camera", Class::AudioRealtime, 1500, 1500, 0);
+    let camera = rig.granted();
+    rig.tell(Event::EngineInspected { shape: large() });
+    let small = rig.wait(1).engine_applies();
     // The camera has not filled its lease.
-    harness.wait(10).sample(1300 + small.whole_mib());
-    harness.tell(measured(ACCELERATOR));
+    rig.wait(10).sample(1300 + small.whole_mib());
+    rig.tell(measured(ACCELERATOR));
     // Less is streamed, and read in the time of some 170 tokens.
-    assert_eq!(harness.plan_asked().unwrap().1.prefill_chunk.get(), 256);
-    harness.engine_applies();
-    harness.releases(&camera, peer(1000));
-    harness.wait(10).measure("camera", 0);
+    assert_eq!(rig.plan_asked().unwrap().1.prefill_chunk.get(), 256);
+    rig.engine_applies();
+    rig.releases(&camera, peer(1000));
+    rig.wait(10).measure("camera", 0);
     for busy in [true, false] {
-        harness.tell(activity(u32::from(busy), KvUse::default()));
+        rig.tell(activity(u32::from(busy), KvUse::default()));
         for _ in 0..60 {
-            let used = harness.held("llm").whole_mib();
-            harness.wait(100).sample(used);
-            if harness.plan_asked().is_some() {
-                harness.engine_applies();
+            let used = rig.held("llm").whole_mib();
+            rig.wait(100).sample(used);
+            if rig.plan_asked().is_some() {
+                rig.engine_applies();
             }
         }
-        let plan = harness.snapshot().engine.in_force.unwrap();
+        let plan = rig.snapshot().engine.in_force.unwrap();
         // It grows at any time, and with the chunk under way to no more than the full plan.
         let (layers, chunk) = if busy { (39, 256) } else { (40, 128) };
         assert_eq!((plan.resident.len(), plan.prefill_chunk.get()), (layers, chunk));
     }
-    assert_eq!(harness.snapshot().engine.in_force, harness.snapshot().engine.full);
+    assert_eq!(rig.snapshot().engine.in_force, rig.snapshot().engine.full);
 }
 
 /// The report of an engine that keeps the chunk under way.
-fn keeps_chunk(harness: &mut Harness, chunk: Tokens) -> Bytes {
-    let (revision, asked) = harness.plan_asked().unwrap();
+fn keeps_chunk(rig: &mut Rig, chunk: Tokens) -> Bytes {
+    let (revision, asked) = rig.plan_asked().unwrap();
     assert!(asked.prefill_chunk < chunk, "{asked:?}");
     let in_force = EnginePlan {
         prefill_chunk: chunk,
         ..asked
     };
-    harness.engine_applies_plan(revision, in_force)
+    rig.engine_applies_plan(revision, in_force)
 }
 
 #[test]
 fn a_chunk_under_way_is_asked_for_once_and_layers_are_given_meanwhile() {
-    let (mut harness, _) = streaming();
-    harness.tell(measured(ACCELERATOR));
-    harness.engine_applies();
-    let larger = harness.snapshot().engine.in_force.unwrap();
-    harness.tell(activity(1, KvUse::default()));
+    let (mut rig, _) = streaming();
+    rig.tell(measured(ACCELERATOR));
+    rig.engine_applies();
+    let larger = rig.snapshot().engine.in_force.unwrap();
+    rig.tell(activity(1, KvUse::default()));
     // Computing has become so slow that a larger chunk is worth nothing: it is given up first.
-    harness.tell(measured(PROCESSOR));
-    let held = harness.held("llm");
-    harness.wait(10).sample(held.whole_mib());
-    let wanted = harness.snapshot().free.whole_mib() + 30;
-    harness.request("asr", Class::AudioRealtime, wanted, wanted, 5000);
-    let (_, asked) = harness.plan_asked().unwrap();
+    rig.tell(measured(PROCESSOR));
+    let held = rig.held("llm");
+    rig.wait(10).sample(held.whole_mib());
+    let wanted = rig.snapshot().free.whole_mib() + 30;
+    rig.request("asr", Class::AudioRealtime, wanted, wanted, 5000);
+    let (_, asked) = rig.plan_asked().unwrap();
     assert_eq!((asked.prefill_chunk.get(), &asked.resident), (128, &larger.resident));
     // The prompt's chunk goes on: what is missing comes from layers, at once, and the chunk is not asked for again.
-    let kept = keeps_chunk(&mut harness, larger.prefill_chunk);
-    assert_eq!((kept, harness.held("llm")), (held, held), "nothing is back");
-    let (revision, layers) = harness.plan_asked().unwrap();
+    let kept = keeps_chunk(&mut rig, larger.prefill_chunk);
+    assert_eq!((kept, rig.held("llm")), (held, held), "nothing is back");
+    let (revision, layers) = rig.plan_asked().unwrap();
     assert_eq!(layers.prefill_chunk, larger.prefill_chunk);
     assert!(layers.resident.len() < larger.resident.len(), "{layers:?}");
-    harness.engine_applies_plan(revision, layers.clone());
-    assert_eq!(harness.granted().held, mib(wanted));
+    rig.engine_applies_plan(revision, layers.clone());
+    assert_eq!(rig.granted().held, mib(wanted));
     for _ in 0..30 {
-        let used = harness.held("llm").whole_mib();
-        harness.wait(100).sample(used);
-        assert_eq!(harness.plan_asked(), None, "nothing is needed");
+        let used = rig.held("llm").whole_mib();
+        rig.wait(100).sample(used);
+        assert_eq!(rig.plan_asked(), None, "nothing is needed");
     }
     // The chunk ends, and what it gave up is decided.
     let smaller = EnginePlan {
         prefill_chunk: Tokens::new(128),
         ..layers
     };
-    let before = harness.held("llm");
-    let bytes = harness.engine_applies_plan(revision, smaller.clone());
+    let before = rig.held("llm");
+    let bytes = rig.engine_applies_plan(revision, smaller.clone());
     assert!(
         decided!(
-            harness,
+            rig,
             Engine(EngineDecision::Applied {
                 outcome: PlanOutcome::ChunkEnded { .. },
                 ..
             })
         ),
         "{:#?}",
-        harness.actions
+        rig.actions
     );
     assert_eq!(
         before.saturating_sub(bytes),
         large().chunk_bytes(Tokens::new(128), Tokens::new(512))
     );
-    assert_eq!(harness.held("llm"), bytes);
-    assert_eq!(harness.snapshot().engine.in_force, Some(smaller));
+    assert_eq!(rig.held("llm"), bytes);
+    assert_eq!(rig.snapshot().engine.in_force, Some(smaller));
 }
 
 #[test]
 fn a_chunk_under_way_is_asked_for_again_after_a_while_or_when_the_answer_has_ended() {
     for finishes in [false, true] {
-        let (mut harness, _) = streaming();
-        harness.tell(measured(ACCELERATOR));
-        harness.engine_applies();
-        harness.tell(activity(1, KvUse::default()));
-        let chunk = harness.snapshot().engine.in_force.unwrap().prefill_chunk;
-        let floor = harness.arbiter.floor_plan().unwrap();
-        let all = harness.held("llm").saturating_sub(large().plan_bytes(&floor));
-        harness.operator_shed(all);
-        keeps_chunk(&mut harness, chunk);
-        assert_eq!(harness.plan_asked(), None);
+        let (mut rig, _) = streaming();
+        rig.tell(measured(ACCELERATOR));
+        rig.engine_applies();
+        rig.tell(activity(1, KvUse::default()));
+        let chunk = rig.snapshot().engine.in_force.unwrap().prefill_chunk;
+        let floor = rig.arbiter.floor_plan().unwrap();
+        let all = rig.held("llm").saturating_sub(large().plan_bytes(&floor));
+        rig.operator_shed(all);
+        keeps_chunk(&mut rig, chunk);
+        assert_eq!(rig.plan_asked(), None);
         // Nothing else is left to give.
-        let shed = |harness: &mut Harness| {
-            harness.operator_shed(all);
-            harness.plan_asked().map(|(_, plan)| plan)
+        let shed = |rig: &mut Rig| {
+            rig.operator_shed(all);
+            rig.plan_asked().map(|(_, plan)| plan)
         };
-        assert_eq!(shed(&mut harness), None);
+        assert_eq!(shed(&mut rig), None);
         if finishes {
-            harness.tell(activity(0, KvUse::default()));
+            rig.tell(activity(0, KvUse::default()));
         } else {
-            harness.pass(1000);
+            rig.pass(1000);
         }
-        assert_eq!(shed(&mut harness), Some(floor));
+        assert_eq!(shed(&mut rig), Some(floor));
     }
 }
 
 #[test]
 fn layers_that_should_have_made_room_for_a_chunk_come_back_at_once_where_a_prompt_was_first() {
-    let (mut harness, before) = streaming();
-    harness.tell(measured(ACCELERATOR));
-    let (revision, plan) = harness.plan_asked().unwrap();
+    let (mut rig, before) = streaming();
+    rig.tell(measured(ACCELERATOR));
+    let (revision, plan) = rig.plan_asked().unwrap();
     assert!(plan.resident.len() < before.resident.len());
-    harness.tell(activity(1, KvUse::default()));
+    rig.tell(activity(1, KvUse::default()));
     let without = EnginePlan {
         prefill_chunk: before.prefill_chunk,
         ..plan
     };
-    let bytes = harness.engine_applies_plan(revision, without);
+    let bytes = rig.engine_applies_plan(revision, without);
     let settle = params().shed.settle;
     let back = (0..30).find_map(|_| {
-        harness.wait(100).sample(bytes.whole_mib());
-        harness.plan_asked()
+        rig.wait(100).sample(bytes.whole_mib());
+        rig.plan_asked()
     });
     let (_, back) = back.unwrap();
     assert_eq!(back, before);
     assert!(
-        harness.now.since_start() < settle + ms(1500),
+        rig.now.since_start() < settle + ms(1500),
         "{} is not the dwell",
-        harness.now
+        rig.now
     );
 }

@@ -12,155 +12,154 @@ use crate::policy::{
 
 #[test]
 fn the_engine_waits_for_a_sample_and_is_loaded_in_full_when_memory_is_plentiful() {
-    let mut harness = Harness::new(with_engine(params()));
-    harness.tell(Event::EngineInspected { shape: shape() });
-    assert_eq!(harness.plan_asked(), None);
-    harness.sample(0);
-    let (_, plan) = harness.plan_asked().unwrap();
+    let mut rig = Rig::new(with_engine(params()));
+    rig.tell(Event::EngineInspected { shape: shape() });
+    assert_eq!(rig.plan_asked(), None);
+    rig.sample(0);
+    let (_, plan) = rig.plan_asked().unwrap();
     assert_eq!((plan.resident.len(), plan.kv_capacity), (8, Tokens::new(4096)));
-    assert_eq!(harness.held("llm"), mib(132), "booked before it is loaded");
-    harness.engine_applies();
-    assert_eq!(harness.snapshot().engine.state, EngineState::Ready);
+    assert_eq!(rig.held("llm"), mib(132), "booked before it is loaded");
+    rig.engine_applies();
+    assert_eq!(rig.snapshot().engine.state, EngineState::Ready);
 }
 
 #[test]
 fn pressure_sheds_verifies_and_grows_back_after_the_dwell() {
-    let mut harness = Harness::with_engine_ready(params());
+    let mut rig = Rig::with_engine_ready(params());
     assert!(
-        harness
-            .samples(132)
+        rig.samples(132)
             .iter()
             .all(|action| !matches!(action, Action::ApplyPlan { .. }))
     );
-    harness.samples(390);
-    assert_eq!(harness.snapshot().level, PressureLevel::Critical);
-    let (revision, plan) = harness.plan_asked().unwrap();
-    assert_eq!(harness.held("llm"), mib(132), "asking frees nothing");
-    harness.wait(5);
-    let used = harness.engine_applies_plan(revision, plan);
-    assert_eq!(harness.held("llm"), used);
+    rig.samples(390);
+    assert_eq!(rig.snapshot().level, PressureLevel::Critical);
+    let (revision, plan) = rig.plan_asked().unwrap();
+    assert_eq!(rig.held("llm"), mib(132), "asking frees nothing");
+    rig.wait(5);
+    let used = rig.engine_applies_plan(revision, plan);
+    assert_eq!(rig.held("llm"), used);
     assert!(used <= mib(132 - 62), "52 + 20 − 10 were missing: {used}");
     let shed = |outcome: &PlanOutcome| matches!(outcome, PlanOutcome::Shed { .. });
-    assert!(decided!(harness, Engine(EngineDecision::Applied { outcome, .. }) if shed(outcome)));
-    harness.measure("llm", used.whole_mib());
+    assert!(decided!(rig, Engine(EngineDecision::Applied { outcome, .. }) if shed(outcome)));
+    rig.measure("llm", used.whole_mib());
     // The neighbour goes away.
     for _ in 0..40 {
-        harness.wait(100).sample(used.whole_mib());
+        rig.wait(100).sample(used.whole_mib());
     }
-    assert_eq!(harness.snapshot().level, PressureLevel::Normal);
-    harness.wait(100).sample(used.whole_mib());
-    let grown = harness.snapshot();
+    assert_eq!(rig.snapshot().level, PressureLevel::Normal);
+    rig.wait(100).sample(used.whole_mib());
+    let grown = rig.snapshot();
     assert_eq!(grown.engine.asked, grown.engine.full, "asked to grow back");
     assert_eq!(grown.sheds, 1);
 }
 
 #[test]
 fn at_elevated_the_engine_keeps_its_layers_until_critical_is_ahead() {
-    let mut harness = Harness::with_engine_ready(params());
-    harness.measure("llm", 132);
+    let mut rig = Rig::with_engine_ready(params());
+    rig.measure("llm", 132);
     // The neighbour comes up slowly, and stays between the watermarks: 35 to 45 MiB are left.
     for used in [300, 320, 335, 345, 348, 350, 352, 354, 355, 355, 355, 355] {
-        harness.wait(1000).sample(used);
-        harness.measure("llm", 132);
+        rig.wait(1000).sample(used);
+        rig.measure("llm", 132);
     }
-    assert_eq!(harness.snapshot().level, PressureLevel::Elevated);
-    let kept = harness.snapshot().engine.asked.unwrap();
+    assert_eq!(rig.snapshot().level, PressureLevel::Elevated);
+    let kept = rig.snapshot().engine.asked.unwrap();
     assert_eq!(kept.resident.len(), 8, "no token becomes slower");
     // It goes on, and Critical is ahead.
-    harness.samples(385);
-    let asked = harness.snapshot().engine.asked.unwrap();
+    rig.samples(385);
+    let asked = rig.snapshot().engine.asked.unwrap();
     assert!(asked.resident.len() < 8, "{asked:?}");
 }
 
 #[test]
 fn a_capacity_in_use_is_kept_and_not_asked_back_at_once() {
-    let mut harness = Harness::with_engine_ready(params());
-    harness.tell(activity(
+    let mut rig = Rig::with_engine_ready(params());
+    rig.tell(activity(
         1,
         KvUse {
             used: Tokens::new(3000),
             ..KvUse::default()
         },
     ));
-    harness.samples(399);
-    let (_, plan) = harness.plan_asked().unwrap();
+    rig.samples(399);
+    let (_, plan) = rig.plan_asked().unwrap();
     // 71 MiB are needed: 7 layers less the ring are 66, and 5 of the 8.5 MiB that the sequence does not use.
     assert_eq!((plan.resident.len(), plan.kv_capacity), (1, Tokens::new(3456)));
 }
 
 #[test]
 fn an_engine_that_does_not_answer_is_asked_again() {
-    let mut harness = Harness::with_engine_ready(params());
-    harness.samples(390);
-    let (first, plan) = harness.plan_asked().unwrap();
-    harness.pass(2500);
-    let (second, again) = harness.plan_asked().unwrap();
+    let mut rig = Rig::with_engine_ready(params());
+    rig.samples(390);
+    let (first, plan) = rig.plan_asked().unwrap();
+    rig.pass(2500);
+    let (second, again) = rig.plan_asked().unwrap();
     assert!(second > first);
     assert_eq!(plan, again);
-    assert!(decided!(harness, Engine(EngineDecision::Unanswered { .. })));
-    assert_eq!(harness.held("llm"), mib(132));
+    assert!(decided!(rig, Engine(EngineDecision::Unanswered { .. })));
+    assert_eq!(rig.held("llm"), mib(132));
 }
 
 #[test]
 fn a_failed_engine_comes_back_after_its_backoff_and_its_floor_is_kept_for_it() {
-    let mut harness = Harness::with_engine_ready(params());
-    harness.engine_fails(None);
+    let mut rig = Rig::with_engine_ready(params());
+    rig.engine_fails(None);
     assert_eq!(
-        (harness.held("llm"), harness.snapshot().engine.state),
+        (rig.held("llm"), rig.snapshot().engine.state),
         (Bytes::ZERO, EngineState::Failed)
     );
-    harness.request("voice", Class::AudioRealtime, 1, 400, 0);
-    assert_eq!(harness.granted().held, mib(400 - 28), "the floor is kept");
-    harness.wait(600).sample(0);
-    let (_, plan) = harness.plan_asked().unwrap();
+    rig.request("voice", Class::AudioRealtime, 1, 400, 0);
+    assert_eq!(rig.granted().held, mib(400 - 28), "the floor is kept");
+    rig.wait(600).sample(0);
+    let (_, plan) = rig.plan_asked().unwrap();
     assert_eq!(shape().plan_bytes(&plan), mib(28));
 }
 
 #[test]
 fn what_reads_keep_of_an_engine_on_a_disk_that_hangs_is_on_the_book_until_it_answers() {
-    let mut harness = Harness::with_engine_ready(params());
-    let free = harness.snapshot().free;
-    let held = harness.held("llm");
-    harness.engine_fails(Some(mib(20)));
-    let snapshot = harness.snapshot();
+    let mut rig = Rig::with_engine_ready(params());
+    let free = rig.snapshot().free;
+    let held = rig.held("llm");
+    rig.engine_fails(Some(mib(20)));
+    let snapshot = rig.snapshot();
     assert_eq!(
-        (harness.held("llm"), snapshot.engine.state),
+        (rig.held("llm"), snapshot.engine.state),
         (Bytes::ZERO, EngineState::Failed)
     );
     assert_eq!(snapshot.free, free + held - mib(20), "it cannot be granted");
     let hangs = NextLoad::WaitsForDisk { left: mib(20) };
-    assert!(decided!(harness, Engine(EngineDecision::Gone { next, .. }) if *next == hangs));
+    assert!(decided!(rig, Engine(EngineDecision::Gone { next, .. }) if *next == hangs));
     // Loading it again at once would hang as well.
-    harness.wait(600).sample(20);
-    assert_eq!(harness.plan_asked(), None);
-    harness.tell(Event::EngineInspected { shape: shape() });
-    assert!(harness.plan_asked().is_some());
-    harness.sample(0);
-    assert_eq!(harness.snapshot().unaccounted, Bytes::ZERO);
+    rig.wait(600).sample(20);
+    assert_eq!(rig.plan_asked(), None);
+    rig.tell(Event::EngineInspected { shape: shape() });
+    assert!(rig.plan_asked().is_some());
+    rig.sample(0);
+    assert_eq!(rig.snapshot().unaccounted, Bytes::ZERO);
 }
 
 #[test]
 fn a_disk_that_hangs_with_each_load_is_asked_less_and_less_often() {
-    let mut harness = Harness::with_engine_ready(params());
+    let mut rig = Rig::with_engine_ready(params());
     let longest = params().engine.map_or(ms(30_000), |engine| engine.restart.backoff_max);
     let mut waits = Vec::new();
     for _ in 0..12 {
-        harness.engine_fails(Some(mib(20)));
-        harness.pass(200);
-        let answered = harness.now;
-        harness.tell(Event::EngineInspected { shape: shape() });
-        harness.sample(0);
-        while harness.plan_asked().is_none() {
-            assert_eq!(harness.snapshot().engine.state, EngineState::Failed);
-            harness.wait(100).sample(0);
+        rig.engine_fails(Some(mib(20)));
+        rig.pass(200);
+        let answered = rig.now;
+        rig.tell(Event::EngineInspected { shape: shape() });
+        rig.sample(0);
+        while rig.plan_asked().is_none() {
+            assert_eq!(rig.snapshot().engine.state, EngineState::Failed);
+            rig.wait(100).sample(0);
         }
-        waits.push(harness.now.saturating_since(answered));
+        waits.push(rig.now.saturating_since(answered));
     }
     assert!(waits.is_sorted() && waits[0] < ms(1000), "{waits:?}");
     let last = *waits.last().unwrap();
     assert!(last <= longest && last > ms(20_000), "{waits:?}");
-    harness.engine_applies();
-    assert_eq!(harness.snapshot().engine.state, EngineState::Ready);
+    rig.engine_applies();
+    assert_eq!(rig.snapshot().engine.state, EngineState::Ready);
 }
 
 #[test]
@@ -168,27 +167,27 @@ fn a_model_that_cannot_fit_is_explained_once() {
     let mut params = params();
     params.budget.total = mib(90);
     params.pressure = crate::policy::params::PressureParams::scaled_to(mib(90));
-    let mut harness = Harness::new(with_engine(params));
-    harness.tell(Event::EngineInspected { shape: shape() });
-    harness.sample(80);
-    assert!(decided!(harness, Engine(EngineDecision::WaitsForMemory { error, .. }) if error.floor == mib(28)));
-    harness.wait(1000).sample(80);
-    assert!(!decided!(harness, Engine(EngineDecision::WaitsForMemory { .. })));
+    let mut rig = Rig::new(with_engine(params));
+    rig.tell(Event::EngineInspected { shape: shape() });
+    rig.sample(80);
+    assert!(decided!(rig, Engine(EngineDecision::WaitsForMemory { error, .. }) if error.floor == mib(28)));
+    rig.wait(1000).sample(80);
+    assert!(!decided!(rig, Engine(EngineDecision::WaitsForMemory { .. })));
 }
 
 #[test]
 fn a_model_whose_floor_exceeds_the_budget_is_refused_and_workers_are_served() {
     let mut params = with_engine(params());
     params.workers = vec![worker("tts", 50)];
-    let mut harness = Harness::new(params);
+    let mut rig = Rig::new(params);
     let large = ModelShape {
         fixed_bytes: mib(500),
         ..shape()
     };
-    harness.sample(0);
-    assert!(!harness.starts("tts"), "the engine comes first");
-    harness.tell(Event::EngineInspected { shape: large });
-    assert!(harness.starts("tts"), "{:#?}", harness.actions);
+    rig.sample(0);
+    assert!(!rig.starts("tts"), "the engine comes first");
+    rig.tell(Event::EngineInspected { shape: large });
+    assert!(rig.starts("tts"), "{:#?}", rig.actions);
     let refused = EngineDecision::FloorExceedsBudget {
         error: FloorError {
             model: "tiny".to_owned(),
@@ -200,63 +199,62 @@ fn a_model_whose_floor_exceeds_the_budget_is_refused_and_workers_are_served() {
         },
     };
     assert!(
-        harness
-            .decisions()
+        rig.decisions()
             .any(|decision| *decision == Decision::Engine(refused.clone()))
     );
-    let engine = harness.snapshot().engine;
+    let engine = rig.snapshot().engine;
     let failure = engine.failure.unwrap_or_default();
     assert_eq!(engine.state, EngineState::Failed);
     assert!(failure.contains("its floor is 512 MiB"), "{failure}");
-    assert_eq!(harness.snapshot().returning, Bytes::ZERO, "nothing is kept for it");
+    assert_eq!(rig.snapshot().returning, Bytes::ZERO, "nothing is kept for it");
     // A file that fits is loaded when an operator has it read again.
-    harness.load();
-    assert!(harness.actions.contains(&Action::InspectModel));
-    harness.tell(Event::EngineInspected { shape: shape() });
-    assert!(harness.plan_asked().is_some(), "{:#?}", harness.actions);
+    rig.load();
+    assert!(rig.actions.contains(&Action::InspectModel));
+    rig.tell(Event::EngineInspected { shape: shape() });
+    assert!(rig.plan_asked().is_some(), "{:#?}", rig.actions);
 }
 
 #[test]
 fn an_operator_sheds_and_regrows() {
-    let mut harness = Harness::with_engine_ready(params());
-    harness.operator_shed(mib(40));
-    assert_eq!(harness.try_answer(), None);
-    harness.engine_applies();
-    assert!(matches!(harness.answer(), Answer::Shed(outcome) if outcome.asked == mib(40) && outcome.freed >= mib(40)));
-    harness.wait(10).sample(90);
-    harness.regrow();
-    assert!(matches!(harness.done(), Done::Grows(PlanReason::Regrowth { .. })));
-    assert_eq!(harness.engine_applies(), mib(132));
+    let mut rig = Rig::with_engine_ready(params());
+    rig.operator_shed(mib(40));
+    assert_eq!(rig.try_answer(), None);
+    rig.engine_applies();
+    assert!(matches!(rig.answer(), Answer::Shed(outcome) if outcome.asked == mib(40) && outcome.freed >= mib(40)));
+    rig.wait(10).sample(90);
+    rig.regrow();
+    assert!(matches!(rig.done(), Done::Grows(PlanReason::Regrowth { .. })));
+    assert_eq!(rig.engine_applies(), mib(132));
 }
 
 #[test]
 fn a_shed_that_freed_nothing_is_not_credited() {
-    let mut harness = Harness::with_engine_ready(params());
-    harness.samples(390);
-    let (revision, plan) = harness.plan_asked().unwrap();
-    harness.engine_applied(revision, plan, Bytes::ZERO, mib(132));
-    assert_eq!(harness.held("llm"), mib(132));
-    assert!(decided!(harness, Engine(EngineDecision::Short { .. })));
+    let mut rig = Rig::with_engine_ready(params());
+    rig.samples(390);
+    let (revision, plan) = rig.plan_asked().unwrap();
+    rig.engine_applied(revision, plan, Bytes::ZERO, mib(132));
+    assert_eq!(rig.held("llm"), mib(132));
+    assert!(decided!(rig, Engine(EngineDecision::Short { .. })));
 }
 
 #[test]
 fn a_plan_without_an_answer_stays_on_the_book_until_it_is_known_what_is_in_force() {
-    let mut harness = Harness::with_engine_ready(params());
-    harness.samples(390);
-    harness.engine_applies();
-    let small = harness.held("llm");
-    let ticket = harness.ticket();
-    harness.wait(10).sample(60);
-    harness.wait(2500).sample(60);
-    harness.tell(Event::OperatorRegrow { ticket });
-    let _ = harness.pass(2000);
-    harness.pass(2000);
-    let (revision, _) = harness.plan_asked().unwrap();
-    assert!(decided!(harness, Engine(EngineDecision::Unanswered { .. })));
-    harness.engine_refuses(revision);
-    assert_eq!(harness.held("llm"), mib(132), "the first growth may be in force");
-    harness.pass(250);
-    let (revision, plan) = harness.plan_asked().unwrap();
-    assert_eq!(harness.engine_applies_plan(revision, plan), small);
-    assert_eq!(harness.held("llm"), small);
+    let mut rig = Rig::with_engine_ready(params());
+    rig.samples(390);
+    rig.engine_applies();
+    let small = rig.held("llm");
+    let ticket = rig.ticket();
+    rig.wait(10).sample(60);
+    rig.wait(2500).sample(60);
+    rig.tell(Event::OperatorRegrow { ticket });
+    let _ = rig.pass(2000);
+    rig.pass(2000);
+    let (revision, _) = rig.plan_asked().unwrap();
+    assert!(decided!(rig, Engine(EngineDecision::Unanswered { .. })));
+    rig.engine_refuses(revision);
+    assert_eq!(rig.held("llm"), mib(132), "the first growth may be in force");
+    rig.pass(250);
+    let (revision, plan) = rig.plan_asked().unwrap();
+    assert_eq!(rig.engine_applies_plan(revision, plan), small);
+    assert_eq!(rig.held("llm"), small);
 }

@@ -24,9 +24,9 @@ fn board(reserve_mib: u64) -> Params {
 
 const BOARD: u64 = 15_656;
 
-fn grant(harness: &mut Harness, tenant: &str, class: Class, size: u64) -> LeaseView {
-    harness.wait(10).request(tenant, class, size, size, 0);
-    harness.granted()
+fn grant(rig: &mut Rig, tenant: &str, class: Class, size: u64) -> LeaseView {
+    rig.wait(10).request(tenant, class, size, size, 0);
+    rig.granted()
 }
 
 /// An LLM that idles at 12 947 of 15 656, and voice workers that need 2271 and 1092 more while they load.
@@ -38,28 +38,28 @@ fn orin_nx_v071_is_refused() {
         peak: mib(2271 + 1092),
         ..by_hand("voice", 0)
     }];
-    let mut harness = Harness::new(params);
-    harness.machine(BOARD, 0);
-    let llm = grant(&mut harness, "trt", Class::Interactive, 12_947);
-    harness.command("voice", WorkerCommand::Start);
-    assert_eq!(harness.worker("voice").state, AwaitingMemory);
+    let mut rig = Rig::new(params);
+    rig.machine(BOARD, 0);
+    let llm = grant(&mut rig, "trt", Class::Interactive, 12_947);
+    rig.command("voice", WorkerCommand::Start);
+    assert_eq!(rig.worker("voice").state, AwaitingMemory);
     assert!(decided!(
-        harness,
+        rig,
         Admission(AdmissionDecision::Waits {
             denial: Denial::InsufficientMemory { asked, free, reclaimable, .. },
             ..
         }) if (*asked, *free, *reclaimable) == (mib(3363), mib(2709), Bytes::ZERO)
     ));
     // Knobs give 1.5 GB: it starts, and 846 MiB are left, which is below the lower watermark.
-    harness.resize(&llm, 1, 12_947 - 1500, 0);
-    harness.wait(10).measure("trt", 12_947 - 1500);
-    assert!(harness.starts("voice"));
-    harness.wait(10);
-    harness.machine(BOARD, 16_310 - 1500);
-    harness.wait(10);
-    harness.machine(BOARD, 16_310 - 1500);
-    assert_eq!(harness.snapshot().headroom, Some(mib(846)));
-    assert_eq!(harness.snapshot().level, PressureLevel::Critical);
+    rig.resize(&llm, 1, 12_947 - 1500, 0);
+    rig.wait(10).measure("trt", 12_947 - 1500);
+    assert!(rig.starts("voice"));
+    rig.wait(10);
+    rig.machine(BOARD, 16_310 - 1500);
+    rig.wait(10);
+    rig.machine(BOARD, 16_310 - 1500);
+    assert_eq!(rig.snapshot().headroom, Some(mib(846)));
+    assert_eq!(rig.snapshot().level, PressureLevel::Critical);
 }
 
 /// Two runs of the same stack, stage by stage: everything fits, and 4203 and 4594 are left.
@@ -75,25 +75,20 @@ fn orin_nx_v080_fits() {
     // The first run ends without its LLM, for which 5760 are projected: the whole use with it, baseline included.
     for (name, more, left) in [("0013", 11_453 - 6785, 4203), ("0014", 0, 4594)] {
         let stages = run(name);
-        let mut harness = Harness::new(board(stages[0]));
-        harness.machine(BOARD, stages[0]);
+        let mut rig = Rig::new(board(stages[0]));
+        rig.machine(BOARD, stages[0]);
         for (number, pair) in stages.windows(2).enumerate() {
             let (before, used) = (pair[0], pair[1]);
-            grant(
-                &mut harness,
-                &format!("stage{number}"),
-                Class::AudioRealtime,
-                used - before,
-            );
-            harness.wait(10);
-            harness.machine(BOARD, used);
+            grant(&mut rig, &format!("stage{number}"), Class::AudioRealtime, used - before);
+            rig.wait(10);
+            rig.machine(BOARD, used);
         }
         if more > 0 {
-            grant(&mut harness, "llm-of-others", Class::LlmElastic, more);
-            harness.wait(10);
-            harness.machine(BOARD, 11_453);
+            grant(&mut rig, "llm-of-others", Class::LlmElastic, more);
+            rig.wait(10);
+            rig.machine(BOARD, 11_453);
         }
-        let snapshot = harness.snapshot();
+        let snapshot = rig.snapshot();
         assert_eq!(
             (snapshot.headroom, snapshot.level),
             (Some(mib(left)), PressureLevel::Normal),
@@ -110,14 +105,14 @@ fn orin_nx_v080_fits() {
 /// The LLM is stopped, and TTS must not grow into the space that it needs to come back.
 #[test]
 fn zoe_outage_keeps_the_space_to_return() {
-    let mut harness = Harness::with_engine_ready(params());
-    harness.request("tts", Class::AudioRealtime, 100, 100, 0);
-    let tts = harness.granted();
-    harness.engine_fails(None);
-    harness.resize(&tts, 390, 400, 0);
-    assert!(matches!(harness.denial(), Denial::InsufficientMemory { free, .. } if free == mib(272)));
-    harness.wait(600).sample(100);
-    assert!(harness.plan_asked().is_some(), "the engine comes back");
+    let mut rig = Rig::with_engine_ready(params());
+    rig.request("tts", Class::AudioRealtime, 100, 100, 0);
+    let tts = rig.granted();
+    rig.engine_fails(None);
+    rig.resize(&tts, 390, 400, 0);
+    assert!(matches!(rig.denial(), Denial::InsufficientMemory { free, .. } if free == mib(272)));
+    rig.wait(600).sample(100);
+    assert!(rig.plan_asked().is_some(), "the engine comes back");
 }
 
 /// The voice has grown over the whole board while it was not measured: what it had grown to is not what its start
@@ -136,8 +131,8 @@ fn zoe_outage_restarts_the_voice_by_what_a_start_needs() {
     params.pressure.elevated_below = mib(26);
     params.pressure.critical_below = mib(13);
     params.pressure.last_resort_below = mib(6);
-    let mut harness = Harness::new(params);
-    harness.tell(Event::Recovered {
+    let mut rig = Rig::new(params);
+    rig.tell(Event::Recovered {
         book: Book::default(),
         adopted: vec![AdoptedWorker {
             worker: "tts".to_owned(),
@@ -145,43 +140,43 @@ fn zoe_outage_restarts_the_voice_by_what_a_start_needs() {
             variant: None,
         }],
     });
-    harness.tell(Event::EngineInspected { shape: shape() });
-    let ready = |harness: &mut Harness| {
-        harness.answers("tts", 7);
+    rig.tell(Event::EngineInspected { shape: shape() });
+    let ready = |rig: &mut Rig| {
+        rig.answers("tts", 7);
     };
-    let uses = |harness: &mut Harness, used: u64, peak: u64| {
-        harness.peak("tts", peak);
-        harness.measure("tts", used);
+    let uses = |rig: &mut Rig, used: u64, peak: u64| {
+        rig.peak("tts", peak);
+        rig.measure("tts", used);
     };
-    ready(&mut harness);
+    ready(&mut rig);
     for _ in 0..40 {
-        harness.wait(10);
-        uses(&mut harness, 180, 190);
-        harness.wait(10).sample(180);
-        if harness.worker("tts").winding_up {
+        rig.wait(10);
+        uses(&mut rig, 180, 190);
+        rig.wait(10).sample(180);
+        if rig.worker("tts").winding_up {
             break;
         }
     }
-    harness.pass(100);
-    assert!(harness.stops("tts"), "{:#?}", harness.actions);
-    harness.exits("tts", true, "SIGTERM");
+    rig.pass(100);
+    assert!(rig.stops("tts"), "{:#?}", rig.actions);
+    rig.exits("tts", true, "SIGTERM");
     assert!(
-        harness.starts("tts"),
+        rig.starts("tts"),
         "by 1.1 times 190 MiB it would wait for ever: {:#?}",
-        harness.actions
+        rig.actions
     );
-    assert_eq!(harness.held("tts"), mib(26));
-    ready(&mut harness);
-    harness.wait(10);
-    uses(&mut harness, 20, 22);
+    assert_eq!(rig.held("tts"), mib(26));
+    ready(&mut rig);
+    rig.wait(10);
+    uses(&mut rig, 20, 22);
     for _ in 0..60 {
-        let llm = harness.held("llm").whole_mib();
-        harness.wait(10).sample(20 + llm);
-        if harness.plan_asked().is_some() {
-            harness.engine_applies();
+        let llm = rig.held("llm").whole_mib();
+        rig.wait(10).sample(20 + llm);
+        if rig.plan_asked().is_some() {
+            rig.engine_applies();
         }
     }
-    let engine = harness.snapshot().engine;
+    let engine = rig.snapshot().engine;
     assert_eq!((engine.state, engine.in_force), (EngineState::Ready, engine.full));
 }
 
@@ -203,15 +198,15 @@ fn grown_to_nothing_that_fits() -> Params {
 /// is kept small or waiting for it.
 #[test]
 fn zoe_outage_keeps_no_holder_small_for_what_can_never_be_had() {
-    let mut harness = Harness::with_engine_ready(grown_to_nothing_that_fits());
-    let full = harness.held("llm");
+    let mut rig = Rig::with_engine_ready(grown_to_nothing_that_fits());
+    let full = rig.held("llm");
     // The LLM is small when the wait begins.
-    harness.request("asr", Class::AudioRealtime, 300, 300, 1000);
-    harness.engine_applies();
-    let asr = harness.granted();
-    assert!(harness.held("llm") < full);
-    harness.wanted("indexer");
-    assert_eq!(harness.worker("indexer").state, AwaitingMemory);
+    rig.request("asr", Class::AudioRealtime, 300, 300, 1000);
+    rig.engine_applies();
+    let asr = rig.granted();
+    assert!(rig.held("llm") < full);
+    rig.wanted("indexer");
+    assert_eq!(rig.worker("indexer").state, AwaitingMemory);
     let out_of_reach = |decision: &Decision| match decision {
         Decision::Admission(AdmissionDecision::StartOutOfReach { worker, wait }) if worker == "indexer" => {
             assert_eq!((wait.needs, wait.configured, wait.most), (mib(396), mib(100), mib(372)));
@@ -220,19 +215,19 @@ fn zoe_outage_keeps_no_holder_small_for_what_can_never_be_had() {
         }
         _ => false,
     };
-    assert!(harness.decisions().any(out_of_reach), "{:#?}", harness.actions);
-    let waits = harness.worker("indexer").waits.unwrap();
+    assert!(rig.decisions().any(out_of_reach), "{:#?}", rig.actions);
+    let waits = rig.worker("indexer").waits.unwrap();
     assert!(waits.is_out_of_reach());
     assert_eq!((waits.needs, waits.most), (mib(396), mib(372)));
-    harness.wait(10).lost(&asr);
-    harness.wait(2100).sample(100);
-    assert!(!harness.decisions().any(out_of_reach), "decided once");
-    assert_eq!(harness.engine_applies(), full, "the LLM is whole again");
+    rig.wait(10).lost(&asr);
+    rig.wait(2100).sample(100);
+    assert!(!rig.decisions().any(out_of_reach), "decided once");
+    assert_eq!(rig.engine_applies(), full, "the LLM is whole again");
     // As urgent, and behind it: served all the same.
-    harness.request("build", Class::Batch, 50, 50, 1000);
-    assert_eq!(harness.granted().held, mib(50));
+    rig.request("build", Class::Batch, 50, 50, 1000);
+    assert_eq!(rig.granted().held, mib(50));
     // Nothing is kept for it.
-    assert_eq!(harness.snapshot().returning, Bytes::ZERO);
+    assert_eq!(rig.snapshot().returning, Bytes::ZERO);
 }
 
 /// What is too much beside another worker comes within reach when that one goes: the wait was not in vain.
@@ -240,54 +235,54 @@ fn zoe_outage_keeps_no_holder_small_for_what_can_never_be_had() {
 fn what_comes_within_reach_is_started() {
     let mut params = grown_to_nothing_that_fits();
     params.workers.push(worker("asr", 50));
-    let mut harness = Harness::sampled(params);
-    assert!(harness.starts("asr"));
-    harness.answers("asr", 9);
-    harness.wait(10).measure("asr", 50);
-    harness.wanted("indexer");
-    assert!(harness.worker("indexer").waits.unwrap().is_out_of_reach());
-    harness.command("asr", WorkerCommand::Stop);
-    assert!(!harness.worker("indexer").waits.unwrap().is_out_of_reach());
-    harness.wait(10).exits("asr", true, "exit code 0");
-    assert!(harness.starts("indexer"), "{:#?}", harness.actions);
-    assert_eq!(harness.worker("indexer").waits, None);
+    let mut rig = Rig::sampled(params);
+    assert!(rig.starts("asr"));
+    rig.answers("asr", 9);
+    rig.wait(10).measure("asr", 50);
+    rig.wanted("indexer");
+    assert!(rig.worker("indexer").waits.unwrap().is_out_of_reach());
+    rig.command("asr", WorkerCommand::Stop);
+    assert!(!rig.worker("indexer").waits.unwrap().is_out_of_reach());
+    rig.wait(10).exits("asr", true, "exit code 0");
+    assert!(rig.starts("indexer"), "{:#?}", rig.actions);
+    assert_eq!(rig.worker("indexer").waits, None);
 }
 
 /// A neighbour without a lease takes 1.5 GB for a while: unaccounted, and the engine gives way before it dies.
 #[test]
 fn zoe_crashloop_sheds_for_a_transient_without_a_lease() {
-    let mut harness = Harness::with_engine_ready(params());
-    harness.measure("llm", 132);
-    let actions = harness.samples(132 + 250);
+    let mut rig = Rig::with_engine_ready(params());
+    rig.measure("llm", 132);
+    let actions = rig.samples(132 + 250);
     assert!(actions.iter().any(|action| matches!(action, Action::ApplyPlan { .. })));
-    assert_eq!(harness.snapshot().unmanaged, mib(250));
+    assert_eq!(rig.snapshot().unmanaged, mib(250));
     // The same with a lease is denied for a class that cannot take from the engine.
-    let mut harness = Harness::with_engine_ready(params());
-    harness.request("build", Class::Batch, 300, 300, 0);
-    assert!(matches!(harness.denial(), Denial::InsufficientMemory { .. }));
+    let mut rig = Rig::with_engine_ready(params());
+    rig.request("build", Class::Batch, 300, 300, 0);
+    assert!(matches!(rig.denial(), Denial::InsufficientMemory { .. }));
 }
 
 /// A process grows from 5 to 13.4 GB by the high water of its allocator: named long before it is at the end.
 #[test]
 fn roboflow_ratchet_is_named_when_it_leaves_its_lease() {
-    let mut harness = Harness::new(board(1224));
-    harness.machine(BOARD, 1224);
-    grant(&mut harness, "detector", Class::Interactive, 5000);
+    let mut rig = Rig::new(board(1224));
+    rig.machine(BOARD, 1224);
+    grant(&mut rig, "detector", Class::Interactive, 5000);
     let mut named = Vec::new();
     for used in (4000..=13_400).step_by(100) {
-        harness.wait(1000);
-        harness.measure("detector", used);
+        rig.wait(1000);
+        rig.measure("detector", used);
         let beyond = |decision: &Decision| matches!(decision, Decision::Lease(LeaseDecision::BeyondLease { holder, .. }) if holder == "detector");
-        if harness.decisions().any(beyond) {
+        if rig.decisions().any(beyond) {
             named.push(used);
         }
         if used == 9000 {
-            let (held, unaccounted) = (harness.snapshot().held, harness.snapshot().unaccounted);
+            let (held, unaccounted) = (rig.snapshot().held, rig.snapshot().unaccounted);
             assert_eq!((held, unaccounted), (mib(5000), mib(4000)));
         }
-        let ticket = harness.ticket();
-        let lease = harness.lease("detector").unwrap();
-        harness.tell(Event::LeaseRenewed {
+        let ticket = rig.ticket();
+        let lease = rig.lease("detector").unwrap();
+        rig.tell(Event::LeaseRenewed {
             ticket,
             lease: lease.id,
             generation: lease.generation,
@@ -300,27 +295,23 @@ fn roboflow_ratchet_is_named_when_it_leaves_its_lease() {
 /// Two alternating callers that do not fit together: the second waits its turn and is served, nothing swaps per request.
 #[test]
 fn ab_thrash_is_served_in_turn() {
-    let mut harness = Harness::with_engine_ready(params());
-    let full = harness.held("llm");
+    let mut rig = Rig::with_engine_ready(params());
+    let full = rig.held("llm");
     for round in 0..6 {
         let tenant = if round % 2 == 0 { "router" } else { "candidate" };
-        harness.wait(100).request(tenant, Class::Interactive, 300, 300, 1000);
-        if harness.try_answer().is_none() {
-            harness.engine_applies();
+        rig.wait(100).request(tenant, Class::Interactive, 300, 300, 1000);
+        if rig.try_answer().is_none() {
+            rig.engine_applies();
         }
-        let lease = harness.granted();
-        harness.wait(100).lost(&lease);
-        let used = harness.held("llm").whole_mib();
-        harness.wait(10).sample(used);
-        assert_eq!(harness.lease(tenant).map(|lease| lease.state), None::<LeaseState>);
+        let lease = rig.granted();
+        rig.wait(100).lost(&lease);
+        let used = rig.held("llm").whole_mib();
+        rig.wait(10).sample(used);
+        assert_eq!(rig.lease(tenant).map(|lease| lease.state), None::<LeaseState>);
     }
-    assert_eq!(
-        harness.snapshot().sheds,
-        1,
-        "the engine stays small while they alternate"
-    );
-    harness.wait(2000).sample(100);
-    assert_eq!(harness.engine_applies(), full);
+    assert_eq!(rig.snapshot().sheds, 1, "the engine stays small while they alternate");
+    rig.wait(2000).sample(100);
+    assert_eq!(rig.engine_applies(), full);
 }
 
 /// Peak over steady of 2.9: the peak is what has to fit, and it is given back when it is over.
@@ -332,13 +323,13 @@ fn a_worker_with_a_high_peak_is_admitted_by_its_peak() {
         peak: mib(3160),
         ..worker("asr", 0)
     }];
-    let mut harness = Harness::new(params);
-    harness.machine(BOARD, 1224);
-    assert_eq!(harness.held("asr"), mib(3160));
-    harness.wait(10).answers("asr", 9);
-    assert_eq!(harness.worker("asr").state, Ready);
-    harness.wait(10).measure("asr", 1080);
-    assert_eq!(harness.held("asr"), mib(1100));
+    let mut rig = Rig::new(params);
+    rig.machine(BOARD, 1224);
+    assert_eq!(rig.held("asr"), mib(3160));
+    rig.wait(10).answers("asr", 9);
+    assert_eq!(rig.worker("asr").state, Ready);
+    rig.wait(10).measure("asr", 1080);
+    assert_eq!(rig.held("asr"), mib(1100));
 }
 
 /// A worker that was seen to need 6.3 GB at its start is not started below 1.1 times that, whatever its file says.
@@ -354,16 +345,16 @@ fn zoe_crashloop_does_not_start_below_what_the_load_needs() {
         model: None,
     })
     .collect();
-    let mut harness = Harness::new(params);
+    let mut rig = Rig::new(params);
     // The neighbour leaves 6929 of the budget, one too little, and then a little more.
     for (neighbour, state) in [(14_432 - 6929, AwaitingMemory), (14_432 - 6930, Starting)] {
-        harness.machine(BOARD, 1224 + neighbour);
-        harness.wait(10);
-        harness.machine(BOARD, 1224 + neighbour);
-        assert_eq!(harness.worker("brain").state, state, "{neighbour}");
-        harness.wait(10);
+        rig.machine(BOARD, 1224 + neighbour);
+        rig.wait(10);
+        rig.machine(BOARD, 1224 + neighbour);
+        assert_eq!(rig.worker("brain").state, state, "{neighbour}");
+        rig.wait(10);
     }
-    assert_eq!((harness.held("brain"), harness.worker("brain").starts), (mib(6930), 1));
+    assert_eq!((rig.held("brain"), rig.worker("brain").starts), (mib(6930), 1));
 }
 
 /// 122 GB of which 97 are free, and a loader is gone at 113 of 2034 weights without a word of the kernel: no shortage.
@@ -372,18 +363,18 @@ fn thor_silent_is_no_shortage() {
     let total = 122 * 1024;
     let mut params = Params::for_budget(mib(total), mib(4096), Scope::Machine);
     params.workers = vec![worker("loader", 60_000)];
-    let mut harness = Harness::new(params);
-    let sample = |harness: &mut Harness| harness.wait(10).machine(total, total - 97 * 1024).to_vec();
-    sample(&mut harness);
-    assert_eq!(harness.worker("loader").state, Starting);
-    harness.exits("loader", false, "killed by SIGKILL, sender unknown, at 113/2034");
-    let view = harness.worker("loader");
+    let mut rig = Rig::new(params);
+    let sample = |rig: &mut Rig| rig.wait(10).machine(total, total - 97 * 1024).to_vec();
+    sample(&mut rig);
+    assert_eq!(rig.worker("loader").state, Starting);
+    rig.exits("loader", false, "killed by SIGKILL, sender unknown, at 113/2034");
+    let view = rig.worker("loader");
     assert_eq!(view.state, BackingOff);
     assert_eq!(
         view.last_exit.as_deref(),
         Some("killed by SIGKILL, sender unknown, at 113/2034")
     );
-    let actions = sample(&mut harness);
+    let actions = sample(&mut rig);
     assert!(
         !actions
             .iter()
@@ -391,7 +382,7 @@ fn thor_silent_is_no_shortage() {
         "{actions:#?}"
     );
     assert_eq!(
-        (harness.held("loader"), harness.snapshot().level),
+        (rig.held("loader"), rig.snapshot().level),
         (Bytes::ZERO, PressureLevel::Normal)
     );
 }
@@ -408,21 +399,21 @@ fn ipad_cliff_is_not_walked_over() {
     };
     let mut params = with_engine(Params::for_budget(mib(8192), mib(8192 - 5300), Scope::Machine));
     params.pressure.dwell = ms(2000);
-    let mut harness = Harness::new(params.clone());
-    let sample = |harness: &mut Harness, available: u64| harness.machine(8192, 8192 - available).to_vec();
-    let applies = |harness: &mut Harness, shape: &ModelShape| {
-        let (revision, plan) = harness.plan_asked().unwrap_or_else(|| panic!("{:#?}", harness.actions));
+    let mut rig = Rig::new(params.clone());
+    let sample = |rig: &mut Rig, available: u64| rig.machine(8192, 8192 - available).to_vec();
+    let applies = |rig: &mut Rig, shape: &ModelShape| {
+        let (revision, plan) = rig.plan_asked().unwrap_or_else(|| panic!("{:#?}", rig.actions));
         let used = shape.plan_bytes(&plan);
-        let freed = harness.held("llm").saturating_sub(used);
-        harness.engine_applied(revision, plan.clone(), freed, used);
+        let freed = rig.held("llm").saturating_sub(used);
+        rig.engine_applied(revision, plan.clone(), freed, used);
         plan
     };
     // 2820 above the upper watermark and the hysteresis.
     let spare = params.pressure.elevated_below + params.pressure.hysteresis;
-    sample(&mut harness, 2820 + spare.whole_mib());
-    harness.tell(Event::EngineInspected { shape: model.clone() });
-    harness.now = harness.now + ms(10);
-    let plan = applies(&mut harness, &model);
+    sample(&mut rig, 2820 + spare.whole_mib());
+    rig.tell(Event::EngineInspected { shape: model.clone() });
+    rig.now = rig.now + ms(10);
+    let plan = applies(&mut rig, &model);
     assert!(
         model.plan_bytes(&plan) <= mib(2820) && plan.resident.len() < 24,
         "{plan:?}"
@@ -435,59 +426,59 @@ fn ipad_cliff_is_not_walked_over() {
     };
     assert!(speed(&plan) > speed(&model.floor_plan(&limits)));
     // The warning: 5.3 GB become 1.6, and everything optional goes at once.
-    harness.wait(10);
-    sample(&mut harness, 0);
-    if harness.plan_asked().is_none() {
-        harness.wait(10);
-        sample(&mut harness, 0);
+    rig.wait(10);
+    sample(&mut rig, 0);
+    if rig.plan_asked().is_none() {
+        rig.wait(10);
+        sample(&mut rig, 0);
     }
-    let shed = applies(&mut harness, &model);
+    let shed = applies(&mut rig, &model);
     assert!(shed.resident.is_empty() && model.plan_bytes(&shed) >= model.plan_bytes(&model.floor_plan(&limits)));
-    assert_eq!(harness.snapshot().engine.state, EngineState::Ready);
+    assert_eq!(rig.snapshot().engine.state, EngineState::Ready);
     for step in 1..=3 {
-        harness.wait(600);
-        let actions = sample(&mut harness, 2820 + 1500);
+        rig.wait(600);
+        let actions = sample(&mut rig, 2820 + 1500);
         assert!(
             !actions.iter().any(|action| matches!(action, Action::ApplyPlan { .. })),
             "within the dwell: {step}"
         );
     }
     for _ in 0..10 {
-        harness.wait(600);
-        sample(&mut harness, 2820 + 1500);
+        rig.wait(600);
+        sample(&mut rig, 2820 + 1500);
     }
-    let grown = harness.snapshot().engine.asked.unwrap();
+    let grown = rig.snapshot().engine.asked.unwrap();
     assert!(!grown.resident.is_empty() && grown.resident.len() < 24, "{grown:?}");
 }
 
 /// One slot, and A B A A C A B C: the slot goes by arrival, so that C is served within its wait however often A asks.
 #[test]
 fn ab_thrash_serves_c_within_its_wait() {
-    let mut harness = Harness::sampled(params());
+    let mut rig = Rig::sampled(params());
     let mut served: Vec<(String, Duration)> = Vec::new();
-    let note = |harness: &Harness, served: &mut Vec<(String, Duration)>| {
-        for action in &harness.actions {
+    let note = |rig: &Rig, served: &mut Vec<(String, Duration)>| {
+        for action in &rig.actions {
             if let Action::Answer {
                 answer: Answer::Lease { lease },
                 ..
             } = action
             {
-                served.push((lease.tenant.clone(), harness.now.since_start()));
+                served.push((lease.tenant.clone(), rig.now.since_start()));
             }
         }
     };
     for (number, who) in ["a", "b", "a", "a", "c", "a", "b", "c"].into_iter().enumerate() {
-        harness.request(&format!("{who}{number}"), Class::Interactive, 300, 300, 20_000);
-        note(&harness, &mut served);
+        rig.request(&format!("{who}{number}"), Class::Interactive, 300, 300, 20_000);
+        note(&rig, &mut served);
     }
     while served.len() < 8 {
         let (tenant, _) = served.last().unwrap().clone();
-        let lease = harness.lease(&tenant).unwrap();
+        let lease = rig.lease(&tenant).unwrap();
         // A asks again and again while others wait.
-        let again = format!("a{}", harness.now);
-        harness.wait(1000).request(&again, Class::Interactive, 300, 300, 500);
-        harness.lost(&lease);
-        note(&harness, &mut served);
+        let again = format!("a{}", rig.now);
+        rig.wait(1000).request(&again, Class::Interactive, 300, 300, 500);
+        rig.lost(&lease);
+        note(&rig, &mut served);
     }
     let order: Vec<&str> = served.iter().map(|(tenant, _)| &tenant[..2]).collect();
     assert_eq!(order, ["a0", "b1", "a2", "a3", "c4", "a5", "b6", "c7"]);
@@ -502,14 +493,14 @@ fn a_holder_is_not_in_its_own_way() {
     params.pressure.critical_below = mib(1);
     params.pressure.last_resort_below = mib(1);
     params.pressure.hysteresis = mib(1);
-    let mut harness = Harness::sampled(params);
-    let lease = grant(&mut harness, "a", Class::Interactive, 6 * 1024);
-    harness.samples(6 * 1024);
-    harness.measure("a", 6 * 1024);
-    harness.renew(&lease);
-    assert_eq!(harness.granted().held, Bytes::from_gib(6));
-    let ticket = harness.ticket();
-    harness.tell(Event::LeaseResizeRequested {
+    let mut rig = Rig::sampled(params);
+    let lease = grant(&mut rig, "a", Class::Interactive, 6 * 1024);
+    rig.samples(6 * 1024);
+    rig.measure("a", 6 * 1024);
+    rig.renew(&lease);
+    assert_eq!(rig.granted().held, Bytes::from_gib(6));
+    let ticket = rig.ticket();
+    rig.tell(Event::LeaseResizeRequested {
         ticket,
         lease: lease.id,
         generation: lease.generation,
@@ -518,16 +509,16 @@ fn a_holder_is_not_in_its_own_way() {
         max: Bytes::from_gib(12),
         wait: Duration::ZERO,
     });
-    assert_eq!(harness.granted().held, Bytes::from_gib(12));
+    assert_eq!(rig.granted().held, Bytes::from_gib(12));
 }
 
 /// A lease that an operator releases ends for its holder too.
 #[test]
 fn a_release_by_an_operator_ends_the_lease_for_its_holder() {
-    let mut harness = Harness::sampled(params());
-    let lease = grant(&mut harness, "a", Class::Interactive, 100);
-    let ticket = harness.ticket();
-    harness.tell(Event::LeaseReleased {
+    let mut rig = Rig::sampled(params());
+    let lease = grant(&mut rig, "a", Class::Interactive, 100);
+    let ticket = rig.ticket();
+    rig.tell(Event::LeaseReleased {
         ticket,
         lease: lease.id,
         generation: lease.generation,
@@ -538,33 +529,33 @@ fn a_release_by_an_operator_ends_the_lease_for_its_holder() {
         },
     });
     assert!(
-        acts!(harness, Action::EndLease { lease: ended, .. } if ended.id == lease.id),
+        acts!(rig, Action::EndLease { lease: ended, .. } if ended.id == lease.id),
         "{:#?}",
-        harness.actions
+        rig.actions
     );
 }
 
 /// Absurd sizes and a clock that goes back are answered, and leave the book as it was.
 #[test]
 fn absurd_requests_leave_the_book_untouched() {
-    let mut harness = Harness::new(params());
-    harness.wait(5000).sample(0);
-    let lease = grant(&mut harness, "a", Class::Interactive, 100);
-    let before = harness.snapshot();
+    let mut rig = Rig::new(params());
+    rig.wait(5000).sample(0);
+    let lease = grant(&mut rig, "a", Class::Interactive, 100);
+    let before = rig.snapshot();
     for (min, max) in [(0, 0), (0, u64::MAX), (u64::MAX, u64::MAX), (10, 9), (1 << 63, 1 << 63)] {
-        let ticket = harness.ticket();
+        let ticket = rig.ticket();
         let request = LeaseRequest {
             min: Bytes::new(min),
             max: Bytes::new(max),
             ..request("b", Class::Interactive, 1, 1, 0)
         };
-        harness.tell(Event::LeaseRequested { ticket, request });
+        rig.tell(Event::LeaseRequested { ticket, request });
         assert!(
-            matches!(harness.denial(), Denial::Invalid { .. } | Denial::ExceedsBudget { .. }),
+            matches!(rig.denial(), Denial::Invalid { .. } | Denial::ExceedsBudget { .. }),
             "{min} {max}"
         );
-        let ticket = harness.ticket();
-        harness.tell(Event::LeaseResizeRequested {
+        let ticket = rig.ticket();
+        rig.tell(Event::LeaseResizeRequested {
             ticket,
             lease: lease.id,
             generation: lease.generation,
@@ -574,29 +565,29 @@ fn absurd_requests_leave_the_book_untouched() {
             wait: Duration::ZERO,
         });
         assert!(
-            matches!(harness.denial(), Denial::Invalid { .. } | Denial::ExceedsBudget { .. }),
+            matches!(rig.denial(), Denial::Invalid { .. } | Denial::ExceedsBudget { .. }),
             "{min} {max}"
         );
     }
     for generation in [0, lease.generation + 1, u64::MAX] {
-        let ticket = harness.ticket();
-        harness.tell(Event::LeaseReleased {
+        let ticket = rig.ticket();
+        rig.tell(Event::LeaseReleased {
             ticket,
             lease: lease.id,
             generation,
             peer: peer(1000),
         });
         assert!(
-            matches!(harness.denial(), Denial::StaleGeneration { current, .. } if current == lease.generation),
+            matches!(rig.denial(), Denial::StaleGeneration { current, .. } if current == lease.generation),
             "{generation}"
         );
     }
-    let now = harness.now;
-    harness.now = Timestamp::START;
-    harness.request("late", Class::Interactive, 400, 400, 0);
-    assert!(matches!(harness.denial(), Denial::InsufficientMemory { .. }));
-    harness.now = now;
-    let after = harness.snapshot();
+    let now = rig.now;
+    rig.now = Timestamp::START;
+    rig.request("late", Class::Interactive, 400, 400, 0);
+    assert!(matches!(rig.denial(), Denial::InsufficientMemory { .. }));
+    rig.now = now;
+    let after = rig.snapshot();
     assert_eq!(
         (after.held, after.free, after.at),
         (before.held, before.free, before.at)
@@ -608,38 +599,38 @@ proptest! {
     /// A and B come and go by turns: what grew back is not shed again within the dwell of the shed before.
     #[test]
     fn ab_thrash_swaps_once_in_a_dwell_at_most(steps in prop::collection::vec((10u64..900, 50u64..350, any::<bool>()), 10..80)) {
-        let mut harness = Harness::with_engine_ready(params());
+        let mut rig = Rig::with_engine_ready(params());
         let dwell = ms(2000);
-        let mut goal = harness.held("llm");
+        let mut goal = rig.held("llm");
         let (mut shed_at, mut swaps, mut grew) = (None::<Timestamp>, Vec::new(), false);
         for (number, (wait, size, leaves)) in steps.into_iter().enumerate() {
             let tenant = if number % 2 == 0 { "router" } else { "candidate" };
-            harness.wait(wait).request(tenant, Class::Interactive, size, size, 0);
+            rig.wait(wait).request(tenant, Class::Interactive, size, size, 0);
             for round in 0..3 {
-                while let Some((revision, plan)) = harness.plan_asked() {
+                while let Some((revision, plan)) = rig.plan_asked() {
                     let bytes = shape().plan_bytes(&plan);
                     if bytes < goal {
                         if grew {
-                            swaps.push(harness.now);
+                            swaps.push(rig.now);
                         }
-                        (grew, shed_at) = (false, Some(harness.now));
+                        (grew, shed_at) = (false, Some(rig.now));
                     } else if bytes > goal {
-                        prop_assert!(shed_at.is_none_or(|at| harness.now.saturating_since(at) >= dwell));
+                        prop_assert!(shed_at.is_none_or(|at| rig.now.saturating_since(at) >= dwell));
                         grew = true;
                     }
                     goal = bytes;
-                    harness.engine_applies_plan(revision, plan);
+                    rig.engine_applies_plan(revision, plan);
                 }
-                if round == 0 && leaves && let Some(lease) = harness.lease(tenant) {
-                    harness.wait(5).lost(&lease);
+                if round == 0 && leaves && let Some(lease) = rig.lease(tenant) {
+                    rig.wait(5).lost(&lease);
                 } else {
-                    let held = harness.snapshot().held.whole_mib();
-                    harness.wait(5).sample(held);
+                    let held = rig.snapshot().held.whole_mib();
+                    rig.wait(5).sample(held);
                 }
             }
             for other in ["router", "candidate"] {
-                if let Some(lease) = harness.lease(other) {
-                    harness.lost(&lease);
+                if let Some(lease) = rig.lease(other) {
+                    rig.lost(&lease);
                 }
             }
         }

@@ -8,81 +8,77 @@ use crate::policy::{decision::GrowthDecision, growth_wait::GrowthWait, pressure:
 
 #[test]
 fn growth_does_not_take_what_the_neighbour_uses() {
-    let mut harness = Harness::with_engine_ready(params());
-    harness.samples(390);
-    let used = harness.engine_applies().whole_mib();
+    let mut rig = Rig::with_engine_ready(params());
+    rig.samples(390);
+    let used = rig.engine_applies().whole_mib();
     for _ in 0..60 {
         // 65 MiB are left: a layer would take 10 of them, and 60 have to stay.
-        harness.wait(100).sample(used + 265);
-        assert_eq!(harness.plan_asked(), None);
-        harness.measure("llm", used);
+        rig.wait(100).sample(used + 265);
+        assert_eq!(rig.plan_asked(), None);
+        rig.measure("llm", used);
     }
-    assert_eq!(harness.snapshot().level, PressureLevel::Normal);
-    assert_eq!(harness.snapshot().unaccounted, mib(265));
+    assert_eq!(rig.snapshot().level, PressureLevel::Normal);
+    assert_eq!(rig.snapshot().unaccounted, mib(265));
 }
 
 #[test]
 fn a_clients_wish_for_capacity_undoes_neither_a_shed_nor_the_dwell() {
-    let mut harness = Harness::with_engine_ready(params());
-    harness.operator_shed(mib(40));
-    harness.engine_applies();
-    harness.wait(10).sample(90);
-    harness.wait(1000).wants_capacity(0, 4096);
-    assert_eq!(harness.plan_asked(), None);
+    let mut rig = Rig::with_engine_ready(params());
+    rig.operator_shed(mib(40));
+    rig.engine_applies();
+    rig.wait(10).sample(90);
+    rig.wait(1000).wants_capacity(0, 4096);
+    assert_eq!(rig.plan_asked(), None);
     assert!(
         matches!(
-            harness.decisions().next(),
+            rig.decisions().next(),
             Some(Decision::Growth(GrowthDecision::CapacityWithheld {
                 wait: GrowthWait::Dwell { left },
                 ..
             })) if *left < ms(1000)
         ),
         "{:#?}",
-        harness.actions
+        rig.actions
     );
     // Where nothing stands against it, growth needs no wish.
-    harness.wait(1000).sample(90);
-    harness.engine_applies();
-    assert_eq!(harness.held("llm"), mib(132));
+    rig.wait(1000).sample(90);
+    rig.engine_applies();
+    assert_eq!(rig.held("llm"), mib(132));
 }
 
 #[test]
 fn a_growth_that_failed_half_way_stays_on_the_book_until_the_engine_says_what_it_holds() {
-    let mut harness = Harness::with_engine_ready(params());
-    harness.samples(390);
-    harness.engine_applies();
-    let small = harness.held("llm");
+    let mut rig = Rig::with_engine_ready(params());
+    rig.samples(390);
+    rig.engine_applies();
+    let small = rig.held("llm");
     let mut asked = None;
     while asked.is_none() {
-        harness.wait(100).sample(60);
-        asked = harness.plan_asked();
+        rig.wait(100).sample(60);
+        asked = rig.plan_asked();
     }
     let (revision, plan) = asked.unwrap();
     let asked = shape().plan_bytes(&plan);
     assert!(asked > small);
-    let sheds = |harness: &Harness| (harness.snapshot().sheds, harness.snapshot().shed_bytes);
-    let before = sheds(&harness);
-    harness.engine_refuses(revision);
-    assert_eq!(harness.held("llm"), asked, "layers before it are in memory");
-    harness.measure("llm", small.whole_mib());
-    assert_eq!(
-        harness.held("llm"),
-        asked,
-        "also where it was measured before they were"
-    );
-    harness.pass(250);
-    let (revision, plan) = harness.plan_asked().unwrap();
+    let sheds = |rig: &Rig| (rig.snapshot().sheds, rig.snapshot().shed_bytes);
+    let before = sheds(&rig);
+    rig.engine_refuses(revision);
+    assert_eq!(rig.held("llm"), asked, "layers before it are in memory");
+    rig.measure("llm", small.whole_mib());
+    assert_eq!(rig.held("llm"), asked, "also where it was measured before they were");
+    rig.pass(250);
+    let (revision, plan) = rig.plan_asked().unwrap();
     assert_eq!(shape().plan_bytes(&plan), small);
     // Where that fails as well, it is asked for again, after a longer time.
-    harness.engine_refuses(revision);
-    harness.pass(250);
-    assert_eq!((harness.plan_asked(), harness.held("llm")), (None, asked));
+    rig.engine_refuses(revision);
+    rig.pass(250);
+    assert_eq!((rig.plan_asked(), rig.held("llm")), (None, asked));
     let dwell = params().pressure.dwell.as_millis();
-    harness.pass(u64::try_from(dwell).unwrap());
-    let (revision, plan) = harness.plan_asked().unwrap();
-    assert_eq!(harness.engine_applies_plan(revision, plan), small);
-    assert_eq!(harness.held("llm"), small);
-    assert_eq!(sheds(&harness), before, "nothing was given up");
+    rig.pass(u64::try_from(dwell).unwrap());
+    let (revision, plan) = rig.plan_asked().unwrap();
+    assert_eq!(rig.engine_applies_plan(revision, plan), small);
+    assert_eq!(rig.held("llm"), small);
+    assert_eq!(sheds(&rig), before, "nothing was given up");
 }
 
 #[test]
@@ -90,14 +86,14 @@ fn an_engine_grows_back_into_the_headroom_that_it_was_loaded_in() {
     let mut settings = params();
     // A quarter of the budget, the default of small budgets: more than what is missing of the engine.
     settings.shed.minimum_reclaim = mib(100);
-    let mut harness = Harness::with_engine_ready(settings);
-    harness.samples(132 + 150);
-    harness.operator_shed(mib(40));
-    let used = harness.engine_applies().whole_mib();
+    let mut rig = Rig::with_engine_ready(settings);
+    rig.samples(132 + 150);
+    rig.operator_shed(mib(40));
+    let used = rig.engine_applies().whole_mib();
     for _ in 0..30 {
-        harness.wait(100).sample(used + 150);
+        rig.wait(100).sample(used + 150);
     }
-    let engine = harness.snapshot().engine;
+    let engine = rig.snapshot().engine;
     assert_eq!(
         engine.asked, engine.full,
         "in full it leaves 118 MiB, of which Elevated is 52"
@@ -106,64 +102,60 @@ fn an_engine_grows_back_into_the_headroom_that_it_was_loaded_in() {
 
 #[test]
 fn two_steps_of_growth_never_rest_on_one_sample() {
-    let mut harness = Harness::with_engine_ready(params());
-    harness.operator_shed(mib(90));
-    let used = harness.engine_applies().whole_mib();
-    harness.measure("llm", used);
-    harness.pass(2500);
+    let mut rig = Rig::with_engine_ready(params());
+    rig.operator_shed(mib(90));
+    let used = rig.engine_applies().whole_mib();
+    rig.measure("llm", used);
+    rig.pass(2500);
     // 25 MiB may be used, above 52 of Elevated and 8 of hysteresis. The engine has grown in the instant of the sample.
-    harness.sample(315);
-    harness.engine_applies();
-    let grown = harness.snapshot().engine.in_force;
-    harness.pass(900);
-    assert_eq!(harness.plan_asked(), None);
+    rig.sample(315);
+    rig.engine_applies();
+    let grown = rig.snapshot().engine.in_force;
+    rig.pass(900);
+    assert_eq!(rig.plan_asked(), None);
     // 30 MiB in the second step: the neighbour has gone meanwhile.
-    harness.sample(310);
-    assert!(harness.plan_asked().is_some() && harness.snapshot().engine.in_force == grown);
+    rig.sample(310);
+    assert!(rig.plan_asked().is_some() && rig.snapshot().engine.in_force == grown);
 }
 
 #[test]
 fn two_sheds_never_rest_on_one_sample() {
-    let mut harness = Harness::with_engine_ready(params());
-    harness.samples(385);
-    harness.engine_applies();
-    harness.wait(300).measure("llm", 60);
-    assert_eq!(harness.plan_asked(), None);
-    harness.sample(385);
-    assert!(harness.plan_asked().is_some());
+    let mut rig = Rig::with_engine_ready(params());
+    rig.samples(385);
+    rig.engine_applies();
+    rig.wait(300).measure("llm", 60);
+    assert_eq!(rig.plan_asked(), None);
+    rig.sample(385);
+    assert!(rig.plan_asked().is_some());
 }
 
 #[test]
 fn layers_grow_back_before_capacity_that_no_token_has_touched() {
-    let mut harness = with_slow_prompts(params());
-    harness.operator_shed(mib(90));
-    let used = harness.engine_applies().whole_mib();
-    let lost = harness.snapshot().engine.in_force.unwrap();
+    let mut rig = with_slow_prompts(params());
+    rig.operator_shed(mib(90));
+    let used = rig.engine_applies().whole_mib();
+    let lost = rig.snapshot().engine.in_force.unwrap();
     assert!(
         lost.resident.len() < 8 && lost.kv_capacity < Tokens::new(4096),
         "{lost:?}"
     );
     for _ in 0..30 {
         // 25 MiB may be used, above 52 of Elevated and 8 of hysteresis.
-        harness.wait(100).sample(315);
-        harness.measure("llm", used);
+        rig.wait(100).sample(315);
+        rig.measure("llm", used);
     }
-    let grown = harness.snapshot().engine.asked.unwrap();
+    let grown = rig.snapshot().engine.asked.unwrap();
     assert!(grown.resident.len() >= lost.resident.len() + 2, "{lost:?} {grown:?}");
 }
 
 #[test]
 fn a_regrow_that_does_nothing_is_refused() {
-    let mut harness = Harness::with_engine_ready(params());
-    harness.operator_shed(mib(40));
-    harness.engine_applies();
-    harness.samples(340);
-    harness.regrow();
-    assert!(
-        matches!(harness.answer(), Answer::Denied { .. }),
-        "{:?}",
-        harness.answer()
-    );
+    let mut rig = Rig::with_engine_ready(params());
+    rig.operator_shed(mib(40));
+    rig.engine_applies();
+    rig.samples(340);
+    rig.regrow();
+    assert!(matches!(rig.answer(), Answer::Denied { .. }), "{:?}", rig.answer());
 }
 
 /// Each end of what the configuration accepts for growth and shedding, with a shed and a growth: an accepted setting cannot
@@ -212,50 +204,50 @@ fn growth_and_shedding_work_at_both_ends_of_every_accepted_range() {
     }
     for params in all {
         let dwell = params.pressure.dwell;
-        let mut harness = Harness::with_engine_ready_in(params);
-        harness.samples(132);
-        harness.operator_shed(mib(40));
-        let (revision, plan) = harness.plan_asked().unwrap();
-        harness.wait(1).engine_applies_plan(revision, plan);
-        let used = harness.held("llm").whole_mib();
-        harness.wait(10).sample(used);
-        if harness.plan_asked().is_none() {
-            harness.regrow();
+        let mut rig = Rig::with_engine_ready_in(params);
+        rig.samples(132);
+        rig.operator_shed(mib(40));
+        let (revision, plan) = rig.plan_asked().unwrap();
+        rig.wait(1).engine_applies_plan(revision, plan);
+        let used = rig.held("llm").whole_mib();
+        rig.wait(10).sample(used);
+        if rig.plan_asked().is_none() {
+            rig.regrow();
         }
-        let (grown, _) = harness.plan_asked().unwrap();
-        harness.engine_applies();
+        let (grown, _) = rig.plan_asked().unwrap();
+        rig.engine_applies();
         assert!(grown > revision);
-        harness.samples(390);
-        harness.pass(2000);
-        harness.operator_shed(mib(10));
-        if let Some((revision, _)) = harness.plan_asked() {
+        rig.samples(390);
+        rig.pass(2000);
+        rig.operator_shed(mib(10));
+        if let Some((revision, _)) = rig.plan_asked() {
             let reason = "planted".to_owned();
-            harness.tell(Event::EngineApplyFailed { revision, reason });
+            rig.tell(Event::EngineApplyFailed { revision, reason });
         }
-        harness.pass(1000 + u64::try_from(dwell.as_millis()).unwrap());
+        rig.pass(1000 + u64::try_from(dwell.as_millis()).unwrap());
     }
 }
 
 #[test]
 fn a_request_that_needs_capacity_gets_it_from_layers_within_what_is_held() {
-    let mut harness = Harness::with_engine_ready(params());
-    harness.operator_shed(mib(70));
-    let held = harness.engine_applies();
-    let before = harness.snapshot().engine.in_force.unwrap();
+    let mut rig = Rig::with_engine_ready(params());
+    rig.operator_shed(mib(70));
+    let held = rig.engine_applies();
+    let before = rig.snapshot().engine.in_force.unwrap();
     assert!(before.kv_capacity < Tokens::new(2000), "{before:?}");
-    harness.wants_capacity(2000, 4096);
-    let (revision, plan) = harness.plan_asked().unwrap();
+    rig.wants_capacity(2000, 4096);
+    let (revision, plan) = rig.plan_asked().unwrap();
     assert!(plan.kv_capacity >= Tokens::new(2000), "{plan:?}");
     assert!(plan.resident.len() < before.resident.len(), "{plan:?}");
     assert!(
         shape().plan_bytes(&plan) <= held,
         "what the operator wanted back stays back"
     );
-    harness.engine_applies_plan(revision, plan.clone());
+    rig.engine_applies_plan(revision, plan.clone());
     // Nothing uses the capacity until the request begins, and it stays for it.
-    harness.tell(untouched(mib(16)));
-    harness.operator_shed(mib(8));
-    let (_, less) = harness.plan_asked().unwrap();
+    rig.tell(untouched(mib(16)));
+    rig.operator_shed(mib(8));
+    let (_, less) = rig.plan_asked().unwrap();
     assert!(less.kv_capacity >= Tokens::new(2000), "{less:?}");
 }
 
@@ -263,35 +255,32 @@ fn a_request_that_needs_capacity_gets_it_from_layers_within_what_is_held() {
 fn a_request_for_capacity_that_no_plan_has_is_answered_with_what_is_missing() {
     let mut settings = with_engine(params());
     settings.engine.as_mut().unwrap().resident_min = 8;
-    let mut harness = Harness::with_engine_ready_in(settings);
-    harness.operator_shed(mib(25));
-    harness.engine_applies();
-    harness.wait(10).sample(90);
-    harness.wants_capacity(4000, 4000);
-    assert_eq!(harness.plan_asked(), None);
+    let mut rig = Rig::with_engine_ready_in(settings);
+    rig.operator_shed(mib(25));
+    rig.engine_applies();
+    rig.wait(10).sample(90);
+    rig.wants_capacity(4000, 4000);
+    assert_eq!(rig.plan_asked(), None);
     assert!(matches!(
-        harness.decisions().next(),
+        rig.decisions().next(),
         Some(Decision::Growth(GrowthDecision::CapacityWithheld { .. }))
     ));
 }
 
 #[test]
 fn what_growth_waits_for_is_in_the_snapshot_with_its_figures() {
-    let mut harness = Harness::with_engine_ready(params());
-    harness.sample(132);
-    assert_eq!(harness.snapshot().engine.waits, None, "it has its full plan");
-    harness.operator_shed(mib(40));
-    assert_eq!(harness.snapshot().engine.waits, None, "it changes");
-    harness.engine_applies();
-    assert!(matches!(
-        harness.snapshot().engine.waits,
-        Some(GrowthWait::Dwell { .. })
-    ));
+    let mut rig = Rig::with_engine_ready(params());
+    rig.sample(132);
+    assert_eq!(rig.snapshot().engine.waits, None, "it has its full plan");
+    rig.operator_shed(mib(40));
+    assert_eq!(rig.snapshot().engine.waits, None, "it changes");
+    rig.engine_applies();
+    assert!(matches!(rig.snapshot().engine.waits, Some(GrowthWait::Dwell { .. })));
     // 61 MiB of headroom: a layer of 10 MiB would leave 51, and Elevated begins below 52.
     for _ in 0..30 {
-        harness.wait(100).sample(339);
+        rig.wait(100).sample(339);
     }
-    let wait = harness.snapshot().engine.waits.unwrap();
+    let wait = rig.snapshot().engine.waits.unwrap();
     let GrowthWait::Headroom { needs, has, .. } = wait else {
         panic!("{wait:?}");
     };

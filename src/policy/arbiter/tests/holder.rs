@@ -1,6 +1,6 @@
 //! Tests that one process is one holder.
 
-use super::{Harness, mib, ms, of_process, params, peer, revoke::applied};
+use super::{Rig, mib, ms, of_process, params, peer, revoke::applied};
 use crate::{
     policy::{
         decision::{Decision, LeaseDecision},
@@ -12,109 +12,102 @@ use crate::{
 };
 
 /// A batch lease of the process 10.
-fn ask(harness: &mut Harness, tenant: &str, sizes: (u64, u64)) -> LeaseView {
-    ask_as(harness, tenant, sizes, (1000, 10))
+fn ask(rig: &mut Rig, tenant: &str, sizes: (u64, u64)) -> LeaseView {
+    ask_as(rig, tenant, sizes, (1000, 10))
 }
 
-fn ask_as(harness: &mut Harness, tenant: &str, sizes: (u64, u64), (uid, pid): (u32, u32)) -> LeaseView {
-    let ticket = harness.ticket();
+fn ask_as(rig: &mut Rig, tenant: &str, sizes: (u64, u64), (uid, pid): (u32, u32)) -> LeaseView {
+    let ticket = rig.ticket();
     let request = of_process(tenant, Class::Batch, sizes, uid, pid);
-    harness.tell(Event::LeaseRequested { ticket, request });
-    harness.granted()
+    rig.tell(Event::LeaseRequested { ticket, request });
+    rig.granted()
 }
 
 /// Or what it uses would be taken off a sample twice, and as much of an unmanaged process's memory would look free.
 #[test]
 fn what_a_process_with_two_names_uses_counts_once() {
-    let mut harness = Harness::sampled(params());
-    let one = ask(&mut harness, "a", (100, 100));
+    let mut rig = Rig::sampled(params());
+    let one = ask(&mut rig, "a", (100, 100));
     // Whichever user it acts for, it is the same memory.
-    let other = ask_as(&mut harness, "b", (100, 100), (0, 10));
+    let other = ask_as(&mut rig, "b", (100, 100), (0, 10));
     assert_eq!((one.holder(), other.holder()), ("a", "a"));
-    harness.wait(10).measure("a", 100);
-    harness.samples(200);
-    let state = harness.snapshot();
+    rig.wait(10).measure("a", 100);
+    rig.samples(200);
+    let state = rig.snapshot();
     assert_eq!((state.unmanaged, state.free), (mib(100), mib(100)));
-    harness.request("late", Class::Interactive, 101, 101, 0);
-    assert!(
-        matches!(harness.answer(), Answer::Denied { .. }),
-        "{:#?}",
-        harness.actions
-    );
+    rig.request("late", Class::Interactive, 101, 101, 0);
+    assert!(matches!(rig.answer(), Answer::Denied { .. }), "{:#?}", rig.actions);
     // It fills both, which is its right: nothing is beyond the budget.
-    harness.wait(10).measure("a", 200);
-    harness.samples(300);
-    assert_eq!(
-        (harness.snapshot().unaccounted, harness.snapshot().free),
-        (mib(100), mib(100))
-    );
+    rig.wait(10).measure("a", 200);
+    rig.samples(300);
+    assert_eq!((rig.snapshot().unaccounted, rig.snapshot().free), (mib(100), mib(100)));
     // Another process is another holder by either name, and the first one's is not given out again.
-    assert_eq!(ask_as(&mut harness, "a", (10, 10), (1000, 11)).holder(), "a (pid 11)");
-    assert_eq!(ask_as(&mut harness, "b", (10, 10), (1000, 12)).holder(), "b");
-    assert_eq!(ask(&mut harness, "b", (10, 10)).holder(), "a");
+    assert_eq!(ask_as(&mut rig, "a", (10, 10), (1000, 11)).holder(), "a (pid 11)");
+    assert_eq!(ask_as(&mut rig, "b", (10, 10), (1000, 12)).holder(), "b");
+    assert_eq!(ask(&mut rig, "b", (10, 10)).holder(), "a");
 }
 
 /// Or a process that keeps to its word would be ended for what it may use by its other name.
 #[test]
 fn a_process_with_two_names_comes_down_in_one_and_keeps_the_other_full() {
-    let mut harness = Harness::sampled(params());
-    let one = ask(&mut harness, "a", (10, 200));
-    let other = ask(&mut harness, "b", (200, 200));
-    harness.wait(10).measure("a", 400);
-    harness.request("voice", Class::AudioRealtime, 100, 100, 9000);
-    let target = harness.target_of(&one);
+    let mut rig = Rig::sampled(params());
+    let one = ask(&mut rig, "a", (10, 200));
+    let other = ask(&mut rig, "b", (200, 200));
+    rig.wait(10).measure("a", 400);
+    rig.request("voice", Class::AudioRealtime, 100, 100, 9000);
+    let target = rig.target_of(&one);
     assert_eq!(target.bytes, mib(100));
-    harness.wait(5).tell(applied(one.id, target.nonce));
-    harness.wait(5).measure("a", 330);
-    assert_eq!(harness.try_answer(), None, "30 MiB are not back");
-    harness.wait(5).measure("a", 300);
-    assert_eq!(harness.granted().held, mib(100));
-    assert_eq!((harness.held("a"), harness.held("b")), (mib(100), mib(200)));
+    rig.wait(5).tell(applied(one.id, target.nonce));
+    rig.wait(5).measure("a", 330);
+    assert_eq!(rig.try_answer(), None, "30 MiB are not back");
+    rig.wait(5).measure("a", 300);
+    assert_eq!(rig.granted().held, mib(100));
+    assert_eq!((rig.held("a"), rig.held("b")), (mib(100), mib(200)));
     // The end of one is measured against what is left of the other.
-    harness.release(
+    rig.release(
         &other,
         Peer {
             pid: Some(10),
             ..peer(1000)
         },
     );
-    harness.wait(5).measure("a", 150);
-    let left = harness.lease("b").map(|lease| lease.held);
-    assert_eq!((left, harness.snapshot().unaccounted), (None, mib(50)));
+    rig.wait(5).measure("a", 150);
+    let left = rig.lease("b").map(|lease| lease.held);
+    assert_eq!((left, rig.snapshot().unaccounted), (None, mib(50)));
     // It goes with its process.
-    harness.tell(Event::HolderLost {
+    rig.tell(Event::HolderLost {
         lease: one.id,
         pid: Some(10),
     });
-    assert_eq!((harness.held("a"), harness.snapshot().unaccounted), (mib(0), mib(0)));
+    assert_eq!((rig.held("a"), rig.snapshot().unaccounted), (mib(0), mib(0)));
 }
 
 /// Or it would take the whole budget out of use with one page of each name.
 #[test]
 fn what_a_process_keeps_counts_once_by_however_many_names_it_had_leases() {
-    let mut harness = Harness::sampled(params());
+    let mut rig = Rig::sampled(params());
     for round in 0..20 {
         let name = format!("t{round}");
-        let lease = ask(&mut harness, &name, (1, 1));
+        let lease = ask(&mut rig, &name, (1, 1));
         assert_eq!(lease.holder(), "t0");
-        harness.release(
+        rig.release(
             &lease,
             Peer {
                 pid: Some(10),
                 ..peer(1000)
             },
         );
-        harness.wait(5).measure("t0", 150);
-        harness.wait(5);
+        rig.wait(5).measure("t0", 150);
+        rig.wait(5);
     }
-    let state = harness.snapshot();
+    let state = rig.snapshot();
     let ghosts = state
         .leases
         .iter()
         .filter(|lease| lease.kind == LeaseKind::Tenant)
         .count();
     assert_eq!((ghosts, state.unaccounted), (1, mib(150)), "{state:#?}");
-    let asked = harness.pass(5000).iter();
+    let asked = rig.pass(5000).iter();
     let measured: Vec<_> = asked
         .filter(|action| matches!(action, Action::Measure { .. }))
         .collect();
@@ -127,74 +120,71 @@ fn what_a_process_keeps_counts_once_by_however_many_names_it_had_leases() {
     );
     assert!(!measured.is_empty());
     // It is back when it is measured to be.
-    harness.measure("t0", 0);
-    assert_eq!(
-        (harness.snapshot().unaccounted, harness.snapshot().leases.len()),
-        (mib(0), 0)
-    );
+    rig.measure("t0", 0);
+    assert_eq!((rig.snapshot().unaccounted, rig.snapshot().leases.len()), (mib(0), 0));
 }
 
 /// Or it would be granted to a process that may be gone by then.
 #[test]
 fn a_place_in_the_queue_is_that_of_the_process_that_took_it() {
-    let mut harness = Harness::sampled(params());
-    harness.request("all", Class::Interactive, 400, 400, 0);
-    let all = harness.granted();
-    let ask = |harness: &mut Harness, pid: u32| {
-        let ticket = harness.ticket();
+    let mut rig = Rig::sampled(params());
+    rig.request("all", Class::Interactive, 400, 400, 0);
+    let all = rig.granted();
+    let ask = |rig: &mut Rig, pid: u32| {
+        let ticket = rig.ticket();
         let request = LeaseRequest {
             request_id: "one".to_owned(),
             wait: ms(5000),
             ..of_process("vision", Class::Interactive, (100, 100), 1000, pid)
         };
-        harness.tell(Event::LeaseRequested { ticket, request });
+        rig.tell(Event::LeaseRequested { ticket, request });
         ticket
     };
-    let first = ask(&mut harness, 10);
-    let again = ask(&mut harness, 10);
-    assert_eq!((harness.try_answer(), harness.snapshot().waiting), (None, 1));
-    ask(&mut harness, 11);
+    let first = ask(&mut rig, 10);
+    let again = ask(&mut rig, 10);
+    assert_eq!((rig.try_answer(), rig.snapshot().waiting), (None, 1));
+    ask(&mut rig, 11);
     assert!(matches!(
-        harness.denial(),
+        rig.denial(),
         Denial::NotHolder { lease, problem: NotHolder::Awaited { pid: Some(10) }, .. } if lease == "vision#2"
     ));
     for ticket in [first, again] {
-        assert_eq!(harness.snapshot().waiting, 1);
-        harness.tell(Event::LeaseRequestCancelled { ticket });
+        assert_eq!(rig.snapshot().waiting, 1);
+        rig.tell(Event::LeaseRequestCancelled { ticket });
     }
-    assert_eq!(harness.snapshot().waiting, 0);
+    assert_eq!(rig.snapshot().waiting, 0);
     // Then it is the request of any process, and the lease that of the process that asks.
-    ask(&mut harness, 11);
-    harness.release(&all, peer(1000));
-    harness.wait(5).measure("all", 0);
-    assert_eq!(harness.granted().owner_pid, Some(11));
+    ask(&mut rig, 11);
+    rig.release(&all, peer(1000));
+    rig.wait(5).measure("all", 0);
+    assert_eq!(rig.granted().owner_pid, Some(11));
 }
 
 /// The holders that the last denial names.
-fn holders(harness: &Harness) -> Vec<(LeaseId, Bytes)> {
+fn holders(rig: &Rig) -> Vec<(LeaseId, Bytes)> {
     let Denial::InsufficientMemory {
         holders: Holders::Shares { shares, .. },
         ..
-    } = harness.denial()
+    } = rig.denial()
     else {
-        panic!("{:?}", harness.denial());
+        panic!("{:?}", rig.denial());
     };
     shares.iter().map(|share| (share.holder.id, share.held)).collect()
 }
 
 #[test]
 fn who_has_it_all_is_named_whatever_it_calls_itself() {
-    let mut harness = Harness::sampled(params());
-    let all = ask(&mut harness, "vision", (380, 380));
-    let ticket = harness.ticket();
+    let mut rig = Rig::sampled(params());
+    let all = ask(&mut rig, "vision", (380, 380));
+    let ticket = rig.ticket();
     let request = of_process("vision", Class::Batch, (100, 100), 1000, 11);
-    harness.tell(Event::LeaseRequested { ticket, request });
-    assert_eq!(holders(&harness), [(all.id, mib(380))]);
+    rig.tell(Event::LeaseRequested { ticket, request });
+    assert_eq!(holders(&rig), [(all.id, mib(380))]);
     // What it has itself is part of what it asks for.
-    harness.resize(&all, 400, 400, 0);
-    assert_eq!(harness.granted().held, mib(400));
-    harness.resize(&all, 401, 401, 0);
-    assert!(matches!(harness.denial(), Denial::ExceedsBudget { .. }));
+    rig.resize(&all, 400, 400, 0);
+    assert_eq!(rig.granted().held, mib(400));
+    rig.resize(&all, 401, 401, 0);
+    assert!(matches!(rig.denial(), Denial::ExceedsBudget { .. }));
 }
 
 /// So that its end costs one pass over the leases, and not one for each of them.
@@ -203,26 +193,26 @@ fn the_end_of_a_process_ends_all_of_its_leases_in_one_step() {
     const COUNT: u64 = 300;
     let mut params = params();
     params.lease.leases_per_uid = 1000;
-    let mut harness = Harness::sampled(params);
+    let mut rig = Rig::sampled(params);
     let mut ask = |name: &str, pid| {
-        let ticket = harness.ticket();
+        let ticket = rig.ticket();
         let request = of_process(name, Class::Interactive, (1, 1), 1000, pid);
-        harness.tell(Event::LeaseRequested { ticket, request });
-        harness.granted()
+        rig.tell(Event::LeaseRequested { ticket, request });
+        rig.granted()
     };
     let other = ask("other", 6);
     let first = ask("many", 7);
     for number in 1..COUNT {
         ask(&format!("many-{number}"), 7);
     }
-    harness.tell(Event::HolderLost {
+    rig.tell(Event::HolderLost {
         lease: first.id,
         pid: Some(7),
     });
     assert!(matches!(
-        harness.decisions().next(),
+        rig.decisions().next(),
         Some(Decision::Lease(LeaseDecision::HolderGone { leases, .. })) if *leases as u64 == COUNT
     ));
-    let left: Vec<_> = harness.snapshot().leases.iter().map(|lease| lease.id).collect();
-    assert_eq!((left, harness.snapshot().free), (vec![other.id], mib(399)));
+    let left: Vec<_> = rig.snapshot().leases.iter().map(|lease| lease.id).collect();
+    assert_eq!((left, rig.snapshot().free), (vec![other.id], mib(399)));
 }

@@ -12,8 +12,8 @@ use crate::policy::{
 };
 
 /// The candidates of the last call, with what was taken.
-fn weighed(harness: &Harness) -> Vec<(Source, Option<Bytes>)> {
-    let weighing = harness.actions.iter().find_map(|action| match action {
+fn weighed(rig: &Rig) -> Vec<(Source, Option<Bytes>)> {
+    let weighing = rig.actions.iter().find_map(|action| match action {
         Action::Weighed { weighing } => Some(weighing.clone()),
         _ => None,
     });
@@ -22,17 +22,17 @@ fn weighed(harness: &Harness) -> Vec<(Source, Option<Bytes>)> {
 }
 
 /// An engine whose prompts are slow, so that context is worth more than layers.
-pub(super) fn with_slow_prompts(params: Params) -> Harness {
-    let mut harness = Harness::with_engine_ready(params);
+pub(super) fn with_slow_prompts(params: Params) -> Rig {
+    let mut rig = Rig::with_engine_ready(params);
     for _ in 0..20 {
-        harness.tell(Event::EngineTimed(Timing {
+        rig.tell(Event::EngineTimed(Timing {
             prompt_tokens: Tokens::new(100),
             prompt_us: 100 * 5000,
             answer_tokens: Tokens::new(50),
             answer_us: 50 * 20_000,
         }));
     }
-    harness
+    rig
 }
 
 pub(super) fn untouched(untouched: Bytes) -> Event {
@@ -47,24 +47,24 @@ pub(super) fn untouched(untouched: Bytes) -> Event {
 
 #[test]
 fn the_order_is_computed_from_what_the_user_loses() {
-    let mut harness = Harness::with_engine_ready(params());
-    harness.tell(activity(
+    let mut rig = Rig::with_engine_ready(params());
+    rig.tell(activity(
         0,
         KvUse {
             kept: Tokens::new(1024),
             ..KvUse::default()
         },
     ));
-    harness.operator_shed(mib(16));
+    rig.operator_shed(mib(16));
     assert_eq!(
-        weighed(&harness),
+        weighed(&rig),
         [
             (Source::UnusedKv, Some(mib(16))),
             (Source::PrefixKv, None),
             (Source::Layers, None)
         ]
     );
-    let (_, plan) = harness.plan_asked().unwrap();
+    let (_, plan) = rig.plan_asked().unwrap();
     assert_eq!((plan.resident.len(), plan.kv_capacity), (8, Tokens::new(2048)));
 }
 
@@ -83,58 +83,55 @@ fn the_oldest_of_a_running_answer_goes_last_and_only_where_its_request_allows_th
     };
     let oldest = Source::OldestKv;
     // Not allowed, it is no candidate, and what is used stays.
-    let mut harness = Harness::with_engine_ready(params());
-    harness.tell(running(0, 0));
-    harness.operator_shed(mib(30));
-    assert!(weighed(&harness).iter().all(|(source, _)| *source != oldest));
-    assert!(harness.plan_asked().unwrap().1.kv_capacity >= Tokens::new(4000));
+    let mut rig = Rig::with_engine_ready(params());
+    rig.tell(running(0, 0));
+    rig.operator_shed(mib(30));
+    assert!(weighed(&rig).iter().all(|(source, _)| *source != oldest));
+    assert!(rig.plan_asked().unwrap().1.kv_capacity >= Tokens::new(4000));
     // Allowed, and in a mode that holds on to speed: layers are spared for it.
     let mut settings = with_engine(params());
     settings.engine.as_mut().unwrap().mode = ResidencyMode::MaxSpeed;
-    let mut harness = Harness::with_engine_ready_in(settings);
-    harness.tell(running(3072, 0));
-    harness.operator_shed(mib(20));
-    let balance = weighed(&harness);
+    let mut rig = Rig::with_engine_ready_in(settings);
+    rig.tell(running(3072, 0));
+    rig.operator_shed(mib(20));
+    let balance = weighed(&rig);
     let given = |source: &Source| balance.iter().find(|(name, _)| name == source).unwrap().1;
     assert!(given(&oldest) > Some(mib(18)), "{balance:?}");
-    let (revision, plan) = harness.plan_asked().unwrap();
+    let (revision, plan) = rig.plan_asked().unwrap();
     assert!(
         plan.kv_capacity < Tokens::new(3000) && plan.resident.len() == 8,
         "{plan:?}"
     );
-    harness.engine_applies_plan(revision, plan);
+    rig.engine_applies_plan(revision, plan);
     // What it has lost is decided once.
-    harness.tell(running(1900, 1152));
-    assert!(decided!(
-        harness,
-        Engine(EngineDecision::ContextLost { tokens: 1152, .. })
-    ));
-    harness.tell(running(1900, 1152));
-    assert!(!decided!(harness, Engine(EngineDecision::ContextLost { .. })));
+    rig.tell(running(1900, 1152));
+    assert!(decided!(rig, Engine(EngineDecision::ContextLost { tokens: 1152, .. })));
+    rig.tell(running(1900, 1152));
+    assert!(!decided!(rig, Engine(EngineDecision::ContextLost { .. })));
     // Whatever it was said to lose: what the engine keeps of it, it cannot, and is not asked for it again.
-    harness.operator_shed(mib(10));
-    let (revision, plan) = harness.plan_asked().unwrap();
+    rig.operator_shed(mib(10));
+    let (revision, plan) = rig.plan_asked().unwrap();
     let kept = EnginePlan {
         kv_capacity: Tokens::new(plan.kv_capacity.get() + 128),
         ..plan
     };
-    harness.engine_applies_plan(revision, kept.clone());
-    harness.operator_shed(mib(10));
-    assert!(weighed(&harness).iter().all(|(source, _)| *source != oldest));
-    assert_eq!(harness.plan_asked().unwrap().1.kv_capacity, kept.kv_capacity);
+    rig.engine_applies_plan(revision, kept.clone());
+    rig.operator_shed(mib(10));
+    assert!(weighed(&rig).iter().all(|(source, _)| *source != oldest));
+    assert_eq!(rig.plan_asked().unwrap().1.kv_capacity, kept.kv_capacity);
     // In a mode that holds on to context, layers go first.
     let mut settings = with_engine(params());
     settings.engine.as_mut().unwrap().mode = ResidencyMode::MaxContext;
-    let mut harness = Harness::with_engine_ready_in(settings);
-    harness.tell(running(3072, 0));
-    harness.operator_shed(mib(30));
-    assert_eq!(harness.plan_asked().unwrap().1.kv_capacity, Tokens::new(4096));
+    let mut rig = Rig::with_engine_ready_in(settings);
+    rig.tell(running(3072, 0));
+    rig.operator_shed(mib(30));
+    assert_eq!(rig.plan_asked().unwrap().1.kv_capacity, Tokens::new(4096));
 }
 
 #[test]
 fn kv_that_was_never_touched_counts_as_used() {
-    let mut harness = Harness::with_engine_ready(params());
-    harness.tell(activity(
+    let mut rig = Rig::with_engine_ready(params());
+    rig.tell(activity(
         0,
         KvUse {
             untouched: mib(30),
@@ -142,12 +139,12 @@ fn kv_that_was_never_touched_counts_as_used() {
         },
     ));
     // 80 MiB seem to be left of 400, but the engine may touch 30 of them with the next token.
-    harness.samples(320);
-    assert_eq!(harness.snapshot().level, PressureLevel::Elevated);
-    let (revision, plan) = harness.plan_asked().unwrap();
+    rig.samples(320);
+    assert_eq!(rig.snapshot().level, PressureLevel::Elevated);
+    let (revision, plan) = rig.plan_asked().unwrap();
     assert!(plan.kv_capacity < Tokens::new(4096), "{plan:?}");
     let given = mib(132) - shape().plan_bytes(&plan);
-    harness.tell(Event::EngineApplied {
+    rig.tell(Event::EngineApplied {
         revision,
         in_force: plan,
         freed: Bytes::ZERO,
@@ -156,10 +153,10 @@ fn kv_that_was_never_touched_counts_as_used() {
         untouched_given: given.min(mib(30)),
         took: ms(1),
     });
-    assert_eq!(harness.held("llm"), mib(132) - given);
+    assert_eq!(rig.held("llm"), mib(132) - given);
     let shed =
         |outcome: &PlanOutcome| matches!(outcome, PlanOutcome::Shed { untouched, .. } if *untouched > Bytes::ZERO);
-    assert!(decided!(harness, Engine(EngineDecision::Applied { outcome, .. }) if shed(outcome)));
+    assert!(decided!(rig, Engine(EngineDecision::Applied { outcome, .. }) if shed(outcome)));
 }
 
 #[test]
@@ -182,68 +179,68 @@ fn kv_is_converted_only_where_that_is_allowed_and_by_its_cost() {
     ] {
         let mut params = with_engine(params());
         params.engine.as_mut().unwrap().kv_type_least = least;
-        let mut harness = Harness::with_engine_ready_in(params);
+        let mut rig = Rig::with_engine_ready_in(params);
         for _ in 0..20 {
             if is_slow {
-                harness.tell(slow.clone());
+                rig.tell(slow.clone());
             }
         }
-        harness.operator_shed(mib(need));
-        let (revision, plan) = harness.plan_asked().unwrap();
+        rig.operator_shed(mib(need));
+        let (revision, plan) = rig.plan_asked().unwrap();
         let asked = (plan.resident.len(), plan.kv_capacity.get(), plan.kv_type);
-        assert_eq!(asked, expected, "{least} {is_slow} {need}: {:?}", weighed(&harness));
-        let before = harness.held("llm");
-        let used = harness.engine_applies_plan(revision, plan);
-        assert!(harness.held("llm") == used && before - used >= mib(need), "{used}");
+        assert_eq!(asked, expected, "{least} {is_slow} {need}: {:?}", weighed(&rig));
+        let before = rig.held("llm");
+        let used = rig.engine_applies_plan(revision, plan);
+        assert!(rig.held("llm") == used && before - used >= mib(need), "{used}");
         // What was given up comes back, the type last or together with the rest.
-        harness.measure("llm", used.whole_mib());
+        rig.measure("llm", used.whole_mib());
         for _ in 0..40 {
-            harness.wait(100).sample(used.whole_mib());
+            rig.wait(100).sample(used.whole_mib());
         }
-        let grown = harness.snapshot().engine;
+        let grown = rig.snapshot().engine;
         assert_eq!(grown.asked.or(grown.in_force), grown.full);
     }
 }
 
 #[test]
 fn an_operator_has_kv_kept_in_another_type_and_is_answered_with_what_came_of_it() {
-    let mut harness = Harness::with_engine_ready(params());
-    harness.keep_kv_as(KvType::Q8);
-    let (revision, plan) = harness.plan_asked().unwrap();
+    let mut rig = Rig::with_engine_ready(params());
+    rig.keep_kv_as(KvType::Q8);
+    let (revision, plan) = rig.plan_asked().unwrap();
     assert_eq!(
         (plan.resident.len(), plan.kv_capacity, plan.kv_type),
         (8, Tokens::new(4096), KvType::Q8)
     );
-    assert_eq!(harness.held("llm"), mib(132), "asking frees nothing");
-    let used = harness.engine_applies_plan(revision, plan);
+    assert_eq!(rig.held("llm"), mib(132), "asking frees nothing");
+    let used = rig.engine_applies_plan(revision, plan);
     assert_eq!(used, mib(117));
     let Done::KvChanged {
         before, held, freed, ..
-    } = harness.done()
+    } = rig.done()
     else {
-        panic!("{:?}", harness.answer());
+        panic!("{:?}", rig.answer());
     };
     assert_eq!((before, held, freed), (mib(132), mib(117), mib(15)));
-    harness.measure("llm", 117);
+    rig.measure("llm", 117);
     for _ in 0..40 {
-        harness.wait(100).sample(117);
+        rig.wait(100).sample(117);
     }
-    assert_eq!(harness.plan_asked(), None, "it stays so");
-    harness.keep_kv_as(KvType::Q8);
-    assert_eq!(harness.done(), Done::KvIs(KvType::Q8));
+    assert_eq!(rig.plan_asked(), None, "it stays so");
+    rig.keep_kv_as(KvType::Q8);
+    assert_eq!(rig.done(), Done::KvIs(KvType::Q8));
     // Up again only where there is room: 52 + 8 MiB are to stay free.
-    harness.wait(100).sample(330);
-    harness.keep_kv_as(KvType::F16);
+    rig.wait(100).sample(330);
+    rig.keep_kv_as(KvType::F16);
     let more = Some(mib(15));
     let kv_type = KvType::F16;
-    assert_eq!(harness.done(), Done::KvWhenRoom { kv_type, more });
-    let full = harness.snapshot().engine.full.unwrap();
+    assert_eq!(rig.done(), Done::KvWhenRoom { kv_type, more });
+    let full = rig.snapshot().engine.full.unwrap();
     assert_eq!(full.kv_type, KvType::F16);
     for _ in 0..40 {
-        harness.wait(100).sample(117);
+        rig.wait(100).sample(117);
     }
-    assert_eq!(harness.snapshot().engine.asked, Some(full));
-    assert_eq!(harness.held("llm"), mib(132));
+    assert_eq!(rig.snapshot().engine.asked, Some(full));
+    assert_eq!(rig.held("llm"), mib(132));
 }
 
 #[test]
@@ -255,39 +252,39 @@ fn modes_weigh_the_same_costs_otherwise() {
     ] {
         let mut params = with_engine(params());
         params.engine.as_mut().unwrap().mode = mode;
-        let mut harness = Harness::with_engine_ready_in(params);
-        harness.operator_shed(mib(16));
-        let (_, plan) = harness.plan_asked().unwrap();
+        let mut rig = Rig::with_engine_ready_in(params);
+        rig.operator_shed(mib(16));
+        let (_, plan) = rig.plan_asked().unwrap();
         assert_eq!((plan.resident.len(), plan.kv_capacity.get()), expected, "{mode}");
     }
 }
 
 #[test]
 fn capacity_that_no_token_has_touched_is_shed_before_layers() {
-    let mut harness = with_slow_prompts(params());
-    harness.tell(untouched(mib(30)));
-    harness.operator_shed(mib(16));
-    let (_, plan) = harness.plan_asked().unwrap();
+    let mut rig = with_slow_prompts(params());
+    rig.tell(untouched(mib(30)));
+    rig.operator_shed(mib(16));
+    let (_, plan) = rig.plan_asked().unwrap();
     assert_eq!((plan.resident.len(), plan.kv_capacity), (8, Tokens::new(2048)));
 }
 
 #[test]
 fn what_no_token_has_touched_is_held_and_not_used() {
-    let mut harness = Harness::with_engine_ready(params());
-    harness.measure("llm", 132);
-    harness.tell(untouched(mib(30)));
-    let lease = harness.lease("llm").unwrap();
+    let mut rig = Rig::with_engine_ready(params());
+    rig.measure("llm", 132);
+    rig.tell(untouched(mib(30)));
+    let lease = rig.lease("llm").unwrap();
     assert_eq!((lease.held, lease.used), (mib(132), Some(mib(102))));
-    assert_eq!(harness.snapshot().used, mib(102));
+    assert_eq!(rig.snapshot().used, mib(102));
 }
 
 #[test]
 fn a_shed_is_answered_with_what_limited_it() {
-    let mut harness = Harness::with_engine_ready(params());
-    harness.operator_shed(Bytes::from_gib(1));
-    harness.engine_applies();
-    let Answer::Shed(outcome) = harness.answer() else {
-        panic!("{:?}", harness.answer());
+    let mut rig = Rig::with_engine_ready(params());
+    rig.operator_shed(Bytes::from_gib(1));
+    rig.engine_applies();
+    let Answer::Shed(outcome) = rig.answer() else {
+        panic!("{:?}", rig.answer());
     };
     let limit = ShedLimit::Floor { bytes: mib(28) };
     assert_eq!((outcome.freed, outcome.held), (mib(104), mib(28)));
@@ -296,9 +293,9 @@ fn a_shed_is_answered_with_what_limited_it() {
 
 #[test]
 fn what_is_shed_next_is_what_is_shed_then() {
-    let mut harness = Harness::with_engine_ready(params());
-    harness.samples(132);
-    let next = harness.arbiter.next_shed().unwrap();
+    let mut rig = Rig::with_engine_ready(params());
+    rig.samples(132);
+    let next = rig.arbiter.next_shed().unwrap();
     assert_eq!((next.below, next.headroom, next.need), (mib(52), mib(268), mib(20)));
     assert_eq!(next.chosen[0].source, Source::UnusedKv, "{next}");
     assert!(
@@ -307,10 +304,10 @@ fn what_is_shed_next_is_what_is_shed_then() {
         "{next}"
     );
     // The headroom comes down to just below the watermark, for longer than the grace.
-    harness.samples(349);
-    let at_once = harness.plan_asked();
-    harness.wait(2500);
-    harness.samples(349);
-    let (_, plan) = at_once.or_else(|| harness.plan_asked()).unwrap();
+    rig.samples(349);
+    let at_once = rig.plan_asked();
+    rig.wait(2500);
+    rig.samples(349);
+    let (_, plan) = at_once.or_else(|| rig.plan_asked()).unwrap();
     assert!(plan.kv_capacity < Tokens::new(4096), "{plan:?}");
 }

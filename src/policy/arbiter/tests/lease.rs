@@ -19,46 +19,44 @@ const GIB: u64 = 1024;
 
 #[test]
 fn stale_sample_does_not_overcommit() {
-    let mut harness = Harness::sampled(large());
-    harness.wait(10).request("a", Class::Interactive, 6 * GIB, 6 * GIB, 0);
-    harness.granted();
-    harness.request("b", Class::Interactive, 6 * GIB, 6 * GIB, 0);
-    let denial = harness.denial();
+    let mut rig = Rig::sampled(large());
+    rig.wait(10).request("a", Class::Interactive, 6 * GIB, 6 * GIB, 0);
+    rig.granted();
+    rig.request("b", Class::Interactive, 6 * GIB, 6 * GIB, 0);
+    let denial = rig.denial();
     assert!(matches!(denial, Denial::InsufficientMemory { free, .. } if free == Bytes::from_gib(2)));
 }
 
 #[test]
 fn renew_does_not_resurrect() {
-    let mut harness = Harness::sampled(large());
-    harness.request("a", Class::Interactive, 6 * GIB, 6 * GIB, 0);
-    let a = harness.granted();
-    harness
-        .wait(9000)
-        .request("b", Class::Interactive, 6 * GIB, 6 * GIB, 5000);
-    assert_eq!(harness.try_answer(), None);
-    harness.wait(1000);
-    assert_eq!(a.expires_at, Some(harness.now));
+    let mut rig = Rig::sampled(large());
+    rig.request("a", Class::Interactive, 6 * GIB, 6 * GIB, 0);
+    let a = rig.granted();
+    rig.wait(9000).request("b", Class::Interactive, 6 * GIB, 6 * GIB, 5000);
+    assert_eq!(rig.try_answer(), None);
+    rig.wait(1000);
+    assert_eq!(a.expires_at, Some(rig.now));
     for wait in [0, 2000] {
-        harness.wait(wait);
-        harness.renew(&a);
-        assert!(matches!(harness.denial(), Denial::UnknownLease { .. }));
+        rig.wait(wait);
+        rig.renew(&a);
+        assert!(matches!(rig.denial(), Denial::UnknownLease { .. }));
     }
-    harness.measure("a", 0);
-    assert_eq!(harness.granted().tenant, "b");
+    rig.measure("a", 0);
+    assert_eq!(rig.granted().tenant, "b");
 }
 
 /// A renewal does not go through the whole book while nothing is due; what is decided is the same, then and later.
 #[test]
 fn a_renewal_decides_the_same_whether_or_not_it_goes_through_the_whole_book() {
-    let mut harness = Harness::with_engine_ready(params());
-    harness.request("a", Class::Interactive, 60, 60, 0);
-    let a = harness.granted();
+    let mut rig = Rig::with_engine_ready(params());
+    rig.request("a", Class::Interactive, 60, 60, 0);
+    let a = rig.granted();
     // Under pressure, with something in the queue and targets in force.
-    harness.request("b", Class::AudioRealtime, 240, 240, 9000);
-    harness.samples(330);
-    let mut thorough = harness.arbiter.clone();
+    rig.request("b", Class::AudioRealtime, 240, 240, 9000);
+    rig.samples(330);
+    let mut thorough = rig.arbiter.clone();
     for step in 0..4000u64 {
-        let now = harness.now + ms(step * 7);
+        let now = rig.now + ms(step * 7);
         let event = if step.is_multiple_of(40) {
             Event::Sampled(Sample {
                 mem_total: Bytes::from_gib(8),
@@ -78,31 +76,28 @@ fn a_renewal_decides_the_same_whether_or_not_it_goes_through_the_whole_book() {
             }
         };
         thorough.idle_until = None;
-        let actions = harness.arbiter.handle(now, event.clone());
+        let actions = rig.arbiter.handle(now, event.clone());
         assert_eq!(actions, thorough.handle(now, event), "at {now}");
-        assert_eq!(harness.arbiter.snapshot(), thorough.snapshot(), "at {now}");
+        assert_eq!(rig.arbiter.snapshot(), thorough.snapshot(), "at {now}");
     }
-    assert!(harness.arbiter.snapshot().leases.iter().any(|lease| lease.id == a.id));
+    assert!(rig.arbiter.snapshot().leases.iter().any(|lease| lease.id == a.id));
 }
 
 #[test]
 fn heartbeat_without_sample_keeps_lease() {
-    let mut harness = Harness::sampled(large());
-    harness.wait(1000).request("a", Class::Interactive, 6 * GIB, 6 * GIB, 0);
-    let a = harness.granted();
-    harness.wait(1000).renew(&a);
-    assert_eq!(
-        harness.granted().expires_at,
-        Some(harness.now + Duration::from_secs(10))
-    );
-    harness.request("b", Class::Interactive, 6 * GIB, 6 * GIB, 0);
-    assert!(matches!(harness.denial(), Denial::InsufficientMemory { .. }));
+    let mut rig = Rig::sampled(large());
+    rig.wait(1000).request("a", Class::Interactive, 6 * GIB, 6 * GIB, 0);
+    let a = rig.granted();
+    rig.wait(1000).renew(&a);
+    assert_eq!(rig.granted().expires_at, Some(rig.now + Duration::from_secs(10)));
+    rig.request("b", Class::Interactive, 6 * GIB, 6 * GIB, 0);
+    assert!(matches!(rig.denial(), Denial::InsufficientMemory { .. }));
 }
 
 #[test]
 fn unknown_is_not_zero() {
     for absent_probe in [true, false] {
-        let mut harness = Harness::new(large());
+        let mut rig = Rig::new(large());
         let unknown = |now| Sample {
             taken_at: now,
             mem_total: Bytes::from_gib(16),
@@ -111,68 +106,62 @@ fn unknown_is_not_zero() {
             ..Sample::default()
         };
         if !absent_probe {
-            let sample = unknown(harness.now);
-            harness.tell(Event::Sampled(sample));
-            assert_eq!(
-                harness.snapshot().headroom,
-                Some(Bytes::from_gib(8)),
-                "the book decides"
-            );
+            let sample = unknown(rig.now);
+            rig.tell(Event::Sampled(sample));
+            assert_eq!(rig.snapshot().headroom, Some(Bytes::from_gib(8)), "the book decides");
         }
-        harness.wait(10).request("a", Class::Interactive, 6 * GIB, 6 * GIB, 0);
-        assert_eq!(harness.granted().used, None, "unverified");
+        rig.wait(10).request("a", Class::Interactive, 6 * GIB, 6 * GIB, 0);
+        assert_eq!(rig.granted().used, None, "unverified");
         if !absent_probe {
-            let sample = unknown(harness.wait(10).now);
-            harness.tell(Event::Sampled(sample));
-            assert_eq!(harness.snapshot().headroom, Some(Bytes::from_gib(2)));
+            let sample = unknown(rig.wait(10).now);
+            rig.tell(Event::Sampled(sample));
+            assert_eq!(rig.snapshot().headroom, Some(Bytes::from_gib(2)));
         }
-        harness.tell(Event::Measured {
+        rig.tell(Event::Measured {
             tenant: "a".to_owned(),
             used: None,
-            taken_at: harness.now,
+            taken_at: rig.now,
         });
-        harness.request("b", Class::Interactive, 6 * GIB, 6 * GIB, 0);
-        assert!(matches!(harness.denial(), Denial::InsufficientMemory { .. }));
-        harness.request("c", Class::Interactive, 2 * GIB, 2 * GIB, 0);
-        harness.granted();
+        rig.request("b", Class::Interactive, 6 * GIB, 6 * GIB, 0);
+        assert!(matches!(rig.denial(), Denial::InsufficientMemory { .. }));
+        rig.request("c", Class::Interactive, 2 * GIB, 2 * GIB, 0);
+        rig.granted();
     }
 }
 
 #[test]
 fn a_request_that_does_not_fit_is_granted_after_a_verified_shed_of_the_engine() {
-    let mut harness = Harness::with_engine_ready(params());
-    harness.request("other", Class::AudioRealtime, 240, 240, 0);
-    harness.granted();
-    harness.request("asr", Class::AudioRealtime, 64, 64, 1000);
-    assert_eq!(harness.try_answer(), None);
-    assert_eq!(harness.held("asr"), Bytes::ZERO, "asking frees nothing");
-    harness.wait(3);
-    harness.engine_applies();
-    assert_eq!(harness.granted().held, mib(64));
-    let snapshot = harness.snapshot();
+    let mut rig = Rig::with_engine_ready(params());
+    rig.request("other", Class::AudioRealtime, 240, 240, 0);
+    rig.granted();
+    rig.request("asr", Class::AudioRealtime, 64, 64, 1000);
+    assert_eq!(rig.try_answer(), None);
+    assert_eq!(rig.held("asr"), Bytes::ZERO, "asking frees nothing");
+    rig.wait(3);
+    rig.engine_applies();
+    assert_eq!(rig.granted().held, mib(64));
+    let snapshot = rig.snapshot();
     assert!(snapshot.held <= snapshot.budget);
     assert!(snapshot.free < mib(10), "no more than needed: {}", snapshot.free);
 }
 
 #[test]
 fn the_engine_gives_nothing_to_its_own_class_or_a_lower_one() {
-    let mut harness = Harness::with_engine_ready(params());
+    let mut rig = Rig::with_engine_ready(params());
     for class in [Class::LlmElastic, Class::Batch] {
-        harness.request("x", class, 300, 300, 0);
-        assert!(
-            matches!(harness.denial(), Denial::InsufficientMemory { reclaimable, .. } if reclaimable == Bytes::ZERO)
-        );
+        rig.request("x", class, 300, 300, 0);
+        assert!(matches!(rig.denial(), Denial::InsufficientMemory { reclaimable, .. } if reclaimable == Bytes::ZERO));
     }
 }
 
 #[test]
 fn nothing_is_shed_in_vain() {
-    let mut harness = Harness::with_engine_ready(params());
-    harness.request("x", Class::AudioRealtime, 390, 390, 500);
-    assert_eq!(harness.plan_asked(), None);
-    assert!(decided!(harness, Admission(AdmissionDecision::OutOfReach { .. })));
-    harness.pass(600);
-    assert!(matches!(harness.denial(), Denial::InsufficientMemory { .. }));
+    let mut rig = Rig::with_engine_ready(params());
+    rig.request("x", Class::AudioRealtime, 390, 390, 500);
+    assert_eq!(rig.plan_asked(), None);
+    assert!(decided!(rig, Admission(AdmissionDecision::OutOfReach { .. })));
+    rig.pass(600);
+    assert!(matches!(rig.denial(), Denial::InsufficientMemory { .. }));
 }
 
 fn with_indexer(size: u64) -> Params {
@@ -187,27 +176,27 @@ fn with_indexer(size: u64) -> Params {
 /// would never have its memory.
 #[test]
 fn no_request_starves_behind_a_stream_of_more_urgent_ones() {
-    let mut harness = Harness::sampled(with_indexer(300));
+    let mut rig = Rig::sampled(with_indexer(300));
     let mut holders: Vec<LeaseView> = Vec::new();
     let mut waiting: usize = 0;
     for round in 0..200 {
-        harness.wait(100);
+        rig.wait(100);
         if round == 5 {
-            harness.wanted("indexer");
-            assert!(!harness.starts("indexer"));
+            rig.wanted("indexer");
+            assert!(!rig.starts("indexer"));
         }
-        harness.tell(Event::DeadlineReached);
-        let mut actions = harness.actions.clone();
+        rig.tell(Event::DeadlineReached);
+        let mut actions = rig.actions.clone();
         if holders.len() + waiting < 4 {
-            harness.request(&format!("user{round}"), Class::Interactive, 100, 100, 6000);
+            rig.request(&format!("user{round}"), Class::Interactive, 100, 100, 6000);
             waiting += 1;
-            actions.extend(harness.actions.clone());
+            actions.extend(rig.actions.clone());
         }
         // Each holds for 300 ms, one after the other.
         if round % 3 == 0 && !holders.is_empty() {
             let lease = holders.remove(0);
-            harness.lost(&lease);
-            actions.extend(harness.actions.clone());
+            rig.lost(&lease);
+            actions.extend(rig.actions.clone());
         }
         for action in &actions {
             if let Action::Answer {
@@ -223,7 +212,7 @@ fn no_request_starves_behind_a_stream_of_more_urgent_ones() {
             .iter()
             .any(|action| matches!(action, Action::StartWorker { .. }))
         {
-            let after = harness.now.since_start();
+            let after = rig.now.since_start();
             assert!(after > ms(6500) && after < ms(7700), "in its turn: {after:?}");
             return;
         }
@@ -234,76 +223,72 @@ fn no_request_starves_behind_a_stream_of_more_urgent_ones() {
 /// It waits for what no holder gives: during its turn no request overtakes it, and afterwards the others go on.
 #[test]
 fn a_turn_that_brings_nothing_is_over_after_a_while() {
-    let mut harness = Harness::sampled(with_indexer(300));
+    let mut rig = Rig::sampled(with_indexer(300));
     // More than its least, which no request as urgent or less takes back.
-    harness.request("user", Class::Interactive, 50, 200, 0);
-    let lease = harness.granted();
-    harness.wanted("indexer");
-    harness.pass(3500);
-    harness.renew(&lease);
-    harness.pass(2800);
+    rig.request("user", Class::Interactive, 50, 200, 0);
+    let lease = rig.granted();
+    rig.wanted("indexer");
+    rig.pass(3500);
+    rig.renew(&lease);
+    rig.pass(2800);
     let aged = Decision::Admission(AdmissionDecision::Aged {
         tenant: "indexer".to_owned(),
         class: Class::Batch,
         waited: ms(6000),
         rank: Class::Interactive,
     });
-    assert!(
-        harness.decisions().any(|decision| *decision == aged),
-        "{:#?}",
-        harness.actions
-    );
-    harness.request("other", Class::Interactive, 100, 100, 2000);
-    assert_eq!(harness.try_answer(), None, "not before its turn is over");
-    harness.request("asr", Class::AudioRealtime, 50, 50, 0);
+    assert!(rig.decisions().any(|decision| *decision == aged), "{:#?}", rig.actions);
+    rig.request("other", Class::Interactive, 100, 100, 2000);
+    assert_eq!(rig.try_answer(), None, "not before its turn is over");
+    rig.request("asr", Class::AudioRealtime, 50, 50, 0);
     assert_eq!(
-        harness.granted().held,
+        rig.granted().held,
         mib(50),
         "audio does not wait for the turn of another"
     );
-    harness.pass(800);
-    assert_eq!(harness.granted().held, mib(100));
+    rig.pass(800);
+    assert_eq!(rig.granted().held, mib(100));
     let over = Decision::Admission(AdmissionDecision::TurnOver {
         tenant: "indexer".to_owned(),
         class: Class::Batch,
     });
-    assert!(harness.decisions().any(|decision| *decision == over));
+    assert!(rig.decisions().any(|decision| *decision == over));
 }
 
 /// A worker that is less urgent than the LLM, and does not fit beside what that has grown to.
 #[test]
 fn a_worker_in_its_turn_takes_from_the_engine_what_it_has_beyond_its_floor() {
-    let mut harness = Harness::with_engine_ready(with_indexer(100));
-    harness.request("user", Class::Interactive, 200, 200, 0);
-    harness.granted();
-    harness.wanted("indexer");
-    let lease = harness.lease("user").unwrap();
+    let mut rig = Rig::with_engine_ready(with_indexer(100));
+    rig.request("user", Class::Interactive, 200, 200, 0);
+    rig.granted();
+    rig.wanted("indexer");
+    let lease = rig.lease("user").unwrap();
     for _ in 0..5 {
-        harness.pass(1000);
-        assert_eq!(harness.plan_asked(), None, "not before its turn");
-        harness.renew(&lease);
+        rig.pass(1000);
+        assert_eq!(rig.plan_asked(), None, "not before its turn");
+        rig.renew(&lease);
     }
-    harness.pass(1000);
-    let before = harness.held("llm");
-    assert!(harness.engine_applies() < before);
-    assert!(harness.starts("indexer"), "{:#?}", harness.actions);
+    rig.pass(1000);
+    let before = rig.held("llm");
+    assert!(rig.engine_applies() < before);
+    assert!(rig.starts("indexer"), "{:#?}", rig.actions);
 }
 
 #[test]
 fn waiting_requests_are_served_by_class_and_then_by_arrival() {
-    let mut harness = Harness::sampled(params());
-    harness.request("big", Class::AudioRealtime, 400, 400, 0);
-    let big = harness.granted();
+    let mut rig = Rig::sampled(params());
+    rig.request("big", Class::AudioRealtime, 400, 400, 0);
+    let big = rig.granted();
     for (tenant, class) in [
         ("batch", Class::Batch),
         ("first", Class::Interactive),
         ("second", Class::Interactive),
         ("voice", Class::AudioRealtime),
     ] {
-        harness.request(tenant, class, 150, 150, 5000);
+        rig.request(tenant, class, 150, 150, 5000);
     }
-    harness.lost(&big);
-    let granted: Vec<String> = harness
+    rig.lost(&big);
+    let granted: Vec<String> = rig
         .actions
         .iter()
         .filter_map(|action| match action {
@@ -316,43 +301,43 @@ fn waiting_requests_are_served_by_class_and_then_by_arrival() {
         .collect();
     assert_eq!(granted, ["voice", "first"]);
     // 100 MiB are free, and the small one does not overtake.
-    harness.request("small", Class::Interactive, 50, 50, 5000);
-    assert_eq!(harness.try_answer(), None);
-    harness.request("urgent", Class::AudioRealtime, 50, 50, 0);
-    harness.granted();
+    rig.request("small", Class::Interactive, 50, 50, 5000);
+    assert_eq!(rig.try_answer(), None);
+    rig.request("urgent", Class::AudioRealtime, 50, 50, 0);
+    rig.granted();
 }
 
 #[test]
 fn the_same_request_id_books_once_and_other_content_is_refused() {
-    let mut harness = Harness::sampled(params());
+    let mut rig = Rig::sampled(params());
     let mut request = request("a", Class::Interactive, 100, 100, 0);
     request.request_id = "one".to_owned();
     let mut ids = Vec::new();
     for _ in 0..2 {
-        harness.ask(request.clone());
-        ids.push(harness.granted().id);
+        rig.ask(request.clone());
+        ids.push(rig.granted().id);
     }
     assert_eq!(ids[0], ids[1]);
-    assert_eq!(harness.snapshot().held, mib(100));
+    assert_eq!(rig.snapshot().held, mib(100));
     request.max = mib(200);
-    harness.ask(request);
-    assert!(matches!(harness.denial(), Denial::RequestIdReused { .. }));
+    rig.ask(request);
+    assert!(matches!(rig.denial(), Denial::RequestIdReused { .. }));
 }
 
 #[test]
 fn no_user_acts_on_the_lease_of_another() {
-    let mut harness = Harness::sampled(params());
-    harness.request("a", Class::Interactive, 100, 100, 0);
-    let a = harness.granted();
+    let mut rig = Rig::sampled(params());
+    rig.request("a", Class::Interactive, 100, 100, 0);
+    let a = rig.granted();
     let mut release = |uid, generation| {
-        let ticket = harness.ticket();
-        harness.tell(Event::LeaseReleased {
+        let ticket = rig.ticket();
+        rig.tell(Event::LeaseReleased {
             ticket,
             lease: a.id,
             generation,
             peer: peer(uid),
         });
-        harness.denial()
+        rig.denial()
     };
     let denial = release(1001, a.generation);
     assert!(matches!(denial, Denial::NotHolder { problem, .. } if problem == NotHolder::OwnedBy { uid: 1000 }));
@@ -365,36 +350,32 @@ fn no_user_acts_on_the_lease_of_another() {
             ..
         }
     ));
-    assert_eq!(harness.held("a"), mib(100));
+    assert_eq!(rig.held("a"), mib(100));
 }
 
 #[test]
 fn a_lease_grows_and_shrinks_by_the_wish_of_its_holder() {
-    let mut harness = Harness::sampled(params());
-    harness.wait(10).request("a", Class::Interactive, 100, 100, 0);
-    let a = harness.granted();
-    harness.measure("a", 100);
-    let resize = |harness: &mut Harness, min, max| {
-        harness.wait(10).resize(&a, min, max, 0);
+    let mut rig = Rig::sampled(params());
+    rig.wait(10).request("a", Class::Interactive, 100, 100, 0);
+    let a = rig.granted();
+    rig.measure("a", 100);
+    let resize = |rig: &mut Rig, min, max| {
+        rig.wait(10).resize(&a, min, max, 0);
     };
-    resize(&mut harness, 200, 300);
-    assert_eq!(harness.granted().held, mib(300));
-    resize(&mut harness, 500, 600);
-    assert!(matches!(harness.denial(), Denial::ExceedsBudget { .. }));
-    harness.wait(10).measure("a", 250);
-    resize(&mut harness, 50, 50);
-    assert_eq!(
-        harness.granted().held,
-        mib(300),
-        "a shrink is credited when it is measured"
-    );
-    harness.wait(10).measure("a", 50);
-    assert_eq!(harness.held("a"), mib(50));
+    resize(&mut rig, 200, 300);
+    assert_eq!(rig.granted().held, mib(300));
+    resize(&mut rig, 500, 600);
+    assert!(matches!(rig.denial(), Denial::ExceedsBudget { .. }));
+    rig.wait(10).measure("a", 250);
+    resize(&mut rig, 50, 50);
+    assert_eq!(rig.granted().held, mib(300), "a shrink is credited when it is measured");
+    rig.wait(10).measure("a", 50);
+    assert_eq!(rig.held("a"), mib(50));
 }
 
 #[test]
 fn figures_that_contradict_are_refused() {
-    let mut harness = Harness::sampled(params());
+    let mut rig = Rig::sampled(params());
     let invalid = |field, value, problem| Denial::invalid("a", field, &value, problem);
     for (min, max, denial) in [
         (0, 10, invalid("min", mib(0), Problem::Zero)),
@@ -409,49 +390,49 @@ fn figures_that_contradict_are_refused() {
             },
         ),
     ] {
-        harness.request("a", Class::Interactive, min, max, 0);
-        assert_eq!(harness.denial(), denial);
+        rig.request("a", Class::Interactive, min, max, 0);
+        assert_eq!(rig.denial(), denial);
     }
-    harness.request("llm", Class::Interactive, 1, 1, 0);
-    assert!(matches!(harness.denial(), Denial::Invalid { field, .. } if field == "tenant"));
+    rig.request("llm", Class::Interactive, 1, 1, 0);
+    assert!(matches!(rig.denial(), Denial::Invalid { field, .. } if field == "tenant"));
     let mut huge = request("a", Class::Interactive, 1, 1, 0);
     huge.max = Bytes::MAX;
-    harness.ask(huge);
-    assert_eq!(harness.granted().held, mib(400));
+    rig.ask(huge);
+    assert_eq!(rig.granted().held, mib(400));
 }
 
 #[test]
 fn nothing_is_granted_on_a_sample_that_is_too_old() {
-    let mut harness = Harness::new(params());
-    harness.arbiter = Arbiter::new(params()).unwrap();
-    harness.sample(0);
+    let mut rig = Rig::new(params());
+    rig.arbiter = Arbiter::new(params()).unwrap();
+    rig.sample(0);
     let limit = params().pressure.sample_age_max;
-    harness.now = harness.now + limit;
-    harness.request("a", Class::Interactive, 10, 10, 0);
-    harness.granted();
-    harness.wait(1).request("b", Class::Interactive, 10, 10, 0);
+    rig.now = rig.now + limit;
+    rig.request("a", Class::Interactive, 10, 10, 0);
+    rig.granted();
+    rig.wait(1).request("b", Class::Interactive, 10, 10, 0);
     let age = limit + ms(1);
     assert!(
-        matches!(harness.denial(), Denial::StaleSample { age: shown, .. } if shown == age),
+        matches!(rig.denial(), Denial::StaleSample { age: shown, .. } if shown == age),
         "{:#?}",
-        harness.actions
+        rig.actions
     );
     // One that waits is served with the next sample.
-    harness.request("c", Class::AudioRealtime, 10, 10, 5000);
-    assert_eq!(harness.try_answer(), None);
-    harness.wait(10).sample(10);
-    assert_eq!(harness.granted().held, mib(10));
+    rig.request("c", Class::AudioRealtime, 10, 10, 5000);
+    assert_eq!(rig.try_answer(), None);
+    rig.wait(10).sample(10);
+    assert_eq!(rig.granted().held, mib(10));
 }
 
 #[test]
 fn classes_that_can_wait_are_not_admitted_under_pressure() {
-    let mut harness = Harness::new(params());
-    harness.samples(360);
-    assert_eq!(harness.snapshot().level, PressureLevel::Elevated);
-    harness.request("a", Class::Batch, 1, 1, 0);
-    assert!(matches!(harness.denial(), Denial::PressureHigh { .. }));
-    harness.request("b", Class::AudioRealtime, 1, 1, 0);
-    harness.granted();
+    let mut rig = Rig::new(params());
+    rig.samples(360);
+    assert_eq!(rig.snapshot().level, PressureLevel::Elevated);
+    rig.request("a", Class::Batch, 1, 1, 0);
+    assert!(matches!(rig.denial(), Denial::PressureHigh { .. }));
+    rig.request("b", Class::AudioRealtime, 1, 1, 0);
+    rig.granted();
 }
 
 #[test]
@@ -459,97 +440,97 @@ fn the_queue_and_the_leases_of_a_user_have_a_bound() {
     let mut params = params();
     params.lease.queue_max = 3;
     params.lease.leases_per_uid = 3;
-    let mut harness = Harness::sampled(params);
-    harness.request("a", Class::Interactive, 400, 400, 0);
+    let mut rig = Rig::sampled(params);
+    rig.request("a", Class::Interactive, 400, 400, 0);
     for _ in 0..2 {
-        harness.request("b", Class::Interactive, 400, 400, 1000);
-        assert_eq!(harness.try_answer(), None);
+        rig.request("b", Class::Interactive, 400, 400, 1000);
+        assert_eq!(rig.try_answer(), None);
     }
-    harness.request("c", Class::Interactive, 1, 1, 1000);
-    assert!(matches!(harness.denial(), Denial::QuotaExceeded { what, .. } if what == Quota::LeasesOf { uid: 1000 }));
-    let ask = |harness: &mut Harness, uid| {
+    rig.request("c", Class::Interactive, 1, 1, 1000);
+    assert!(matches!(rig.denial(), Denial::QuotaExceeded { what, .. } if what == Quota::LeasesOf { uid: 1000 }));
+    let ask = |rig: &mut Rig, uid| {
         let mut other = request("c", Class::Interactive, 400, 400, 1000);
         other.peer = peer(uid);
-        harness.ask(other);
+        rig.ask(other);
     };
-    ask(&mut harness, 7);
-    assert_eq!(harness.try_answer(), None);
-    ask(&mut harness, 8);
-    assert!(matches!(harness.denial(), Denial::QuotaExceeded { what, .. } if what == Quota::Queue));
+    ask(&mut rig, 7);
+    assert_eq!(rig.try_answer(), None);
+    ask(&mut rig, 8);
+    assert!(matches!(rig.denial(), Denial::QuotaExceeded { what, .. } if what == Quota::Queue));
 }
 
 #[test]
 fn one_user_does_not_fill_the_queue_with_calls_to_grow_either() {
     let mut params = params();
     params.lease.queue_max = 4;
-    let mut harness = Harness::sampled(params);
-    harness.request("a", Class::Interactive, 300, 300, 0);
+    let mut rig = Rig::sampled(params);
+    rig.request("a", Class::Interactive, 300, 300, 0);
     let leases: Vec<LeaseView> = (0..3)
         .map(|number| {
-            harness.request(&format!("b{number}"), Class::Interactive, 10, 10, 0);
-            harness.granted()
+            rig.request(&format!("b{number}"), Class::Interactive, 10, 10, 0);
+            rig.granted()
         })
         .collect();
     for (number, lease) in leases.iter().enumerate() {
         // Asked again and again it is one call that waits.
         for again in 0..3 {
-            harness.resize(lease, 200, 200 + again, 5000);
+            rig.resize(lease, 200, 200 + again, 5000);
         }
         let waiting = u32::try_from(number).unwrap() + 1;
-        assert_eq!(harness.snapshot().waiting, waiting.min(2));
+        assert_eq!(rig.snapshot().waiting, waiting.min(2));
     }
     let share = Quota::QueueOf { uid: 1000 };
-    assert!(matches!(harness.denial(), Denial::QuotaExceeded { what, limit: 2, .. } if what == share));
+    assert!(matches!(rig.denial(), Denial::QuotaExceeded { what, limit: 2, .. } if what == share));
     let mut other = request("c", Class::Interactive, 200, 200, 1000);
     other.peer = peer(7);
-    harness.ask(other);
-    assert_eq!((harness.try_answer(), harness.snapshot().waiting), (None, 3));
+    rig.ask(other);
+    assert_eq!((rig.try_answer(), rig.snapshot().waiting), (None, 3));
 }
 
 #[test]
 fn draining_answers_all_that_wait() {
-    let mut harness = Harness::sampled(params());
-    harness.request("a", Class::Interactive, 400, 400, 0);
-    harness.request("b", Class::Interactive, 400, 400, 1000);
-    harness.tell(Event::DrainRequested);
-    assert!(matches!(harness.denial(), Denial::Draining { .. }));
-    harness.request("c", Class::Interactive, 1, 1, 1000);
-    assert!(matches!(harness.denial(), Denial::Draining { .. }));
+    let mut rig = Rig::sampled(params());
+    rig.request("a", Class::Interactive, 400, 400, 0);
+    rig.request("b", Class::Interactive, 400, 400, 1000);
+    rig.tell(Event::DrainRequested);
+    assert!(matches!(rig.denial(), Denial::Draining { .. }));
+    rig.request("c", Class::Interactive, 1, 1, 1000);
+    assert!(matches!(rig.denial(), Denial::Draining { .. }));
 }
 
 #[test]
 fn a_drain_that_is_cancelled_admits_requests_again() {
-    let mut harness = Harness::sampled(params());
-    harness.tell(Event::DrainRequested);
-    harness.tell(Event::DrainCancelled);
-    assert!(!harness.snapshot().draining);
-    harness.request("a", Class::Interactive, 1, 1, 1000);
-    assert!(matches!(harness.answer(), Answer::Lease { .. }));
+    let mut rig = Rig::sampled(params());
+    rig.tell(Event::DrainRequested);
+    rig.tell(Event::DrainCancelled);
+    assert!(!rig.snapshot().draining);
+    rig.request("a", Class::Interactive, 1, 1, 1000);
+    assert!(matches!(rig.answer(), Answer::Lease { .. }));
 }
 
 #[test]
 fn an_operator_has_a_model_read_again_unless_it_is_loaded() {
-    let inspects = |harness: &Harness| harness.actions.contains(&Action::InspectModel);
-    let mut harness = Harness::with_engine_ready(params());
-    harness.load();
-    assert!(!inspects(&harness) && matches!(harness.answer(), Answer::Done { .. }));
-    harness.engine_fails(None);
-    harness.load();
-    assert!(inspects(&harness));
+    let inspects = |rig: &Rig| rig.actions.contains(&Action::InspectModel);
+    let mut rig = Rig::with_engine_ready(params());
+    rig.load();
+    assert!(!inspects(&rig) && matches!(rig.answer(), Answer::Done { .. }));
+    rig.engine_fails(None);
+    rig.load();
+    assert!(inspects(&rig));
 }
 
 #[test]
 fn validation_books_nothing() {
-    let mut harness = Harness::with_engine_ready(params());
+    let mut rig = Rig::with_engine_ready(params());
     let mut request = request("a", Class::AudioRealtime, 300, 300, 0);
     request.validate_only = true;
-    harness.ask(request);
+    rig.ask(request);
     assert_eq!(
-        harness.answer(),
+        rig.answer(),
         Answer::WouldGrant {
             bytes: mib(300),
             after_shedding: mib(32)
         }
     );
-    assert_eq!(harness.plan_asked(), None);
+    assert_eq!(rig.plan_asked(), None);
 }

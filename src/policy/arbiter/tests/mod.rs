@@ -1,9 +1,9 @@
 //! Scenarios of the arbiter: events in, actions and snapshots out.
 
-/// Whether the last call decided something of this form: `decided!(harness, Engine(EngineDecision::Unconfirmed))`.
+/// Whether the last call decided something of this form: `decided!(rig, Engine(EngineDecision::Unconfirmed))`.
 macro_rules! decided {
-    ($harness:expr, $machine:ident($decision:pat) $(if $guard:expr)?) => {
-        $harness
+    ($rig:expr, $machine:ident($decision:pat) $(if $guard:expr)?) => {
+        $rig
             .decisions()
             .any(|decision| matches!(decision, Decision::$machine($decision) $(if $guard)?))
     };
@@ -11,8 +11,8 @@ macro_rules! decided {
 
 /// Whether the last call wants something of this form done.
 macro_rules! acts {
-    ($harness:expr, $($action:tt)+) => {
-        $harness.actions.iter().any(|action| matches!(action, $($action)+))
+    ($rig:expr, $($action:tt)+) => {
+        $rig.actions.iter().any(|action| matches!(action, $($action)+))
     };
 }
 
@@ -114,14 +114,14 @@ pub(super) fn activity(requests: u32, kv: KvUse) -> Event {
 }
 
 /// An arbiter, a clock, and what it did last.
-pub(super) struct Harness {
+pub(super) struct Rig {
     pub(super) arbiter: Arbiter,
     pub(super) now: Timestamp,
     pub(super) actions: Vec<Action>,
     tickets: u64,
 }
 
-impl Harness {
+impl Rig {
     /// Samples are given where a scenario needs them, so that none is too old for that.
     pub(super) fn new(mut params: Params) -> Self {
         params.pressure.sample_age_max = Duration::from_secs(3600);
@@ -140,18 +140,18 @@ impl Harness {
 
     /// The same, with settings for the engine.
     pub(super) fn with_engine_ready_in(params: Params) -> Self {
-        let mut harness = Self::new(params);
-        harness.sample(0);
-        harness.tell(Event::EngineInspected { shape: shape() });
-        harness.engine_applies();
-        harness
+        let mut rig = Self::new(params);
+        rig.sample(0);
+        rig.tell(Event::EngineInspected { shape: shape() });
+        rig.engine_applies();
+        rig
     }
 
     /// The same without an engine, and read once.
     pub(super) fn sampled(params: Params) -> Self {
-        let mut harness = Self::new(params);
-        harness.sample(0);
-        harness
+        let mut rig = Self::new(params);
+        rig.sample(0);
+        rig
     }
 
     pub(super) fn with_workers(workers: Vec<WorkerParams>) -> Self {

@@ -22,55 +22,55 @@ fn sleepy(name: &str, mib_held: u64) -> WorkerParams {
     }
 }
 
-fn state(harness: &Harness, name: &str) -> (WorkerState, Option<Rest>) {
-    let view = harness.worker(name);
+fn state(rig: &Rig, name: &str) -> (WorkerState, Option<Rest>) {
+    let view = rig.worker(name);
     (view.state, view.rest)
 }
 
-/// A harness with one worker that is ready.
-fn with_ready(worker: WorkerParams, used_mib: u64) -> Harness {
+/// A rig with one worker that is ready.
+fn with_ready(worker: WorkerParams, used_mib: u64) -> Rig {
     let name = worker.name.clone();
-    let mut harness = Harness::with_workers(vec![worker]);
-    harness.ready(&name, used_mib);
-    harness
+    let mut rig = Rig::with_workers(vec![worker]);
+    rig.ready(&name, used_mib);
+    rig
 }
 
 #[test]
 fn a_worker_without_work_is_stopped_and_the_next_request_wakes_it() {
-    let mut harness = with_ready(sleepy("tts", 100), 90);
-    harness.pass(59_000);
-    assert!(!harness.stops("tts"));
-    harness.pass(2000);
-    assert!(harness.stops("tts"), "{:#?}", harness.actions);
-    harness.wait(10).exits("tts", true, "exit code 0");
-    assert_eq!(state(&harness, "tts"), (Stopped, Some(Rest::Idle)));
-    assert_eq!(harness.held("tts"), Bytes::ZERO);
-    harness.pass(600_000);
-    assert!(!harness.starts("tts"), "it sleeps until a request needs it");
+    let mut rig = with_ready(sleepy("tts", 100), 90);
+    rig.pass(59_000);
+    assert!(!rig.stops("tts"));
+    rig.pass(2000);
+    assert!(rig.stops("tts"), "{:#?}", rig.actions);
+    rig.wait(10).exits("tts", true, "exit code 0");
+    assert_eq!(state(&rig, "tts"), (Stopped, Some(Rest::Idle)));
+    assert_eq!(rig.held("tts"), Bytes::ZERO);
+    rig.pass(600_000);
+    assert!(!rig.starts("tts"), "it sleeps until a request needs it");
 
     // Its memory is kept for it against tenants that are as urgent: 400 of budget, 100 kept.
-    harness.request("other", Class::AudioRealtime, 301, 301, 0);
-    assert!(matches!(harness.denial(), Denial::InsufficientMemory { free, .. } if free == mib(300)));
-    harness.wait(1).wanted("tts");
-    assert!(harness.starts("tts"), "{:#?}", harness.actions);
-    assert_eq!(harness.held("tts"), mib(100));
+    rig.request("other", Class::AudioRealtime, 301, 301, 0);
+    assert!(matches!(rig.denial(), Denial::InsufficientMemory { free, .. } if free == mib(300)));
+    rig.wait(1).wanted("tts");
+    assert!(rig.starts("tts"), "{:#?}", rig.actions);
+    assert_eq!(rig.held("tts"), mib(100));
 }
 
 #[test]
 fn work_puts_off_the_sleep_and_a_request_in_the_last_moment_ends_the_winding_up() {
-    let mut harness = with_ready(sleepy("tts", 100), 90);
-    harness.busy("tts", 1);
-    harness.pass(100_000);
-    assert!(!harness.stops("tts"), "it works");
-    harness.busy("tts", 0);
-    harness.pass(59_990);
-    assert!(!harness.worker("tts").winding_up);
-    harness.pass(10);
-    assert!(harness.worker("tts").winding_up, "APIs send it nothing new");
-    harness.busy("tts", 1);
-    assert!(!harness.worker("tts").winding_up, "one was on its way");
-    harness.pass(1000);
-    assert_eq!(state(&harness, "tts"), (Ready, None));
+    let mut rig = with_ready(sleepy("tts", 100), 90);
+    rig.busy("tts", 1);
+    rig.pass(100_000);
+    assert!(!rig.stops("tts"), "it works");
+    rig.busy("tts", 0);
+    rig.pass(59_990);
+    assert!(!rig.worker("tts").winding_up);
+    rig.pass(10);
+    assert!(rig.worker("tts").winding_up, "APIs send it nothing new");
+    rig.busy("tts", 1);
+    assert!(!rig.worker("tts").winding_up, "one was on its way");
+    rig.pass(1000);
+    assert_eq!(state(&rig, "tts"), (Ready, None));
 }
 
 #[test]
@@ -78,24 +78,24 @@ fn the_engine_grows_into_the_space_of_one_that_sleeps_and_gives_it_back_when_it_
     let mut settings = with_engine(params());
     settings.budget.total = mib(252);
     settings.workers = vec![sleepy("tts", 150)];
-    let mut harness = Harness::sampled(settings);
-    harness.tell(Event::EngineInspected { shape: shape() });
-    let small = harness.engine_applies();
-    harness.ready("tts", 150);
-    harness.pass(61_000);
-    harness.wait(10).exits("tts", true, "exit code 0");
-    let used = harness.held("llm").whole_mib();
-    harness.wait(10).sample(used);
-    harness.wait(5000).sample(used);
-    let full = harness.engine_applies();
+    let mut rig = Rig::sampled(settings);
+    rig.tell(Event::EngineInspected { shape: shape() });
+    let small = rig.engine_applies();
+    rig.ready("tts", 150);
+    rig.pass(61_000);
+    rig.wait(10).exits("tts", true, "exit code 0");
+    let used = rig.held("llm").whole_mib();
+    rig.wait(10).sample(used);
+    rig.wait(5000).sample(used);
+    let full = rig.engine_applies();
     assert!(full > small, "{full} is not above {small}");
 
-    harness.wait(10).sample(full.whole_mib());
-    harness.wait(1).wanted("tts");
-    assert_eq!(harness.worker("tts").state, AwaitingMemory);
-    harness.engine_applies();
-    assert_eq!(harness.worker("tts").state, Starting, "with its memory");
-    assert_eq!(harness.held("tts"), mib(150));
+    rig.wait(10).sample(full.whole_mib());
+    rig.wait(1).wanted("tts");
+    assert_eq!(rig.worker("tts").state, AwaitingMemory);
+    rig.engine_applies();
+    assert_eq!(rig.worker("tts").state, Starting, "with its memory");
+    assert_eq!(rig.held("tts"), mib(150));
 }
 
 fn in_two_sizes() -> WorkerParams {
@@ -114,15 +114,15 @@ fn in_two_sizes() -> WorkerParams {
     }
 }
 
-fn resized_to(harness: &Harness) -> Option<String> {
-    harness.actions.iter().find_map(|action| match action {
+fn resized_to(rig: &Rig) -> Option<String> {
+    rig.actions.iter().find_map(|action| match action {
         Action::ResizeWorker { variant, .. } => Some(variant.clone()),
         _ => None,
     })
 }
 
-fn resizes(harness: &mut Harness, variant: &str, used_mib: u64) {
-    harness.wait(10).tell(Event::WorkerResized {
+fn resizes(rig: &mut Rig, variant: &str, used_mib: u64) {
+    rig.wait(10).tell(Event::WorkerResized {
         worker: "asr".to_owned(),
         variant: variant.to_owned(),
         used: Some(mib(used_mib)),
@@ -132,44 +132,44 @@ fn resizes(harness: &mut Harness, variant: &str, used_mib: u64) {
 
 #[test]
 fn a_worker_without_work_takes_its_smallest_variant_and_leaves_it_with_the_next_request() {
-    let mut harness = with_ready(in_two_sizes(), 100);
-    harness.pass(10_000);
-    assert_eq!(resized_to(&harness).as_deref(), Some("grammar"));
-    resizes(&mut harness, "grammar", 40);
-    assert_eq!(harness.held("asr"), mib(40));
-    harness.pass(60_000);
-    assert_eq!(resized_to(&harness), None, "once is enough");
-    harness.busy("asr", 1);
-    assert_eq!(resized_to(&harness).as_deref(), Some("open"));
-    assert_eq!(harness.held("asr"), mib(100), "booked before it grows");
-    resizes(&mut harness, "open", 100);
-    harness.busy("asr", 0);
-    harness.pass(10_000);
-    assert_eq!(resized_to(&harness).as_deref(), Some("grammar"), "and again");
+    let mut rig = with_ready(in_two_sizes(), 100);
+    rig.pass(10_000);
+    assert_eq!(resized_to(&rig).as_deref(), Some("grammar"));
+    resizes(&mut rig, "grammar", 40);
+    assert_eq!(rig.held("asr"), mib(40));
+    rig.pass(60_000);
+    assert_eq!(resized_to(&rig), None, "once is enough");
+    rig.busy("asr", 1);
+    assert_eq!(resized_to(&rig).as_deref(), Some("open"));
+    assert_eq!(rig.held("asr"), mib(100), "booked before it grows");
+    resizes(&mut rig, "open", 100);
+    rig.busy("asr", 0);
+    rig.pass(10_000);
+    assert_eq!(resized_to(&rig).as_deref(), Some("grammar"), "and again");
 }
 
 #[test]
 fn a_worker_that_cannot_become_smaller_is_not_asked_again_until_it_has_worked() {
-    let mut harness = with_ready(in_two_sizes(), 100);
-    harness.pass(10_000);
-    harness.wait(10).tell(Event::WorkerResized {
+    let mut rig = with_ready(in_two_sizes(), 100);
+    rig.pass(10_000);
+    rig.wait(10).tell(Event::WorkerResized {
         worker: "asr".to_owned(),
         variant: "open".to_owned(),
         used: Some(mib(100)),
         error: Some("no grammar".to_owned()),
     });
-    harness.pass(60_000);
-    assert_eq!(resized_to(&harness), None);
-    harness.busy("asr", 1);
-    assert_eq!(resized_to(&harness), None, "there is no size to go back to");
-    harness.busy("asr", 0);
-    harness.pass(10_000);
-    assert_eq!(resized_to(&harness).as_deref(), Some("grammar"));
+    rig.pass(60_000);
+    assert_eq!(resized_to(&rig), None);
+    rig.busy("asr", 1);
+    assert_eq!(resized_to(&rig), None, "there is no size to go back to");
+    rig.busy("asr", 0);
+    rig.pass(10_000);
+    assert_eq!(resized_to(&rig).as_deref(), Some("grammar"));
 }
 
 #[test]
 fn a_worker_that_outgrows_its_bounds_ends_its_work_and_is_restarted_before_any_other_holder() {
-    let mut harness = with_ready(
+    let mut rig = with_ready(
         WorkerParams {
             peak: mib(120),
             rest: recycled_above(150),
@@ -177,51 +177,51 @@ fn a_worker_that_outgrows_its_bounds_ends_its_work_and_is_restarted_before_any_o
         },
         100,
     );
-    harness.busy("detector", 1);
-    harness.wait(100).measure("detector", 149);
-    assert!(!harness.worker("detector").winding_up, "within its bounds");
-    harness.wait(100).measure("detector", 151);
-    harness.wait(1000).measure("detector", 151);
-    assert!(harness.worker("detector").winding_up);
+    rig.busy("detector", 1);
+    rig.wait(100).measure("detector", 149);
+    assert!(!rig.worker("detector").winding_up, "within its bounds");
+    rig.wait(100).measure("detector", 151);
+    rig.wait(1000).measure("detector", 151);
+    assert!(rig.worker("detector").winding_up);
     let outgrown = Decision::from(WorkerDecision::Outgrown {
         worker: "detector".to_owned(),
         used: mib(151),
         above: mib(150),
-        held: harness.held("detector"),
+        held: rig.held("detector"),
         requests: 1,
     });
     assert!(
-        harness.decisions().any(|decision| *decision == outgrown),
+        rig.decisions().any(|decision| *decision == outgrown),
         "{:#?}",
-        harness.actions
+        rig.actions
     );
-    harness.pass(5000);
-    assert!(!harness.stops("detector"), "it ends its request first");
+    rig.pass(5000);
+    assert!(!rig.stops("detector"), "it ends its request first");
 
     // A request waits for all that there is: the worker's own memory is not theirs.
-    harness.request("other", Class::AudioRealtime, 320, 320, 60_000);
-    harness.busy("detector", 0);
-    assert!(harness.stops("detector"));
-    harness.wait(10).exits("detector", true, "exit code 0");
-    assert!(harness.starts("detector"), "{:#?}", harness.actions);
-    assert_eq!(harness.held("detector"), mib(120));
-    assert_eq!(harness.worker("detector").failures, 0, "that was no failure");
+    rig.request("other", Class::AudioRealtime, 320, 320, 60_000);
+    rig.busy("detector", 0);
+    assert!(rig.stops("detector"));
+    rig.wait(10).exits("detector", true, "exit code 0");
+    assert!(rig.starts("detector"), "{:#?}", rig.actions);
+    assert_eq!(rig.held("detector"), mib(120));
+    assert_eq!(rig.worker("detector").failures, 0, "that was no failure");
 
     // Outgrown again at once: not again before it has run for a while.
-    harness.ready("detector", 151);
+    rig.ready("detector", 151);
     for _ in 0..50 {
-        harness.wait(1000).measure("detector", 151);
+        rig.wait(1000).measure("detector", 151);
     }
-    assert!(!harness.worker("detector").winding_up);
+    assert!(!rig.worker("detector").winding_up);
     for _ in 0..80 {
-        harness.wait(1000).measure("detector", 151);
+        rig.wait(1000).measure("detector", 151);
     }
-    assert_eq!(harness.worker("detector").state, Stopping);
+    assert_eq!(rig.worker("detector").state, Stopping);
 }
 
 #[test]
 fn what_a_worker_has_grown_to_is_learned_when_it_goes_on_with_it_and_not_when_it_ends_for_it() {
-    let mut harness = with_ready(
+    let mut rig = with_ready(
         WorkerParams {
             peak: mib(120),
             rest: recycled_above(120),
@@ -229,43 +229,43 @@ fn what_a_worker_has_grown_to_is_learned_when_it_goes_on_with_it_and_not_when_it
         },
         100,
     );
-    let learned = |harness: &Harness| {
-        let peaks = harness.snapshot().peaks;
+    let learned = |rig: &Rig| {
+        let peaks = rig.snapshot().peaks;
         peaks.of("detector", None).map(|peak| peak.bytes)
     };
-    let uses = |harness: &mut Harness, used: u64, peak: u64| {
-        harness.wait(100).peak("detector", peak);
-        harness.measure("detector", used);
+    let uses = |rig: &mut Rig, used: u64, peak: u64| {
+        rig.wait(100).peak("detector", peak);
+        rig.measure("detector", used);
     };
     // What its start took is learned at once, however much it was.
-    uses(&mut harness, 100, 130);
-    assert_eq!(learned(&harness), Some(mib(130)));
+    uses(&mut rig, 100, 130);
+    assert_eq!(learned(&rig), Some(mib(130)));
     // What it gave back by itself was a need of its work.
-    uses(&mut harness, 105, 150);
-    assert_eq!(learned(&harness), Some(mib(150)));
+    uses(&mut rig, 105, 150);
+    assert_eq!(learned(&rig), Some(mib(150)));
     // What it keeps is what it ends for, and the next start is by what was known before.
     for _ in 0..4 {
-        uses(&mut harness, 300, 310);
+        uses(&mut rig, 300, 310);
     }
-    assert!(harness.worker("detector").winding_up);
-    harness.pass(100);
-    assert_eq!(learned(&harness), Some(mib(150)));
-    harness.wait(10).exits("detector", true, "exit code 0");
-    assert!(harness.starts("detector"), "{:#?}", harness.actions);
-    assert_eq!(harness.held("detector"), mib(165), "1.1 times 150");
+    assert!(rig.worker("detector").winding_up);
+    rig.pass(100);
+    assert_eq!(learned(&rig), Some(mib(150)));
+    rig.wait(10).exits("detector", true, "exit code 0");
+    assert!(rig.starts("detector"), "{:#?}", rig.actions);
+    assert_eq!(rig.held("detector"), mib(165), "1.1 times 150");
     // Grown to the same at once, it is not ended for it again: it is as large as that.
-    harness.ready("detector", 100);
-    uses(&mut harness, 100, 110);
+    rig.ready("detector", 100);
+    uses(&mut rig, 100, 110);
     for _ in 0..4 {
-        uses(&mut harness, 300, 310);
+        uses(&mut rig, 300, 310);
     }
-    assert!(!harness.worker("detector").winding_up);
-    assert_eq!(learned(&harness), Some(mib(310)));
+    assert!(!rig.worker("detector").winding_up);
+    assert_eq!(learned(&rig), Some(mib(310)));
 }
 
 #[test]
 fn a_worker_that_was_to_be_restarted_is_even_if_its_memory_is_taken_first() {
-    let mut harness = with_ready(
+    let mut rig = with_ready(
         WorkerParams {
             class: Class::Batch,
             peak: mib(120),
@@ -274,12 +274,12 @@ fn a_worker_that_was_to_be_restarted_is_even_if_its_memory_is_taken_first() {
         },
         100,
     );
-    harness.wait(10).measure("detector", 340);
-    harness.wait(1000).measure("detector", 340);
-    assert!(harness.worker("detector").winding_up);
-    harness.samples(395);
-    assert_eq!(harness.snapshot().level, PressureLevel::Critical);
-    assert!(harness.stops("detector"), "{:#?}", harness.actions);
+    rig.wait(10).measure("detector", 340);
+    rig.wait(1000).measure("detector", 340);
+    assert!(rig.worker("detector").winding_up);
+    rig.samples(395);
+    assert_eq!(rig.snapshot().level, PressureLevel::Critical);
+    assert!(rig.stops("detector"), "{:#?}", rig.actions);
     let by_shed = |action: &Action| {
         matches!(
             action,
@@ -289,51 +289,51 @@ fn a_worker_that_was_to_be_restarted_is_even_if_its_memory_is_taken_first() {
             }
         )
     };
-    assert!(harness.actions.iter().any(by_shed), "before it had wound up");
-    harness.wait(10).exits("detector", true, "SIGTERM");
+    assert!(rig.actions.iter().any(by_shed), "before it had wound up");
+    rig.wait(10).exits("detector", true, "SIGTERM");
     // By the 340 MiB that it had grown to, it would not come back beside another holder.
-    assert!(harness.starts("detector"), "{:#?}", harness.actions);
-    assert_eq!(state(&harness, "detector"), (Starting, None));
+    assert!(rig.starts("detector"), "{:#?}", rig.actions);
+    assert_eq!(state(&rig, "detector"), (Starting, None));
 }
 
 #[test]
 fn work_that_does_not_end_does_not_keep_a_worker_that_has_outgrown_its_bounds() {
-    let mut harness = with_ready(
+    let mut rig = with_ready(
         WorkerParams {
             rest: recycled_above(150),
             ..worker("detector", 100)
         },
         100,
     );
-    harness.busy("detector", 1);
-    harness.wait(10).measure("detector", 300);
-    harness.wait(1000).measure("detector", 300);
-    harness.pass(29_000);
-    assert!(!harness.stops("detector"));
-    harness.pass(1000);
-    assert!(harness.stops("detector"));
+    rig.busy("detector", 1);
+    rig.wait(10).measure("detector", 300);
+    rig.wait(1000).measure("detector", 300);
+    rig.pass(29_000);
+    assert!(!rig.stops("detector"));
+    rig.pass(1000);
+    assert!(rig.stops("detector"));
 }
 
 #[test]
 fn no_request_starts_what_an_operator_has_stopped() {
-    let mut harness = with_ready(sleepy("tts", 100), 90);
-    harness.command("tts", WorkerCommand::Stop);
-    harness.wait(10).exits("tts", true, "exit code 0");
-    assert_eq!(state(&harness, "tts"), (Stopped, Some(Rest::Operator)));
-    harness.wait(1).wanted("tts");
-    assert!(!harness.starts("tts"));
-    harness.command("tts", WorkerCommand::Start);
-    assert!(harness.starts("tts"));
-    assert_eq!(state(&harness, "tts"), (Starting, None));
+    let mut rig = with_ready(sleepy("tts", 100), 90);
+    rig.command("tts", WorkerCommand::Stop);
+    rig.wait(10).exits("tts", true, "exit code 0");
+    assert_eq!(state(&rig, "tts"), (Stopped, Some(Rest::Operator)));
+    rig.wait(1).wanted("tts");
+    assert!(!rig.starts("tts"));
+    rig.command("tts", WorkerCommand::Start);
+    assert!(rig.starts("tts"));
+    assert_eq!(state(&rig, "tts"), (Starting, None));
 }
 
 #[test]
 fn a_worker_that_is_not_started_by_itself_is_started_by_the_first_request() {
-    let mut harness = Harness::with_workers(vec![by_hand("tts", 100)]);
-    harness.pass(10_000);
-    assert!(!harness.starts("tts"));
-    harness.wait(1).wanted("tts");
-    assert!(harness.starts("tts"));
+    let mut rig = Rig::with_workers(vec![by_hand("tts", 100)]);
+    rig.pass(10_000);
+    assert!(!rig.starts("tts"));
+    rig.wait(1).wanted("tts");
+    assert!(rig.starts("tts"));
 }
 
 #[test]
@@ -347,18 +347,18 @@ fn workers_wait_for_those_they_come_after_and_for_nobody_who_has_given_up() {
         ..worker(name, 30)
     };
     settings.workers = vec![after("a", &["c"]), after("b", &["a"]), after("c", &[])];
-    let mut harness = Harness::sampled(settings);
-    assert!(harness.starts("c") && !harness.starts("a"));
+    let mut rig = Rig::sampled(settings);
+    assert!(rig.starts("c") && !rig.starts("a"));
     // One that fails has been given up as far as order goes.
-    harness.wait(10).exits("c", false, "exit code 3");
-    assert!(harness.starts("a") && !harness.starts("b"));
-    harness.ready("a", 30);
-    assert!(harness.starts("b"));
+    rig.wait(10).exits("c", false, "exit code 3");
+    assert!(rig.starts("a") && !rig.starts("b"));
+    rig.ready("a", 30);
+    assert!(rig.starts("b"));
 }
 
 #[test]
 fn a_worker_that_asks_for_itself_takes_over_what_was_booked_for_it() {
-    let mut harness = with_ready(
+    let mut rig = with_ready(
         WorkerParams {
             own_lease: true,
             peak: mib(250),
@@ -366,19 +366,19 @@ fn a_worker_that_asks_for_itself_takes_over_what_was_booked_for_it() {
         },
         200,
     );
-    assert_eq!(harness.held("vision"), mib(250), "its peak until it has asked");
+    assert_eq!(rig.held("vision"), mib(250), "its peak until it has asked");
     // 150 are free beside it, so 300 only fit as it takes over its own.
-    harness.request("vision", Class::Interactive, 300, 300, 0);
-    let lease = harness.granted();
+    rig.request("vision", Class::Interactive, 300, 300, 0);
+    let lease = rig.granted();
     assert_eq!(lease.held, mib(300));
-    assert_eq!(harness.snapshot().held, mib(300), "nothing is booked twice");
-    harness.wait(100).measure("vision", 280);
-    assert_eq!(harness.snapshot().unaccounted, Bytes::ZERO);
+    assert_eq!(rig.snapshot().held, mib(300), "nothing is booked twice");
+    rig.wait(100).measure("vision", 280);
+    assert_eq!(rig.snapshot().unaccounted, Bytes::ZERO);
     // Its name is not granted to another holder.
-    harness.wait(10).exits("vision", false, "exit code 1");
-    harness.wait(10).lost(&lease);
-    harness.request("vision", Class::Interactive, 10, 10, 0);
-    assert!(matches!(harness.denial(), Denial::Invalid { .. }), "it does not run");
+    rig.wait(10).exits("vision", false, "exit code 1");
+    rig.wait(10).lost(&lease);
+    rig.request("vision", Class::Interactive, 10, 10, 0);
+    assert!(matches!(rig.denial(), Denial::Invalid { .. }), "it does not run");
 }
 
 /// Run 1 and 2 of a board with 15 656 MiB: TTS and ASR are started before the LLM, or after it. Either way every peak is
@@ -407,23 +407,23 @@ fn orin_nx_v080_ends_well_in_either_order() {
                 ..worker("asr", 60)
             },
         ];
-        let mut harness = Harness::new(settings);
-        let first = harness.tell(Event::EngineInspected { shape: shape() }).to_vec();
-        harness.sample(0);
-        harness.actions.splice(0..0, first);
+        let mut rig = Rig::new(settings);
+        let first = rig.tell(Event::EngineInspected { shape: shape() }).to_vec();
+        rig.sample(0);
+        rig.actions.splice(0..0, first);
         let mut order = Vec::new();
         let mut used = 0;
         for _ in 0..40 {
-            if harness.starts("tts") || harness.starts("asr") {
-                let name = if harness.starts("tts") { "tts" } else { "asr" };
+            if rig.starts("tts") || rig.starts("asr") {
+                let name = if rig.starts("tts") { "tts" } else { "asr" };
                 order.push(name);
                 used += if name == "tts" { 34 } else { 60 };
-                harness.ready(name, if name == "tts" { 34 } else { 60 });
-            } else if harness.plan_asked().is_some() && harness.snapshot().engine.state == EngineState::Loading {
+                rig.ready(name, if name == "tts" { 34 } else { 60 });
+            } else if rig.plan_asked().is_some() && rig.snapshot().engine.state == EngineState::Loading {
                 order.push("llm");
-                used += harness.engine_applies().whole_mib();
+                used += rig.engine_applies().whole_mib();
             } else {
-                harness.wait(100).sample(used);
+                rig.wait(100).sample(used);
             }
         }
         let expected = if speech_first {
@@ -432,15 +432,10 @@ fn orin_nx_v080_ends_well_in_either_order() {
             ["llm", "tts", "asr"]
         };
         assert_eq!(order, expected);
-        assert!(["tts", "asr"].iter().all(|name| harness.worker(name).state == Ready));
-        assert_eq!(harness.snapshot().engine.state, EngineState::Ready);
+        assert!(["tts", "asr"].iter().all(|name| rig.worker(name).state == Ready));
+        assert_eq!(rig.snapshot().engine.state, EngineState::Ready);
         assert_eq!(
-            harness
-                .snapshot()
-                .workers
-                .iter()
-                .map(|worker| worker.failures)
-                .sum::<u32>(),
+            rig.snapshot().workers.iter().map(|worker| worker.failures).sum::<u32>(),
             0
         );
     }
@@ -455,39 +450,39 @@ fn zoe_outage_starts_the_llm_first_and_then_the_voice() {
         rest: recycled_above(200),
         ..worker("tts", 150)
     }];
-    let mut harness = Harness::sampled(settings);
-    harness.tell(Event::EngineInspected { shape: shape() });
-    harness.engine_applies();
-    harness.ready("tts", 150);
+    let mut rig = Rig::sampled(settings);
+    rig.tell(Event::EngineInspected { shape: shape() });
+    rig.engine_applies();
+    rig.ready("tts", 150);
     // It grows to 360 of 400 while the LLM is gone, and keeps that.
-    harness.wait(10).engine_fails(None);
-    harness.wait(10).measure("tts", 360);
-    harness.samples(360);
-    harness.wait(600).measure("tts", 360);
-    harness.sample(360);
-    assert!(harness.worker("tts").winding_up, "what it keeps is not its own");
-    harness.pass(100);
-    assert!(harness.stops("tts"));
-    harness.wait(10).exits("tts", true, "exit code 0");
+    rig.wait(10).engine_fails(None);
+    rig.wait(10).measure("tts", 360);
+    rig.samples(360);
+    rig.wait(600).measure("tts", 360);
+    rig.sample(360);
+    assert!(rig.worker("tts").winding_up, "what it keeps is not its own");
+    rig.pass(100);
+    assert!(rig.stops("tts"));
+    rig.wait(10).exits("tts", true, "exit code 0");
     let mut order = Vec::new();
     for _ in 0..200 {
-        if harness.plan_asked().is_some() {
+        if rig.plan_asked().is_some() {
             order.push("llm");
-            harness.engine_applies();
-        } else if harness.starts("tts") {
+            rig.engine_applies();
+        } else if rig.starts("tts") {
             order.push("tts");
-            harness.ready("tts", 150);
+            rig.ready("tts", 150);
         } else {
-            let used = harness.snapshot().held.whole_mib();
-            harness.wait(100).samples(used);
+            let used = rig.snapshot().held.whole_mib();
+            rig.wait(100).samples(used);
         }
-        if order.len() >= 2 && harness.worker("tts").state == Ready {
+        if order.len() >= 2 && rig.worker("tts").state == Ready {
             break;
         }
     }
-    assert_eq!(harness.worker("tts").state, Ready, "{order:?}");
-    assert_eq!(harness.snapshot().engine.state, EngineState::Ready, "{order:?}");
-    assert_eq!(harness.worker("tts").failures, 0);
+    assert_eq!(rig.worker("tts").state, Ready, "{order:?}");
+    assert_eq!(rig.snapshot().engine.state, EngineState::Ready, "{order:?}");
+    assert_eq!(rig.worker("tts").failures, 0);
 }
 
 /// A reload needs 6.3 GB and a neighbour has taken a part of it for a while: nothing is started into a hole that is too
@@ -501,17 +496,17 @@ fn zoe_crashloop_has_one_failed_start_at_the_most() {
         peak: mib(6930),
         ..worker("llama-server", 6300)
     }];
-    let mut harness = Harness::new(settings);
-    let machine = |harness: &mut Harness, used_mib: u64| harness.machine(15_656, used_mib).to_vec();
+    let mut rig = Rig::new(settings);
+    let machine = |rig: &mut Rig, used_mib: u64| rig.machine(15_656, used_mib).to_vec();
     let base = 1224 + 4000; // the OS, and a container without a lease
-    machine(&mut harness, base);
-    assert!(harness.starts("llama-server"), "{:#?}", harness.actions);
-    harness.ready("llama-server", 6300);
-    machine(&mut harness, base + 6300);
+    machine(&mut rig, base);
+    assert!(rig.starts("llama-server"), "{:#?}", rig.actions);
+    rig.ready("llama-server", 6300);
+    machine(&mut rig, base + 6300);
     // The neighbour comes, and the next allocation fails.
-    harness.wait(1000);
-    machine(&mut harness, base + 6300 + 3800);
-    harness.wait(10).exits(
+    rig.wait(1000);
+    machine(&mut rig, base + 6300 + 3800);
+    rig.wait(10).exits(
         "llama-server",
         false,
         "exit code 1: NvMapMemAllocInternalTagged: 1075072515 error 12",
@@ -519,11 +514,11 @@ fn zoe_crashloop_has_one_failed_start_at_the_most() {
     let (mut starts, mut failed) = (0, 0);
     for second in 0..120 {
         let neighbour = if second < 90 { 3800 } else { 0 };
-        let loaded = harness.worker("llama-server").state == Ready;
-        harness.wait(1000);
+        let loaded = rig.worker("llama-server").state == Ready;
+        rig.wait(1000);
         let used = base + neighbour + if loaded { 6300 } else { 0 };
-        let mut actions = machine(&mut harness, used);
-        actions.extend_from_slice(harness.pass(1));
+        let mut actions = machine(&mut rig, used);
+        actions.extend_from_slice(rig.pass(1));
         let started = actions
             .iter()
             .any(|action| matches!(action, Action::StartWorker { .. }));
@@ -531,12 +526,12 @@ fn zoe_crashloop_has_one_failed_start_at_the_most() {
             starts += 1;
             if neighbour > 0 {
                 failed += 1;
-                harness.wait(10).exits("llama-server", false, "exit code 1: error 12");
+                rig.wait(10).exits("llama-server", false, "exit code 1: error 12");
             } else {
-                harness.ready("llama-server", 6300);
+                rig.ready("llama-server", 6300);
             }
         } else if neighbour > 0 {
-            let state = harness.worker("llama-server").state;
+            let state = rig.worker("llama-server").state;
             assert!(matches!(state, BackingOff | AwaitingMemory | Stopped), "{state:?}");
         }
     }
@@ -545,36 +540,36 @@ fn zoe_crashloop_has_one_failed_start_at_the_most() {
         (1, 0),
         "it waits for its memory, and that costs no attempt"
     );
-    assert_eq!(harness.worker("llama-server").state, Ready);
-    assert_ne!(harness.worker("llama-server").state, Stopping);
+    assert_eq!(rig.worker("llama-server").state, Ready);
+    assert_ne!(rig.worker("llama-server").state, Stopping);
 }
 
 #[test]
 fn a_shed_is_split_into_what_the_page_pool_of_the_gpu_keeps_and_what_everybody_can_have() {
-    let mut harness = Harness::with_engine_ready(params());
-    let sample = |harness: &mut Harness, pool: u64, available: u64| {
+    let mut rig = Rig::with_engine_ready(params());
+    let sample = |rig: &mut Rig, pool: u64, available: u64| {
         let sample = Sample {
-            taken_at: harness.wait(10).now,
+            taken_at: rig.wait(10).now,
             mem_total: Bytes::from_gib(8),
             mem_available: mib(available),
             nvmap_pool: Some(mib(pool)),
             scope_used: Some(mib(132)),
             ..Sample::default()
         };
-        harness.tell(Event::Sampled(sample)).to_vec()
+        rig.tell(Event::Sampled(sample)).to_vec()
     };
-    sample(&mut harness, 10, 4096);
-    let ticket = harness.ticket();
-    harness.wait(10).tell(Event::OperatorShed { ticket, bytes: mib(40) });
-    harness.wait(10).engine_applies();
-    sample(&mut harness, 40, 4100);
-    let release = harness.snapshot().last_release.unwrap();
+    sample(&mut rig, 10, 4096);
+    let ticket = rig.ticket();
+    rig.wait(10).tell(Event::OperatorShed { ticket, bytes: mib(40) });
+    rig.wait(10).engine_applies();
+    sample(&mut rig, 40, 4100);
+    let release = rig.snapshot().last_release.unwrap();
     assert_eq!((release.to_pool, release.to_os), (mib(30), mib(4)));
     assert!(release.bytes >= mib(40), "{release:?}");
     let decided = Decision::from(MemoryDecision::Released(release));
-    assert_eq!(harness.decisions().collect::<Vec<_>>(), [&decided]);
+    assert_eq!(rig.decisions().collect::<Vec<_>>(), [&decided]);
     // Programs of the processor have next to nothing, and the pool has much.
-    let actions = sample(&mut harness, 300, 30);
+    let actions = sample(&mut rig, 300, 30);
     assert!(
         actions.contains(&Action::EmptyPagePool { bytes: mib(300) }),
         "{actions:#?}"

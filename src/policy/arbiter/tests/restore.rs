@@ -16,10 +16,10 @@ fn adopted(worker: &str) -> AdoptedWorker {
 }
 
 /// The next run, which begins with what the last one has left.
-fn next_run(params: Params, book: Book, adopted: Vec<AdoptedWorker>) -> Harness {
-    let mut harness = Harness::new(params);
-    harness.tell(Event::Recovered { book, adopted });
-    harness
+fn next_run(params: Params, book: Book, adopted: Vec<AdoptedWorker>) -> Rig {
+    let mut rig = Rig::new(params);
+    rig.tell(Event::Recovered { book, adopted });
+    rig
 }
 
 fn with_worker() -> Params {
@@ -32,78 +32,78 @@ fn with_worker() -> Params {
     params
 }
 
-fn runs(params: Params) -> Harness {
-    let mut harness = Harness::sampled(params);
-    assert!(harness.starts("asr"));
-    harness.answers("asr", 77);
-    harness
+fn runs(params: Params) -> Rig {
+    let mut rig = Rig::sampled(params);
+    assert!(rig.starts("asr"));
+    rig.answers("asr", 77);
+    rig
 }
 
 #[test]
 fn what_is_held_counts_at_once_and_goes_on_for_a_term() {
-    let mut harness = Harness::sampled(params());
-    harness.request("a", Class::Interactive, 300, 300, 0);
-    let a = harness.granted();
-    let mut harness = next_run(params(), harness.arbiter.book(), Vec::new());
+    let mut rig = Rig::sampled(params());
+    rig.request("a", Class::Interactive, 300, 300, 0);
+    let a = rig.granted();
+    let mut rig = next_run(params(), rig.arbiter.book(), Vec::new());
     // Before any sample, and before the holder has said a word.
-    harness.request("b", Class::Interactive, 101, 101, 0);
-    assert!(matches!(harness.denial(), Denial::InsufficientMemory { .. }));
-    let ticket = harness.ticket();
+    rig.request("b", Class::Interactive, 101, 101, 0);
+    assert!(matches!(rig.denial(), Denial::InsufficientMemory { .. }));
+    let ticket = rig.ticket();
     let renewal = |ticket| Event::LeaseRenewed {
         ticket,
         lease: a.id,
         generation: a.generation,
         peer: peer(1000),
     };
-    harness.wait(9000).tell(renewal(ticket));
-    assert_eq!(harness.granted().held, mib(300));
+    rig.wait(9000).tell(renewal(ticket));
+    assert_eq!(rig.granted().held, mib(300));
     // Not renewed in its term it ends, and does not come back in the run after that.
-    harness.wait(10_000).tell(Event::DeadlineReached);
-    assert_eq!(harness.lease("a").unwrap().state, LeaseState::Gone);
-    let mut harness = next_run(params(), harness.arbiter.book(), Vec::new());
-    let ticket = harness.ticket();
-    harness.tell(renewal(ticket));
-    assert!(matches!(harness.denial(), Denial::UnknownLease { .. }));
+    rig.wait(10_000).tell(Event::DeadlineReached);
+    assert_eq!(rig.lease("a").unwrap().state, LeaseState::Gone);
+    let mut rig = next_run(params(), rig.arbiter.book(), Vec::new());
+    let ticket = rig.ticket();
+    rig.tell(renewal(ticket));
+    assert!(matches!(rig.denial(), Denial::UnknownLease { .. }));
     // No number is given out twice.
-    harness.request("c", Class::Interactive, 1, 1, 0);
-    let c = harness.granted();
+    rig.request("c", Class::Interactive, 1, 1, 0);
+    let c = rig.granted();
     assert!(c.id > a.id && c.generation > a.generation);
 }
 
 #[test]
 fn a_lease_that_was_asked_to_shrink_is_held_in_full_until_it_is_measured() {
-    let mut harness = Harness::with_engine_ready(params());
-    harness.request("a", Class::Batch, 100, 200, 0);
-    let held = harness.granted().held;
-    harness.request("asr", Class::AudioRealtime, 180, 180, 60_000);
-    let book = harness.arbiter.book();
-    let harness = next_run(params(), book, Vec::new());
-    assert_eq!(harness.held("a"), held);
+    let mut rig = Rig::with_engine_ready(params());
+    rig.request("a", Class::Batch, 100, 200, 0);
+    let held = rig.granted().held;
+    rig.request("asr", Class::AudioRealtime, 180, 180, 60_000);
+    let book = rig.arbiter.book();
+    let rig = next_run(params(), book, Vec::new());
+    assert_eq!(rig.held("a"), held);
 }
 
 #[test]
 fn a_worker_is_booked_as_it_was_and_serves_when_it_answers() {
     let before = runs(with_worker());
     assert_eq!(before.held("asr"), mib(60), "not measured yet");
-    let mut harness = next_run(with_worker(), before.arbiter.book(), vec![adopted("asr")]);
-    assert_eq!(harness.held("asr"), mib(60));
-    assert!(!harness.starts("asr"));
+    let mut rig = next_run(with_worker(), before.arbiter.book(), vec![adopted("asr")]);
+    assert_eq!(rig.held("asr"), mib(60));
+    assert!(!rig.starts("asr"));
     assert_eq!(
-        (harness.worker("asr").state, harness.worker("asr").starts),
+        (rig.worker("asr").state, rig.worker("asr").starts),
         (WorkerState::Starting, 1)
     );
-    harness.answers("asr", 77);
-    assert_eq!(harness.worker("asr").state, WorkerState::Ready);
-    harness.wait(10).measure("asr", 38);
-    assert_eq!(harness.held("asr"), mib(40), "and comes down as it is measured");
-    harness.sample(0);
-    assert!(!harness.starts("asr"));
+    rig.answers("asr", 77);
+    assert_eq!(rig.worker("asr").state, WorkerState::Ready);
+    rig.wait(10).measure("asr", 38);
+    assert_eq!(rig.held("asr"), mib(40), "and comes down as it is measured");
+    rig.sample(0);
+    assert!(!rig.starts("asr"));
 }
 
 #[test]
 fn that_a_worker_has_answered_outlives_a_run_that_it_has_not_answered_to() {
     let before = runs(with_worker());
-    let ready = |harness: &Harness| harness.arbiter.book().workers.iter().any(|worker| worker.run.ready);
+    let ready = |rig: &Rig| rig.arbiter.book().workers.iter().any(|worker| worker.run.ready);
     assert!(ready(&before));
     // Killed as soon as it has taken over, twice.
     let second = next_run(with_worker(), before.arbiter.book(), vec![adopted("asr")]);
@@ -120,51 +120,51 @@ fn that_a_worker_has_answered_outlives_a_run_that_it_has_not_answered_to() {
 #[test]
 fn a_worker_that_is_gone_starts_as_at_any_start() {
     let before = runs(with_worker());
-    let mut harness = next_run(with_worker(), before.arbiter.book(), Vec::new());
-    assert_eq!(harness.held("asr"), mib(60), "its start is booked");
-    assert!(harness.starts("asr"));
-    assert_eq!(harness.worker("asr").starts, 2);
-    harness.sample(0);
+    let mut rig = next_run(with_worker(), before.arbiter.book(), Vec::new());
+    assert_eq!(rig.held("asr"), mib(60), "its start is booked");
+    assert!(rig.starts("asr"));
+    assert_eq!(rig.worker("asr").starts, 2);
+    rig.sample(0);
 }
 
 #[test]
 fn a_worker_without_a_book_is_booked_with_its_peak() {
-    let harness = next_run(with_worker(), Book::default(), vec![adopted("asr")]);
-    assert_eq!(harness.held("asr"), mib(60));
-    assert_eq!(harness.worker("asr").starts, 1);
+    let rig = next_run(with_worker(), Book::default(), vec![adopted("asr")]);
+    assert_eq!(rig.held("asr"), mib(60));
+    assert_eq!(rig.worker("asr").starts, 1);
 }
 
 #[test]
 fn what_an_operator_wanted_outlives_the_run() {
-    let mut harness = runs(with_worker());
-    harness.command("asr", WorkerCommand::Stop);
-    assert!(harness.stops("asr"));
+    let mut rig = runs(with_worker());
+    rig.command("asr", WorkerCommand::Stop);
+    assert!(rig.stops("asr"));
     // Killed before it has ended: it is asked again.
-    let mut harness = next_run(with_worker(), harness.arbiter.book(), vec![adopted("asr")]);
-    assert!(harness.stops("asr"));
-    harness.exits("asr", true, "code 0");
-    harness.sample(0);
-    assert!(!harness.starts("asr"));
-    let mut harness = next_run(with_worker(), harness.arbiter.book(), Vec::new());
-    harness.sample(0);
-    assert!(!harness.starts("asr"), "it stays stopped");
+    let mut rig = next_run(with_worker(), rig.arbiter.book(), vec![adopted("asr")]);
+    assert!(rig.stops("asr"));
+    rig.exits("asr", true, "code 0");
+    rig.sample(0);
+    assert!(!rig.starts("asr"));
+    let mut rig = next_run(with_worker(), rig.arbiter.book(), Vec::new());
+    rig.sample(0);
+    assert!(!rig.starts("asr"), "it stays stopped");
 }
 
 #[test]
 fn a_worker_that_an_operator_stopped_holds_up_no_other_one_at_the_next_start() {
     let mut params = with_worker();
     params.workers.push(worker("tts", 30));
-    let mut harness = runs(params.clone());
-    harness.command("asr", WorkerCommand::Stop);
-    harness.exits("asr", true, "code 0");
-    let harness = next_run(params, harness.arbiter.book(), Vec::new());
-    assert!(harness.starts("tts") && !harness.starts("asr"));
+    let mut rig = runs(params.clone());
+    rig.command("asr", WorkerCommand::Stop);
+    rig.exits("asr", true, "code 0");
+    let rig = next_run(params, rig.arbiter.book(), Vec::new());
+    assert!(rig.starts("tts") && !rig.starts("asr"));
 }
 
 #[test]
 fn what_does_not_fit_into_a_smaller_budget_is_not_promised() {
-    let mut harness = runs(with_worker());
-    harness.request("a", Class::Interactive, 300, 300, 0);
+    let mut rig = runs(with_worker());
+    rig.request("a", Class::Interactive, 300, 300, 0);
     let smaller = Params {
         budget: Params::for_budget(mib(50), Bytes::ZERO, Scope::Session).budget,
         ..with_worker()
@@ -175,35 +175,35 @@ fn what_does_not_fit_into_a_smaller_budget_is_not_promised() {
         workers: vec![worker("asr", 40)],
         ..smaller
     };
-    let mut harness = next_run(smaller, harness.arbiter.book(), vec![adopted("asr")]);
-    assert!(harness.stops("asr") && !harness.starts("asr"));
-    assert_eq!((harness.held("asr"), harness.held("a")), (mib(50), Bytes::ZERO));
-    harness.exits("asr", true, "code 0");
-    assert!(harness.starts("asr"));
-    assert_eq!(harness.held("asr"), mib(40));
+    let mut rig = next_run(smaller, rig.arbiter.book(), vec![adopted("asr")]);
+    assert!(rig.stops("asr") && !rig.starts("asr"));
+    assert_eq!((rig.held("asr"), rig.held("a")), (mib(50), Bytes::ZERO));
+    rig.exits("asr", true, "code 0");
+    assert!(rig.starts("asr"));
+    assert_eq!(rig.held("asr"), mib(40));
 }
 
 #[test]
 fn a_book_that_comes_too_late_changes_nothing() {
-    let mut other = Harness::new(params());
+    let mut other = Rig::new(params());
     other.sample(0);
     other.request("a", Class::Interactive, 300, 300, 0);
     let book = other.arbiter.book();
-    let mut harness = Harness::sampled(params());
-    harness.request("b", Class::Interactive, 10, 10, 0);
-    harness.tell(Event::Recovered {
+    let mut rig = Rig::sampled(params());
+    rig.request("b", Class::Interactive, 10, 10, 0);
+    rig.tell(Event::Recovered {
         book,
         adopted: Vec::new(),
     });
-    assert_eq!(harness.snapshot().held, mib(10));
+    assert_eq!(rig.snapshot().held, mib(10));
 }
 
 #[test]
 fn every_change_of_the_book_has_another_number() {
-    let mut harness = runs(with_worker());
-    let mut last = (harness.arbiter.book(), harness.arbiter.book_changes());
-    let mut look = |harness: &Harness| {
-        let now = (harness.arbiter.book(), harness.arbiter.book_changes());
+    let mut rig = runs(with_worker());
+    let mut last = (rig.arbiter.book(), rig.arbiter.book_changes());
+    let mut look = |rig: &Rig| {
+        let now = (rig.arbiter.book(), rig.arbiter.book_changes());
         // Targets and places in the queue have numbers of their own, which are not sent before the book is written.
         let same = Book {
             last: last.0.last,
@@ -212,21 +212,21 @@ fn every_change_of_the_book_has_another_number() {
         assert!(same || now.1 != last.1, "{last:?} became {now:?}");
         last = now;
     };
-    harness.request("a", Class::Interactive, 100, 200, 0);
-    let a = harness.granted();
-    look(&harness);
+    rig.request("a", Class::Interactive, 100, 200, 0);
+    let a = rig.granted();
+    look(&rig);
     for (min, max) in [(50, 200), (50, 150), (10, 300)] {
-        harness.resize(&a, min, max, 0);
-        look(&harness);
-        harness.wait(10).measure("a", max.min(100));
-        look(&harness);
+        rig.resize(&a, min, max, 0);
+        look(&rig);
+        rig.wait(10).measure("a", max.min(100));
+        look(&rig);
     }
     for (worker, millis) in [("asr", 10), ("asr", 5000)] {
-        harness.wait(millis).exits(worker, false, "code 1");
-        look(&harness);
-        harness.wait(millis).tell(Event::DeadlineReached);
-        look(&harness);
+        rig.wait(millis).exits(worker, false, "code 1");
+        look(&rig);
+        rig.wait(millis).tell(Event::DeadlineReached);
+        look(&rig);
     }
-    harness.wait(60_000).tell(Event::DeadlineReached);
-    look(&harness);
+    rig.wait(60_000).tell(Event::DeadlineReached);
+    look(&rig);
 }

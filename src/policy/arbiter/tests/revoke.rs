@@ -9,46 +9,46 @@ use crate::policy::{
 
 #[test]
 fn a_released_lease_is_credited_when_it_is_measured_back() {
-    let mut harness = Harness::sampled(params());
-    harness.request("a", Class::Interactive, 300, 300, 0);
-    let a = harness.granted();
-    harness.wait(10).measure("a", 280);
-    harness.wait(10).releases(&a, peer(1000));
-    assert!(matches!(harness.answer(), Answer::Done { .. }));
-    assert_eq!(harness.snapshot().free, mib(100));
-    harness.wait(10).measure("a", 50);
+    let mut rig = Rig::sampled(params());
+    rig.request("a", Class::Interactive, 300, 300, 0);
+    let a = rig.granted();
+    rig.wait(10).measure("a", 280);
+    rig.wait(10).releases(&a, peer(1000));
+    assert!(matches!(rig.answer(), Answer::Done { .. }));
+    assert_eq!(rig.snapshot().free, mib(100));
+    rig.wait(10).measure("a", 50);
     assert_eq!(
-        (harness.snapshot().held, harness.snapshot().unaccounted),
+        (rig.snapshot().held, rig.snapshot().unaccounted),
         (Bytes::ZERO, mib(50))
     );
-    harness.pass(2000);
+    rig.pass(2000);
     assert!(
-        harness.actions.contains(&Action::Measure { tenant: "a".to_owned() }),
+        rig.actions.contains(&Action::Measure { tenant: "a".to_owned() }),
         "a ghost is measured on"
     );
-    harness.measure("a", 0);
-    assert_eq!(harness.snapshot().free, mib(400));
-    assert_eq!(harness.arbiter.next_deadline(), None);
+    rig.measure("a", 0);
+    assert_eq!(rig.snapshot().free, mib(400));
+    assert_eq!(rig.arbiter.next_deadline(), None);
 }
 
 #[test]
 fn a_release_by_a_holder_that_cannot_be_measured_waits_for_a_sample() {
-    let mut harness = Harness::sampled(params());
-    harness.wait(10).request("a", Class::Interactive, 300, 300, 0);
-    let a = harness.granted();
-    harness.samples(300);
-    harness.wait(10).releases(&a, peer(1000));
-    let taken_at = harness.wait(5).now;
-    harness.tell(Event::Measured {
+    let mut rig = Rig::sampled(params());
+    rig.wait(10).request("a", Class::Interactive, 300, 300, 0);
+    let a = rig.granted();
+    rig.samples(300);
+    rig.wait(10).releases(&a, peer(1000));
+    let taken_at = rig.wait(5).now;
+    rig.tell(Event::Measured {
         tenant: "a".to_owned(),
         used: None,
         taken_at,
     });
-    assert_eq!(harness.snapshot().held, mib(300));
-    harness.wait(5).sample(300);
-    harness.wait(5).sample(300);
+    assert_eq!(rig.snapshot().held, mib(300));
+    rig.wait(5).sample(300);
+    rig.wait(5).sample(300);
     assert_eq!(
-        (harness.snapshot().held, harness.snapshot().unaccounted),
+        (rig.snapshot().held, rig.snapshot().unaccounted),
         (Bytes::ZERO, mib(300)),
         "an unmanaged process's now"
     );
@@ -56,11 +56,11 @@ fn a_release_by_a_holder_that_cannot_be_measured_waits_for_a_sample() {
 
 #[test]
 fn a_holder_that_is_gone_is_credited_at_once() {
-    let mut harness = Harness::sampled(params());
-    harness.request("a", Class::Interactive, 300, 300, 0);
-    let a = harness.granted();
-    harness.measure("a", 300);
-    harness.lost(&a);
+    let mut rig = Rig::sampled(params());
+    rig.request("a", Class::Interactive, 300, 300, 0);
+    let a = rig.granted();
+    rig.measure("a", 300);
+    rig.lost(&a);
     let gone = Decision::from(LeaseDecision::HolderGone {
         lease: LeaseName {
             id: a.id,
@@ -70,8 +70,8 @@ fn a_holder_that_is_gone_is_credited_at_once() {
         free: mib(400),
         budget: mib(400),
     });
-    assert!(harness.decisions().eq([&gone]));
-    assert_eq!(harness.snapshot().free, mib(400));
+    assert!(rig.decisions().eq([&gone]));
+    assert_eq!(rig.snapshot().free, mib(400));
 }
 
 pub(super) fn applied(lease: LeaseId, nonce: u64) -> Event {
@@ -84,13 +84,13 @@ pub(super) fn applied(lease: LeaseId, nonce: u64) -> Event {
 }
 
 /// A batch tenant with 100 to 300 MiB, all in use, and an audio request for 200 MiB more than is free.
-fn revoked() -> (Harness, LeaseView, u64) {
-    let mut harness = Harness::sampled(params());
-    harness.wait(10).request("batch", Class::Batch, 100, 300, 0);
-    let lease = harness.granted();
-    harness.wait(10).measure("batch", 300);
-    harness.wait(10).request("voice", Class::AudioRealtime, 200, 200, 5000);
-    let (nonce, bytes) = harness
+fn revoked() -> (Rig, LeaseView, u64) {
+    let mut rig = Rig::sampled(params());
+    rig.wait(10).request("batch", Class::Batch, 100, 300, 0);
+    let lease = rig.granted();
+    rig.wait(10).measure("batch", 300);
+    rig.wait(10).request("voice", Class::AudioRealtime, 200, 200, 5000);
+    let (nonce, bytes) = rig
         .actions
         .iter()
         .find_map(|action| match action {
@@ -99,180 +99,171 @@ fn revoked() -> (Harness, LeaseView, u64) {
         })
         .unwrap();
     assert_eq!(bytes, mib(200), "the smallest sufficient set");
-    (harness, lease, nonce)
+    (rig, lease, nonce)
 }
 
 #[test]
 fn an_honest_holder_shrinks_and_the_waiting_one_is_granted_when_it_is_measured() {
-    let (mut harness, lease, nonce) = revoked();
-    harness.wait(20).tell(Event::TargetAnswered {
+    let (mut rig, lease, nonce) = revoked();
+    rig.wait(20).tell(Event::TargetAnswered {
         lease: lease.id,
         nonce,
         answer: TargetAnswer::Applied,
         claimed: Some(mib(200)),
     });
-    assert_eq!(harness.try_answer(), None, "an answer is not a measurement");
-    assert!(harness.actions.contains(&Action::Measure {
+    assert_eq!(rig.try_answer(), None, "an answer is not a measurement");
+    assert!(rig.actions.contains(&Action::Measure {
         tenant: "batch".to_owned()
     }));
-    harness.wait(5).measure("batch", 200);
-    assert_eq!(harness.granted().held, mib(200));
+    rig.wait(5).measure("batch", 200);
+    assert_eq!(rig.granted().held, mib(200));
 }
 
 #[test]
 fn what_is_still_in_use_above_a_target_is_not_granted_but_asked_for_again() {
-    let (mut harness, lease, nonce) = revoked();
-    harness.wait(5).tell(applied(lease.id, nonce));
-    harness.wait(5).measure("batch", 205);
+    let (mut rig, lease, nonce) = revoked();
+    rig.wait(5).tell(applied(lease.id, nonce));
+    rig.wait(5).measure("batch", 205);
     assert_eq!(
-        (harness.try_answer(), harness.snapshot().free),
+        (rig.try_answer(), rig.snapshot().free),
         (None, mib(195)),
         "90 % of the promise is enough"
     );
-    assert!(acts!(harness, Action::SetTarget { bytes, .. } if *bytes == mib(200)));
+    assert!(acts!(rig, Action::SetTarget { bytes, .. } if *bytes == mib(200)));
 }
 
 #[test]
 fn low_use_before_the_answer_is_not_credited_since_it_may_rise_again() {
-    let (mut harness, lease, nonce) = revoked();
-    harness.wait(5).measure("batch", 150);
-    assert_eq!(harness.held("batch"), mib(300));
-    harness.wait(5).tell(applied(lease.id, nonce));
-    harness.wait(5).measure("batch", 150);
-    assert_eq!(harness.granted().held, mib(200));
+    let (mut rig, lease, nonce) = revoked();
+    rig.wait(5).measure("batch", 150);
+    assert_eq!(rig.held("batch"), mib(300));
+    rig.wait(5).tell(applied(lease.id, nonce));
+    rig.wait(5).measure("batch", 150);
+    assert_eq!(rig.granted().held, mib(200));
 }
 
 /// Ends a lease whose holder has answered nothing: 200 ms after the deadline of 2 s.
-fn unanswered() -> (Harness, LeaseView) {
-    let (mut harness, lease, _) = revoked();
-    harness.pass(2300);
-    assert_eq!(harness.not_reduced(), Some(NotReduced::Unanswered));
-    (harness, lease)
+fn unanswered() -> (Rig, LeaseView) {
+    let (mut rig, lease, _) = revoked();
+    rig.pass(2300);
+    assert_eq!(rig.not_reduced(), Some(NotReduced::Unanswered));
+    (rig, lease)
 }
 
 #[test]
 fn who_has_not_answered_may_fill_its_lease_until_its_term_is_over_and_nobody_gets_that() {
-    let (mut harness, _, _) = revoked();
+    let (mut rig, _, _) = revoked();
     // Below its target after the deadline, and it has not heard of it.
-    harness.pass(2100);
-    harness.measure("batch", 150);
-    assert_eq!((harness.try_answer(), harness.held("batch")), (None, mib(300)));
-    harness.pass(200);
-    assert_eq!(harness.lease("batch").unwrap().state, LeaseState::Gone);
-    harness.wait(5).measure("batch", 150);
-    assert_eq!((harness.try_answer(), harness.held("batch")), (None, mib(300)));
+    rig.pass(2100);
+    rig.measure("batch", 150);
+    assert_eq!((rig.try_answer(), rig.held("batch")), (None, mib(300)));
+    rig.pass(200);
+    assert_eq!(rig.lease("batch").unwrap().state, LeaseState::Gone);
+    rig.wait(5).measure("batch", 150);
+    assert_eq!((rig.try_answer(), rig.held("batch")), (None, mib(300)));
     // It fills what it has, as it may: no more is in use than the book has.
-    harness.wait(100).measure("batch", 300);
-    assert_eq!(
-        (harness.snapshot().held, harness.snapshot().unaccounted),
-        (mib(300), mib(0))
-    );
+    rig.wait(100).measure("batch", 300);
+    assert_eq!((rig.snapshot().held, rig.snapshot().unaccounted), (mib(300), mib(0)));
     // Its term of 10 s is over: what it uses counts, and what it had does not.
-    harness.pass(10_000);
-    harness.wait(5).measure("batch", 300);
-    assert_eq!(
-        (harness.snapshot().held, harness.snapshot().unaccounted),
-        (mib(0), mib(300))
-    );
+    rig.pass(10_000);
+    rig.wait(5).measure("batch", 300);
+    assert_eq!((rig.snapshot().held, rig.snapshot().unaccounted), (mib(0), mib(300)));
 }
 
 #[test]
 fn who_says_that_it_has_heard_of_the_end_is_credited_when_it_is_measured() {
-    let (mut harness, lease) = unanswered();
-    harness.release(&lease, peer(1001));
-    assert!(matches!(harness.denial(), Denial::NotHolder { .. }), "not its holder");
-    harness.release(&lease, peer(lease.owner_uid));
-    assert_eq!(harness.held("batch"), mib(300), "a word is not a measurement");
-    harness.wait(5).measure("batch", 0);
-    assert_eq!((harness.held("batch"), harness.granted().held), (mib(0), mib(200)));
+    let (mut rig, lease) = unanswered();
+    rig.release(&lease, peer(1001));
+    assert!(matches!(rig.denial(), Denial::NotHolder { .. }), "not its holder");
+    rig.release(&lease, peer(lease.owner_uid));
+    assert_eq!(rig.held("batch"), mib(300), "a word is not a measurement");
+    rig.wait(5).measure("batch", 0);
+    assert_eq!((rig.held("batch"), rig.granted().held), (mib(0), mib(200)));
 }
 
 #[test]
 fn a_holder_that_is_gone_after_the_end_of_its_lease_is_credited_at_once() {
-    let (mut harness, lease) = unanswered();
-    harness.lost(&lease);
-    assert_eq!((harness.held("batch"), harness.granted().held), (mib(0), mib(200)));
+    let (mut rig, lease) = unanswered();
+    rig.lost(&lease);
+    assert_eq!((rig.held("batch"), rig.granted().held), (mib(0), mib(200)));
 }
 
 #[test]
 fn who_has_answered_may_take_its_target_until_it_has_heard_of_the_end() {
-    let (mut harness, lease, nonce) = revoked();
-    harness.wait(20).tell(applied(lease.id, nonce));
-    harness.wait(5).measure("batch", 300);
-    harness.pass(2300);
-    harness.wait(5).measure("batch", 20);
-    assert_eq!((harness.held("batch"), harness.granted().held), (mib(200), mib(200)));
-    harness.pass(8000);
-    harness.wait(5).measure("batch", 20);
-    assert_eq!(
-        (harness.held("batch"), harness.snapshot().unaccounted),
-        (mib(0), mib(20))
-    );
+    let (mut rig, lease, nonce) = revoked();
+    rig.wait(20).tell(applied(lease.id, nonce));
+    rig.wait(5).measure("batch", 300);
+    rig.pass(2300);
+    rig.wait(5).measure("batch", 20);
+    assert_eq!((rig.held("batch"), rig.granted().held), (mib(200), mib(200)));
+    rig.pass(8000);
+    rig.wait(5).measure("batch", 20);
+    assert_eq!((rig.held("batch"), rig.snapshot().unaccounted), (mib(0), mib(20)));
 }
 
 #[test]
 fn no_request_waits_for_what_a_holder_may_keep_for_a_term() {
-    let mut harness = Harness::with_engine_ready(params());
-    harness.wait(10).request("batch", Class::Batch, 60, 200, 0);
-    let batch = harness.granted();
-    harness.wait(10).measure("batch", 10);
-    harness.wait(10).request("voice", Class::AudioRealtime, 150, 150, 8000);
+    let mut rig = Rig::with_engine_ready(params());
+    rig.wait(10).request("batch", Class::Batch, 60, 200, 0);
+    let batch = rig.granted();
+    rig.wait(10).measure("batch", 10);
+    rig.wait(10).request("voice", Class::AudioRealtime, 150, 150, 8000);
     assert!(
-        acts!(harness, Action::SetTarget { lease, .. } if *lease == batch.id),
+        acts!(rig, Action::SetTarget { lease, .. } if *lease == batch.id),
         "{:#?}",
-        harness.actions
+        rig.actions
     );
-    harness.engine_applies();
+    rig.engine_applies();
     // It says nothing, and its term goes on for 8 s: what is missing is asked of the engine.
-    let actions = harness.pass(2300).to_vec();
+    let actions = rig.pass(2300).to_vec();
     let engine = |action: &Action| matches!(action, Action::ApplyPlan { .. });
     assert!(actions.iter().any(engine), "{actions:#?}");
 }
 
 #[test]
 fn a_measurement_that_was_overtaken_by_a_newer_one_credits_nothing() {
-    let (mut harness, lease, nonce) = revoked();
-    harness.wait(5).tell(applied(lease.id, nonce));
-    let taken_at = harness.wait(5).now;
-    harness.wait(5).measure("batch", 300);
-    harness.wait(5).measure_at("batch", 150, taken_at);
-    assert_eq!((harness.try_answer(), harness.held("batch")), (None, mib(300)));
+    let (mut rig, lease, nonce) = revoked();
+    rig.wait(5).tell(applied(lease.id, nonce));
+    let taken_at = rig.wait(5).now;
+    rig.wait(5).measure("batch", 300);
+    rig.wait(5).measure_at("batch", 150, taken_at);
+    assert_eq!((rig.try_answer(), rig.held("batch")), (None, mib(300)));
 }
 
 #[test]
 fn liar_downsize() {
-    let (mut harness, lease, nonce) = revoked();
-    harness.wait(20).tell(Event::TargetAnswered {
+    let (mut rig, lease, nonce) = revoked();
+    rig.wait(20).tell(Event::TargetAnswered {
         lease: lease.id,
         nonce,
         answer: TargetAnswer::Applied,
         claimed: Some(mib(200)),
     });
-    harness.wait(5).measure("batch", 300);
-    assert_eq!(harness.lease("batch").unwrap().state, LeaseState::Revoking);
-    harness.pass(2300);
+    rig.wait(5).measure("batch", 300);
+    assert_eq!(rig.lease("batch").unwrap().state, LeaseState::Revoking);
+    rig.pass(2300);
     let measured = NotReduced::Measured {
         used: mib(300),
         claim: Claim::Applied,
     };
-    assert_eq!(harness.not_reduced(), Some(measured));
-    harness.wait(5).measure("batch", 300);
-    let snapshot = harness.snapshot();
+    assert_eq!(rig.not_reduced(), Some(measured));
+    rig.wait(5).measure("batch", 300);
+    let snapshot = rig.snapshot();
     assert_eq!(
         (snapshot.held, snapshot.unaccounted, snapshot.free),
         (mib(200), mib(100), mib(100)),
         "its target is its own until it has heard of the end, or its term is over"
     );
-    assert_eq!(harness.lease("batch").unwrap().state, LeaseState::Gone);
-    harness.pass(10_000);
-    assert!(matches!(harness.denial(), Denial::InsufficientMemory { free, .. } if free == mib(100)));
-    harness.wait(5).measure("batch", 300);
-    let snapshot = harness.snapshot();
+    assert_eq!(rig.lease("batch").unwrap().state, LeaseState::Gone);
+    rig.pass(10_000);
+    assert!(matches!(rig.denial(), Denial::InsufficientMemory { free, .. } if free == mib(100)));
+    rig.wait(5).measure("batch", 300);
+    let snapshot = rig.snapshot();
     assert_eq!(
         (snapshot.held, snapshot.unaccounted, snapshot.free),
         (mib(0), mib(300), mib(100))
     );
-    let ghost = harness.lease("batch").unwrap();
+    let ghost = rig.lease("batch").unwrap();
     assert_eq!(
         (ghost.state, ghost.held, ghost.used),
         (LeaseState::Gone, mib(0), Some(mib(300)))
@@ -282,30 +273,30 @@ fn liar_downsize() {
 /// The deadline is 2 s after the target, and all is over 200 ms later.
 #[test]
 fn who_answers_at_the_last_moment_is_measured_once_more() {
-    let ends = |harness: &Harness| {
+    let ends = |rig: &Rig| {
         let ends = |action: &Action| matches!(action, Action::EndLease { .. });
-        harness.actions.iter().any(ends)
+        rig.actions.iter().any(ends)
     };
     let late = || {
-        let (mut harness, lease, nonce) = revoked();
-        harness.wait(5).measure("batch", 150);
-        let deadline = harness.target_of(&lease).deadline;
-        harness.now = deadline + Duration::from_millis(199);
-        harness.tell(applied(lease.id, nonce));
-        (harness, deadline)
+        let (mut rig, lease, nonce) = revoked();
+        rig.wait(5).measure("batch", 150);
+        let deadline = rig.target_of(&lease).deadline;
+        rig.now = deadline + Duration::from_millis(199);
+        rig.tell(applied(lease.id, nonce));
+        (rig, deadline)
     };
-    let (mut harness, deadline) = late();
-    harness.wait(40).measure("batch", 150);
-    assert!(!ends(&harness));
-    assert_eq!((harness.held("batch"), harness.granted().held), (mib(200), mib(200)));
+    let (mut rig, deadline) = late();
+    rig.wait(40).measure("batch", 150);
+    assert!(!ends(&rig));
+    assert_eq!((rig.held("batch"), rig.granted().held), (mib(200), mib(200)));
 
-    let (mut harness, _) = late();
-    harness.now = deadline + Duration::from_millis(205);
-    harness.tell(Event::DeadlineReached);
-    assert!(!ends(&harness), "{:#?}", harness.actions);
-    harness.wait(5).measure("batch", 250);
+    let (mut rig, _) = late();
+    rig.now = deadline + Duration::from_millis(205);
+    rig.tell(Event::DeadlineReached);
+    assert!(!ends(&rig), "{:#?}", rig.actions);
+    rig.wait(5).measure("batch", 250);
     assert!(
-        ends(&harness),
+        ends(&rig),
         "a false claim ends the lease with the reading that shows it"
     );
 }
@@ -313,83 +304,83 @@ fn who_answers_at_the_last_moment_is_measured_once_more() {
 /// Measuring may take longer than the grace, for a holder or for its neighbours.
 #[test]
 fn a_holder_that_answered_is_not_ended_by_a_reading_from_before_its_answer() {
-    let (mut harness, lease, nonce) = revoked();
-    harness.wait(20).tell(applied(lease.id, nonce));
-    let answered = harness.now;
+    let (mut rig, lease, nonce) = revoked();
+    rig.wait(20).tell(applied(lease.id, nonce));
+    let answered = rig.now;
     // Taken before the answer, and reported after it.
-    harness.wait(5).measure_at("batch", 300, answered);
-    harness.pass(2300);
-    assert_eq!(harness.not_reduced(), None);
-    harness.wait(5).measure("batch", 200);
-    assert_eq!((harness.held("batch"), harness.granted().held), (mib(200), mib(200)));
+    rig.wait(5).measure_at("batch", 300, answered);
+    rig.pass(2300);
+    assert_eq!(rig.not_reduced(), None);
+    rig.wait(5).measure("batch", 200);
+    assert_eq!((rig.held("batch"), rig.granted().held), (mib(200), mib(200)));
 }
 
 #[test]
 fn a_holder_that_answered_and_is_never_read_is_ended_as_unmeasurable() {
     let claim = Claim::Applied;
-    let (mut harness, lease, nonce) = revoked();
-    harness.wait(20).tell(applied(lease.id, nonce));
-    harness.pass(4999);
-    assert_eq!(harness.not_reduced(), None);
-    harness.pass(1);
-    assert_eq!(harness.not_reduced(), Some(NotReduced::Unmeasurable { claim }));
+    let (mut rig, lease, nonce) = revoked();
+    rig.wait(20).tell(applied(lease.id, nonce));
+    rig.pass(4999);
+    assert_eq!(rig.not_reduced(), None);
+    rig.pass(1);
+    assert_eq!(rig.not_reduced(), Some(NotReduced::Unmeasurable { claim }));
 
     // A reading that fails is known at once.
-    let (mut harness, lease, nonce) = revoked();
-    harness.wait(20).tell(applied(lease.id, nonce));
-    harness.cannot_measure("batch");
-    harness.pass(2200);
-    assert_eq!(harness.not_reduced(), Some(NotReduced::Unmeasurable { claim }));
+    let (mut rig, lease, nonce) = revoked();
+    rig.wait(20).tell(applied(lease.id, nonce));
+    rig.cannot_measure("batch");
+    rig.pass(2200);
+    assert_eq!(rig.not_reduced(), Some(NotReduced::Unmeasurable { claim }));
 }
 
 #[test]
 fn a_second_claim_is_not_judged_by_a_reading_from_before_it() {
-    let (mut harness, lease, nonce) = revoked();
-    harness.wait(20).tell(Event::TargetAnswered {
+    let (mut rig, lease, nonce) = revoked();
+    rig.wait(20).tell(Event::TargetAnswered {
         lease: lease.id,
         nonce,
         answer: TargetAnswer::Deferred { overage: mib(100) },
         claimed: None,
     });
-    harness.wait(5).measure("batch", 300);
-    let deadline = harness.target_of(&lease).deadline;
-    harness.now = deadline + ms(199);
-    harness.tell(applied(lease.id, nonce));
-    harness.wait(40).tell(Event::DeadlineReached);
-    assert_eq!(harness.not_reduced(), None);
-    harness.wait(1).measure("batch", 200);
-    assert_eq!(harness.granted().held, mib(200));
+    rig.wait(5).measure("batch", 300);
+    let deadline = rig.target_of(&lease).deadline;
+    rig.now = deadline + ms(199);
+    rig.tell(applied(lease.id, nonce));
+    rig.wait(40).tell(Event::DeadlineReached);
+    assert_eq!(rig.not_reduced(), None);
+    rig.wait(1).measure("batch", 200);
+    assert_eq!(rig.granted().held, mib(200));
 }
 
 #[test]
 fn an_answer_to_another_target_is_stale() {
-    let (mut harness, lease, nonce) = revoked();
-    harness.tell(Event::TargetAnswered {
+    let (mut rig, lease, nonce) = revoked();
+    rig.tell(Event::TargetAnswered {
         lease: lease.id,
         nonce: nonce + 7,
         answer: TargetAnswer::Applied,
         claimed: None,
     });
-    assert_eq!(harness.ignored(), Some(Some(nonce)));
+    assert_eq!(rig.ignored(), Some(Some(nonce)));
 }
 
 #[test]
 fn an_expired_lease_ends_at_its_instant_and_its_use_is_unaccounted() {
-    let mut harness = Harness::sampled(params());
-    harness.request("a", Class::Interactive, 100, 100, 0);
-    let a = harness.granted();
-    assert_eq!(harness.arbiter.next_deadline(), a.expires_at);
-    harness.wait(9990).measure("a", 100);
-    harness.pass(10);
-    assert!(acts!(harness, Action::EndLease { .. }));
-    harness.wait(5).measure("a", 100);
+    let mut rig = Rig::sampled(params());
+    rig.request("a", Class::Interactive, 100, 100, 0);
+    let a = rig.granted();
+    assert_eq!(rig.arbiter.next_deadline(), a.expires_at);
+    rig.wait(9990).measure("a", 100);
+    rig.pass(10);
+    assert!(acts!(rig, Action::EndLease { .. }));
+    rig.wait(5).measure("a", 100);
     assert_eq!(
-        (harness.snapshot().held, harness.snapshot().unaccounted),
+        (rig.snapshot().held, rig.snapshot().unaccounted),
         (Bytes::ZERO, mib(100))
     );
 }
 
-impl Harness {
+impl Rig {
     pub(super) fn resize(&mut self, lease: &LeaseView, min: u64, max: u64, wait_ms: u64) -> Ticket {
         let ticket = self.ticket();
         self.tell(Event::LeaseResizeRequested {
@@ -453,87 +444,87 @@ impl Harness {
 }
 
 /// A holder of 100 MiB that uses them, and another whose 250 MiB stand in the way of more.
-fn two_holders() -> (Harness, LeaseView, LeaseView) {
-    let mut harness = Harness::sampled(params());
-    harness.request("other", Class::Interactive, 250, 250, 0);
-    let other = harness.granted();
-    harness.wait(10).request("a", Class::Interactive, 100, 100, 0);
-    let a = harness.granted();
-    harness.wait(10).measure("a", 100);
-    (harness, a, other)
+fn two_holders() -> (Rig, LeaseView, LeaseView) {
+    let mut rig = Rig::sampled(params());
+    rig.request("other", Class::Interactive, 250, 250, 0);
+    let other = rig.granted();
+    rig.wait(10).request("a", Class::Interactive, 100, 100, 0);
+    let a = rig.granted();
+    rig.wait(10).measure("a", 100);
+    (rig, a, other)
 }
 
 /// What waits of an earlier call would be granted beside the later one, and then be credited away.
 #[test]
 fn a_later_call_of_a_holder_replaces_the_one_that_waits() {
-    let (mut harness, a, other) = two_holders();
-    let first = harness.resize(&a, 300, 300, 5000);
-    assert_eq!(harness.try_answer(), None, "it waits");
-    harness.resize(&a, 20, 20, 0);
+    let (mut rig, a, other) = two_holders();
+    let first = rig.resize(&a, 300, 300, 5000);
+    assert_eq!(rig.try_answer(), None, "it waits");
+    rig.resize(&a, 20, 20, 0);
     assert!(
-        acts!(harness, Action::Answer { ticket, answer: Answer::Denied { denial: Denial::Replaced { .. }, .. } } if *ticket == first),
+        acts!(rig, Action::Answer { ticket, answer: Answer::Denied { denial: Denial::Replaced { .. }, .. } } if *ticket == first),
         "{:#?}",
-        harness.actions
+        rig.actions
     );
-    harness.wait(10).lost(&other);
+    rig.wait(10).lost(&other);
     assert_eq!(
-        (harness.try_answer(), harness.held("a")),
+        (rig.try_answer(), rig.held("a")),
         (None, mib(100)),
         "nothing is granted"
     );
-    harness.wait(10).measure("a", 20);
-    assert_eq!(harness.held("a"), mib(20));
+    rig.wait(10).measure("a", 20);
+    assert_eq!(rig.held("a"), mib(20));
 }
 
 #[test]
 fn who_lowers_its_lease_and_is_granted_more_then_keeps_what_it_was_granted() {
-    let (mut harness, a, other) = two_holders();
-    harness.resize(&a, 20, 20, 0);
-    harness.resize(&a, 300, 300, 4000);
-    harness.wait(10).lost(&other);
-    assert_eq!(harness.granted().held, mib(300));
-    assert_eq!(harness.lease("a").unwrap().state, LeaseState::Granted);
-    harness.wait(10).measure("a", 10);
-    assert_eq!(harness.held("a"), mib(300), "it may fill it");
+    let (mut rig, a, other) = two_holders();
+    rig.resize(&a, 20, 20, 0);
+    rig.resize(&a, 300, 300, 4000);
+    rig.wait(10).lost(&other);
+    assert_eq!(rig.granted().held, mib(300));
+    assert_eq!(rig.lease("a").unwrap().state, LeaseState::Granted);
+    rig.wait(10).measure("a", 10);
+    assert_eq!(rig.held("a"), mib(300), "it may fill it");
 }
 
 #[test]
 fn a_wish_for_less_that_is_not_seen_ends_no_lease() {
-    let (mut harness, a, _) = two_holders();
-    harness.resize(&a, 20, 20, 0);
-    harness.pass(6000);
-    assert!(decided!(harness, Lease(LeaseDecision::WishNotSeen { .. })));
-    let lease = harness.lease("a").unwrap();
+    let (mut rig, a, _) = two_holders();
+    rig.resize(&a, 20, 20, 0);
+    rig.pass(6000);
+    assert!(decided!(rig, Lease(LeaseDecision::WishNotSeen { .. })));
+    let lease = rig.lease("a").unwrap();
     assert_eq!((lease.state, lease.held), (LeaseState::Granted, mib(100)));
 }
 
 #[test]
 fn a_wish_for_less_answers_a_target_and_gives_no_more_time() {
-    let (mut harness, lease, nonce) = revoked();
-    let before = harness.target_of(&lease);
+    let (mut rig, lease, nonce) = revoked();
+    let before = rig.target_of(&lease);
     for _ in 0..8 {
-        harness.pass(250);
-        harness.resize(&lease, 100, 200, 0);
-        assert_eq!(harness.target_of(&lease), before, "its number and its deadline stay");
-        harness.wait(5).measure("batch", 300);
+        rig.pass(250);
+        rig.resize(&lease, 100, 200, 0);
+        assert_eq!(rig.target_of(&lease), before, "its number and its deadline stay");
+        rig.wait(5).measure("batch", 300);
     }
-    harness.pass(300);
+    rig.pass(300);
     let measured = NotReduced::Measured {
         used: mib(300),
         claim: Claim::Resized,
     };
-    assert_eq!(harness.not_reduced(), Some(measured));
+    assert_eq!(rig.not_reduced(), Some(measured));
     // An honest one answers it as it was sent.
-    let (mut harness, lease, same) = revoked();
+    let (mut rig, lease, same) = revoked();
     assert_eq!(nonce, same);
-    harness.wait(5).resize(&lease, 50, 150, 0);
-    harness.wait(5).tell(applied(lease.id, nonce));
-    assert_eq!(harness.ignored(), None);
-    harness.wait(5).measure("batch", 150);
-    assert_eq!(harness.granted().held, mib(200), "what was asked for it");
-    assert_eq!(harness.target_of(&lease).bytes, mib(150), "what it wants less follows");
-    harness.wait(5).measure("batch", 150);
-    assert_eq!(harness.held("batch"), mib(150));
+    rig.wait(5).resize(&lease, 50, 150, 0);
+    rig.wait(5).tell(applied(lease.id, nonce));
+    assert_eq!(rig.ignored(), None);
+    rig.wait(5).measure("batch", 150);
+    assert_eq!(rig.granted().held, mib(200), "what was asked for it");
+    assert_eq!(rig.target_of(&lease).bytes, mib(150), "what it wants less follows");
+    rig.wait(5).measure("batch", 150);
+    assert_eq!(rig.held("batch"), mib(150));
 }
 
 #[test]
@@ -545,30 +536,28 @@ fn wishes_for_less_that_never_come_true_do_not_spare_a_holder() {
         |step| 101 + step,
         |step| 300 - step % 2 * 90,
     ] {
-        let mut harness = Harness::sampled(params());
-        harness.wait(10).request("batch", Class::Batch, 100, 300, 0);
-        let lease = harness.granted();
-        harness.wait(10).measure("batch", 300);
-        let step = |harness: &mut Harness, wish: u64| {
-            harness.pass(500);
+        let mut rig = Rig::sampled(params());
+        rig.wait(10).request("batch", Class::Batch, 100, 300, 0);
+        let lease = rig.granted();
+        rig.wait(10).measure("batch", 300);
+        let step = |rig: &mut Rig, wish: u64| {
+            rig.pass(500);
             let kept = Event::LeaseRenewed {
-                ticket: harness.ticket(),
+                ticket: rig.ticket(),
                 lease: lease.id,
                 generation: lease.generation,
                 peer: peer(1000),
             };
-            harness.tell(kept);
-            harness.resize(&lease, 100, wish, 0);
-            harness.measure("batch", 300);
+            rig.tell(kept);
+            rig.resize(&lease, 100, wish, 0);
+            rig.measure("batch", 300);
         };
-        step(&mut harness, wish(1));
-        harness
-            .wait(10)
-            .request("voice", Class::AudioRealtime, 200, 200, 60_000);
+        step(&mut rig, wish(1));
+        rig.wait(10).request("voice", Class::AudioRealtime, 200, 200, 60_000);
         // Four times the 5 s of one wish, and a step.
         let asked = (2..43).find(|at| {
-            step(&mut harness, wish(*at));
-            let target = harness.lease("batch").and_then(|lease| lease.target);
+            step(&mut rig, wish(*at));
+            let target = rig.lease("batch").and_then(|lease| lease.target);
             target.is_some_and(|target| target.bytes == mib(200))
         });
         assert!(asked.is_some(), "it was never asked: {:?}", [wish(1), wish(2), wish(3)]);
@@ -578,44 +567,44 @@ fn wishes_for_less_that_never_come_true_do_not_spare_a_holder() {
 /// The sample that shows an ended lease as an unmanaged process's is the first one that does: by the lower of two it would be free.
 #[test]
 fn what_an_unmeasurable_holder_keeps_is_nobodys_with_the_first_sample_after_its_end() {
-    let mut harness = Harness::sampled(params());
-    harness.wait(10).request("a", Class::Interactive, 300, 300, 0);
-    let a = harness.granted();
-    harness.samples(300);
-    harness.wait(10).request("b", Class::Interactive, 300, 300, 5000);
-    assert_eq!(harness.try_answer(), None);
-    harness.release(&a, peer(1000));
-    harness.cannot_measure("a");
-    harness.wait(5).sample(300);
-    assert_eq!(harness.held("a"), Bytes::ZERO, "off the book");
-    assert_eq!((harness.try_answer(), harness.snapshot().unaccounted), (None, mib(300)));
-    harness.samples(0);
-    assert_eq!(harness.granted().tenant, "b");
+    let mut rig = Rig::sampled(params());
+    rig.wait(10).request("a", Class::Interactive, 300, 300, 0);
+    let a = rig.granted();
+    rig.samples(300);
+    rig.wait(10).request("b", Class::Interactive, 300, 300, 5000);
+    assert_eq!(rig.try_answer(), None);
+    rig.release(&a, peer(1000));
+    rig.cannot_measure("a");
+    rig.wait(5).sample(300);
+    assert_eq!(rig.held("a"), Bytes::ZERO, "off the book");
+    assert_eq!((rig.try_answer(), rig.snapshot().unaccounted), (None, mib(300)));
+    rig.samples(0);
+    assert_eq!(rig.granted().tenant, "b");
 }
 
 #[test]
 fn a_ghost_that_cannot_be_read_once_is_not_free() {
-    let mut harness = Harness::sampled(params());
-    harness.wait(10).request("a", Class::Interactive, 300, 300, 0);
-    let a = harness.granted();
-    harness.samples(300);
-    harness.measure("a", 300);
-    harness.release(&a, peer(1000));
-    harness.wait(5).measure("a", 300);
-    harness.samples(300);
-    assert_eq!((harness.held("a"), harness.snapshot().unaccounted), (mib(0), mib(300)));
-    harness.request("b", Class::Interactive, 300, 300, 5000);
-    harness.cannot_measure("a");
-    assert_eq!((harness.try_answer(), harness.snapshot().unaccounted), (None, mib(300)));
-    harness.wait(5).sample(300);
+    let mut rig = Rig::sampled(params());
+    rig.wait(10).request("a", Class::Interactive, 300, 300, 0);
+    let a = rig.granted();
+    rig.samples(300);
+    rig.measure("a", 300);
+    rig.release(&a, peer(1000));
+    rig.wait(5).measure("a", 300);
+    rig.samples(300);
+    assert_eq!((rig.held("a"), rig.snapshot().unaccounted), (mib(0), mib(300)));
+    rig.request("b", Class::Interactive, 300, 300, 5000);
+    rig.cannot_measure("a");
+    assert_eq!((rig.try_answer(), rig.snapshot().unaccounted), (None, mib(300)));
+    rig.wait(5).sample(300);
     assert_eq!(
-        (harness.try_answer(), harness.snapshot().unaccounted),
+        (rig.try_answer(), rig.snapshot().unaccounted),
         (None, mib(300)),
         "an unmanaged process's"
     );
-    assert!(harness.lease("a").is_none());
-    harness.samples(0);
-    assert_eq!(harness.granted().tenant, "b");
+    assert!(rig.lease("a").is_none());
+    rig.samples(0);
+    assert_eq!(rig.granted().tenant, "b");
 }
 
 #[test]
@@ -637,10 +626,10 @@ fn an_operator_releases_an_ended_lease_whose_holder_says_nothing() {
             1000,
         ),
     ] {
-        let (mut harness, lease) = unanswered();
-        harness.wait(5).measure("batch", 0);
-        assert_eq!(harness.held("batch"), mib(300), "not acknowledged");
-        harness.release(&lease, peer);
+        let (mut rig, lease) = unanswered();
+        rig.wait(5).measure("batch", 0);
+        assert_eq!(rig.held("batch"), mib(300), "not acknowledged");
+        rig.release(&lease, peer);
         let done = Done::Decided(Decision::from(LeaseDecision::EndAcknowledged {
             lease: LeaseName {
                 id: lease.id,
@@ -649,21 +638,21 @@ fn an_operator_releases_an_ended_lease_whose_holder_says_nothing() {
             by: Some(stands),
             held: mib(300),
         }));
-        assert_eq!(harness.done(), done);
-        harness.wait(5).measure("batch", 0);
-        assert_eq!((harness.held("batch"), harness.granted().held), (mib(0), mib(200)));
+        assert_eq!(rig.done(), done);
+        rig.wait(5).measure("batch", 0);
+        assert_eq!((rig.held("batch"), rig.granted().held), (mib(0), mib(200)));
     }
-    let (mut harness, lease) = unanswered();
-    harness.release(&lease, peer(1001));
+    let (mut rig, lease) = unanswered();
+    rig.release(&lease, peer(1001));
     let ended = NotHolder::Ended {
         uid: 1000,
         held: mib(300),
         left: ms(7675),
     };
     assert!(
-        matches!(harness.denial(), Denial::NotHolder { problem, .. } if problem == ended),
+        matches!(rig.denial(), Denial::NotHolder { problem, .. } if problem == ended),
         "{:?}",
-        harness.denial()
+        rig.denial()
     );
 }
 
@@ -671,22 +660,22 @@ fn an_operator_releases_an_ended_lease_whose_holder_says_nothing() {
 #[test]
 fn who_waits_to_become_larger_is_asked_all_the_same_and_its_call_is_answered() {
     for pressed in [true, false] {
-        let mut harness = Harness::sampled(params());
-        harness.request("other", Class::Interactive, 90, 90, 0);
-        harness.wait(10).request("batch", Class::Batch, 100, 300, 0);
-        let lease = harness.granted();
-        harness.wait(10).measure("batch", 300);
-        let waits = harness.resize(&lease, 390, 390, 60_000);
-        assert_eq!(harness.try_answer(), None);
+        let mut rig = Rig::sampled(params());
+        rig.request("other", Class::Interactive, 90, 90, 0);
+        rig.wait(10).request("batch", Class::Batch, 100, 300, 0);
+        let lease = rig.granted();
+        rig.wait(10).measure("batch", 300);
+        let waits = rig.resize(&lease, 390, 390, 60_000);
+        assert_eq!(rig.try_answer(), None);
         if pressed {
-            harness.samples(395);
+            rig.samples(395);
         } else {
-            harness.request("voice", Class::AudioRealtime, 100, 100, 5000);
+            rig.request("voice", Class::AudioRealtime, 100, 100, 5000);
         }
-        let target = harness.target_of(&lease);
+        let target = rig.target_of(&lease);
         assert!(target.bytes < mib(300));
         let told = |action: &Action| matches!(action, Action::Answer { ticket, answer: Answer::Denied { denial: Denial::Invalid { problem: Problem::AboveTarget { .. }, .. }, .. } } if *ticket == waits);
-        assert!(harness.actions.iter().any(told), "{pressed}: {:#?}", harness.actions);
+        assert!(rig.actions.iter().any(told), "{pressed}: {:#?}", rig.actions);
     }
 }
 
@@ -694,40 +683,40 @@ fn who_waits_to_become_larger_is_asked_all_the_same_and_its_call_is_answered() {
 #[test]
 fn processes_of_one_name_are_measured_and_credited_each_for_itself() {
     for uid in [1000, 1001] {
-        let mut harness = Harness::sampled(params());
-        let ask = |harness: &mut Harness, sizes, uid, pid| {
-            let ticket = harness.ticket();
+        let mut rig = Rig::sampled(params());
+        let ask = |rig: &mut Rig, sizes, uid, pid| {
+            let ticket = rig.ticket();
             let request = of_process("vision", Class::Batch, sizes, uid, pid);
-            harness.tell(Event::LeaseRequested { ticket, request });
-            harness.granted()
+            rig.tell(Event::LeaseRequested { ticket, request });
+            rig.granted()
         };
-        let one = ask(&mut harness, (20, 200), 1000, 10);
-        let other = ask(&mut harness, (180, 180), uid, 11);
+        let one = ask(&mut rig, (20, 200), 1000, 10);
+        let other = ask(&mut rig, (180, 180), uid, 11);
         assert_eq!((one.holder(), other.holder()), ("vision", "vision (pid 11)"));
         assert_eq!(
-            ask(&mut harness, (10, 10), 1000, 10).holder(),
+            ask(&mut rig, (10, 10), 1000, 10).holder(),
             "vision",
             "one process, two leases"
         );
-        harness.wait(10).measure("vision", 210);
-        harness.measure("vision (pid 11)", 0);
-        harness.request("voice", Class::AudioRealtime, 100, 100, 9000);
-        let target = harness.target_of(&one);
+        rig.wait(10).measure("vision", 210);
+        rig.measure("vision (pid 11)", 0);
+        rig.request("voice", Class::AudioRealtime, 100, 100, 9000);
+        let target = rig.target_of(&one);
         assert_eq!(target.bytes, mib(110));
         // It says that it has come down, and has not.
-        harness.wait(5).tell(applied(one.id, target.nonce));
-        harness.wait(5).measure("vision", 210);
-        assert_eq!((harness.try_answer(), harness.held("vision")), (None, mib(200)));
+        rig.wait(5).tell(applied(one.id, target.nonce));
+        rig.wait(5).measure("vision", 210);
+        assert_eq!((rig.try_answer(), rig.held("vision")), (None, mib(200)));
         // The other one fills its lease, as it may; the first comes down, which is seen.
-        harness.wait(5).measure("vision (pid 11)", 180);
-        harness.wait(5).measure("vision", 120);
-        assert_eq!(harness.granted().held, mib(100));
-        assert_eq!(harness.snapshot().unaccounted, mib(0));
+        rig.wait(5).measure("vision (pid 11)", 180);
+        rig.wait(5).measure("vision", 120);
+        assert_eq!(rig.granted().held, mib(100));
+        assert_eq!(rig.snapshot().unaccounted, mib(0));
         // What is left of the first after its end is its own.
-        harness.lost(&other);
-        assert_eq!(harness.lease("vision").unwrap().used, Some(mib(120)));
+        rig.lost(&other);
+        assert_eq!(rig.lease("vision").unwrap().used, Some(mib(120)));
     }
-    let mut harness = Harness::sampled(params());
-    harness.request("vision (pid 11)", Class::Batch, 1, 1, 0);
-    assert!(matches!(harness.denial(), Denial::Invalid { field, .. } if field == "tenant"));
+    let mut rig = Rig::sampled(params());
+    rig.request("vision (pid 11)", Class::Batch, 1, 1, 0);
+    assert!(matches!(rig.denial(), Denial::Invalid { field, .. } if field == "tenant"));
 }

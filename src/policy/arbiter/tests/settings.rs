@@ -3,69 +3,66 @@
 use super::*;
 use crate::policy::{event::ChangedKeys, snapshot::WorkerState};
 
-fn reconfigure(harness: &mut Harness, params: Params) -> Answer {
-    let ticket = harness.ticket();
+fn reconfigure(rig: &mut Rig, params: Params) -> Answer {
+    let ticket = rig.ticket();
     let changes = ChangedKeys {
         applied: vec!["budget.dwell".to_owned()],
         restart: vec!["llm.path".to_owned()],
     };
-    harness.tell(Event::Reconfigured {
+    rig.tell(Event::Reconfigured {
         ticket,
         params: Box::new(params),
         changes,
     });
-    harness.answer()
+    rig.answer()
 }
 
 #[test]
 fn a_smaller_budget_is_refused_below_what_is_held_and_in_force_above_it() {
-    let mut harness = Harness::new(params());
-    harness.sample(0);
-    harness.request("camera", Class::Batch, 100, 100, 0);
+    let mut rig = Rig::new(params());
+    rig.sample(0);
+    rig.request("camera", Class::Batch, 100, 100, 0);
     let smaller = |total| {
         let mut params = Params::for_budget(mib(total), Bytes::ZERO, Scope::Session);
         params.shed.minimum_reclaim = mib(8);
         params.pressure.hysteresis = mib(1);
         params
     };
-    let before = harness.arbiter.params().clone();
-    let denied = reconfigure(&mut harness, smaller(99));
+    let before = rig.arbiter.params().clone();
+    let denied = reconfigure(&mut rig, smaller(99));
     assert!(
         matches!(&denied, Answer::Denied { denial: Denial::Invalid { field, problem, .. }, .. }
             if field == "budget" && *problem == Problem::Text("is below the 100 MiB that is held; shed the LLM or stop workers first, or restart".to_owned())),
         "{denied:?}"
     );
-    assert_eq!(harness.arbiter.params(), &before);
-    let done = reconfigure(&mut harness, smaller(200));
+    assert_eq!(rig.arbiter.params(), &before);
+    let done = reconfigure(&mut rig, smaller(200));
     assert!(matches!(done, Answer::Done { done: Done::Reconfigured(changes) } if changes.restart == ["llm.path"]));
-    assert_eq!(
-        (harness.snapshot().budget, harness.snapshot().free),
-        (mib(200), mib(100))
-    );
-    harness.wait(10).sample(100);
-    harness.request("late", Class::Batch, 101, 101, 0);
-    assert!(matches!(harness.denial(), Denial::InsufficientMemory { free, .. } if free == mib(100)));
+    assert_eq!((rig.snapshot().budget, rig.snapshot().free), (mib(200), mib(100)));
+    rig.wait(10).sample(100);
+    rig.request("late", Class::Batch, 101, 101, 0);
+    assert!(matches!(rig.denial(), Denial::InsufficientMemory { free, .. } if free == mib(100)));
 }
 
 #[test]
 fn settings_that_cannot_be_change_nothing() {
-    let mut harness = Harness::new(params());
-    let before = harness.arbiter.params().clone();
+    let mut rig = Rig::new(params());
+    let before = rig.arbiter.params().clone();
     let mut wrong = params();
     wrong.pressure.critical_below = wrong.pressure.elevated_below;
-    assert!(matches!(reconfigure(&mut harness, wrong), Answer::Denied { .. }));
-    assert_eq!(harness.arbiter.params(), &before);
+    assert!(matches!(reconfigure(&mut rig, wrong), Answer::Denied { .. }));
+    assert_eq!(rig.arbiter.params(), &before);
 }
 
 #[test]
 fn the_engine_the_scope_and_what_was_learned_stay() {
-    let mut harness = Harness::with_engine_ready(params());
-    let before = harness.arbiter.params().clone();
+    let mut rig = Rig::with_engine_ready(params());
+    let before = rig.arbiter.params().clone();
     let mut other = params();
     other.budget.scope = Scope::Machine;
     other.pressure.dwell = ms(7);
-    reconfigure(&mut harness, other);
-    let now = harness.arbiter.params();
+    reconfigure(&mut rig, other);
+    let now = rig.arbiter.params();
     assert_eq!((&now.engine, now.budget.scope), (&before.engine, before.budget.scope));
     assert_eq!(now.pressure.dwell, ms(7));
 }
@@ -74,34 +71,29 @@ fn the_engine_the_scope_and_what_was_learned_stay() {
 fn a_worker_goes_on_with_its_settings_until_it_is_started_again() {
     let mut settings = params();
     settings.workers = vec![worker("asr", 100)];
-    let mut harness = Harness::new(settings.clone());
-    harness.sample(0);
-    harness.wait(10).tell(Event::WorkerReady {
+    let mut rig = Rig::new(settings.clone());
+    rig.sample(0);
+    rig.wait(10).tell(Event::WorkerReady {
         worker: "asr".to_owned(),
         pid: 7,
     });
     settings.workers = vec![worker("asr", 150)];
-    reconfigure(&mut harness, settings);
-    assert_eq!(harness.held("asr"), mib(100));
-    let ticket = harness.ticket();
-    harness.tell(Event::OperatorWorker {
+    reconfigure(&mut rig, settings);
+    assert_eq!(rig.held("asr"), mib(100));
+    let ticket = rig.ticket();
+    rig.tell(Event::OperatorWorker {
         ticket,
         worker: "asr".to_owned(),
         command: WorkerCommand::Recycle,
     });
-    harness.wait(10).sample(0);
-    harness.tell(Event::WorkerExited {
+    rig.wait(10).sample(0);
+    rig.tell(Event::WorkerExited {
         worker: "asr".to_owned(),
         intended: true,
         cause: "exit code 0".to_owned(),
     });
-    assert_eq!(
-        harness.worker("asr").state,
-        WorkerState::Starting,
-        "{:#?}",
-        harness.actions
-    );
-    assert_eq!(harness.held("asr"), mib(150));
+    assert_eq!(rig.worker("asr").state, WorkerState::Starting, "{:#?}", rig.actions);
+    assert_eq!(rig.held("asr"), mib(150));
 }
 
 /// A time that was ahead may lie behind by a shorter setting; what is due then is done, and breaks no invariant.
@@ -112,21 +104,21 @@ fn shorter_times_serve_what_has_become_due() {
     slow.pressure.dwell = Duration::from_secs(3600);
     slow.shed.settle = Duration::from_secs(60);
     for wait in [1, 50, 500, 5000, 100_000] {
-        let mut harness = Harness::with_engine_ready(slow.clone());
-        harness.request("camera", Class::Interactive, 100, 100, 9000);
-        let lease = harness.granted();
-        harness.tell(Event::LeaseReleased {
+        let mut rig = Rig::with_engine_ready(slow.clone());
+        rig.request("camera", Class::Interactive, 100, 100, 9000);
+        let lease = rig.granted();
+        rig.tell(Event::LeaseReleased {
             ticket: Ticket(77),
             lease: lease.id,
             generation: lease.generation,
             peer: peer(1000),
         });
-        harness.tell(Event::OperatorShed {
+        rig.tell(Event::OperatorShed {
             ticket: Ticket(78),
             bytes: mib(20),
         });
-        harness.pass(wait);
-        reconfigure(&mut harness, params());
-        harness.pass(10_000);
+        rig.pass(wait);
+        reconfigure(&mut rig, params());
+        rig.pass(10_000);
     }
 }

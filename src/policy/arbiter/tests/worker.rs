@@ -10,8 +10,8 @@ use crate::policy::{
     snapshot::WorkerState::{BackingOff, Degraded, Ready, Stopped},
 };
 
-fn dies(harness: &mut Harness, name: &str, class: DeathClass, needs_operator: bool) {
-    harness.wait(10).tell(Event::WorkerDied {
+fn dies(rig: &mut Rig, name: &str, class: DeathClass, needs_operator: bool) {
+    rig.wait(10).tell(Event::WorkerDied {
         certificate: Box::new(DeathCertificate {
             worker: name.to_owned(),
             verdict: DeathVerdict {
@@ -24,49 +24,49 @@ fn dies(harness: &mut Harness, name: &str, class: DeathClass, needs_operator: bo
             ..DeathCertificate::default()
         }),
     });
-    harness.wait(10).exits(name, false, "exit code 3");
+    rig.wait(10).exits(name, false, "exit code 3");
 }
 
 #[test]
 fn an_unresponsive_worker_is_ended_once_it_is_the_process_that_runs() {
-    let mut harness = Harness::with_workers(vec![worker("tts", 30)]);
+    let mut rig = Rig::with_workers(vec![worker("tts", 30)]);
     let unresponsive = |pid| Event::WorkerUnresponsive {
         worker: "tts".to_owned(),
         pid,
         evidence: "no answer within 30 s".to_owned(),
     };
-    let aborts = |harness: &Harness| {
+    let aborts = |rig: &Rig| {
         let is_abort = |action: &Action| matches!(action, Action::AbortWorker { worker, .. } if worker == "tts");
-        harness.actions.iter().any(is_abort)
+        rig.actions.iter().any(is_abort)
     };
-    harness.tell(unresponsive(7));
-    assert!(!aborts(&harness), "it is still starting");
-    harness.ready("tts", 30);
-    harness.tell(unresponsive(6));
-    assert!(!aborts(&harness), "another process");
-    harness.tell(unresponsive(7));
-    assert!(aborts(&harness));
-    harness.wait(10).exits("tts", false, "exit code 3");
-    assert_eq!(harness.worker("tts").state, BackingOff, "as after any failure");
+    rig.tell(unresponsive(7));
+    assert!(!aborts(&rig), "it is still starting");
+    rig.ready("tts", 30);
+    rig.tell(unresponsive(6));
+    assert!(!aborts(&rig), "another process");
+    rig.tell(unresponsive(7));
+    assert!(aborts(&rig));
+    rig.wait(10).exits("tts", false, "exit code 3");
+    assert_eq!(rig.worker("tts").state, BackingOff, "as after any failure");
 }
 
 #[test]
 fn a_worker_that_would_die_in_the_same_way_again_waits_for_an_operator() {
-    let mut harness = Harness::with_workers(vec![worker("tts", 30)]);
-    dies(&mut harness, "tts", DeathClass::MissingLibrary, true);
-    assert_eq!(harness.worker("tts").state, Degraded, "not even one start more");
-    assert!(decided!(harness, Worker(WorkerDecision::NeedsOperator { .. })));
-    let death = harness.worker("tts").last_death.unwrap();
+    let mut rig = Rig::with_workers(vec![worker("tts", 30)]);
+    dies(&mut rig, "tts", DeathClass::MissingLibrary, true);
+    assert_eq!(rig.worker("tts").state, Degraded, "not even one start more");
+    assert!(decided!(rig, Worker(WorkerDecision::NeedsOperator { .. })));
+    let death = rig.worker("tts").last_death.unwrap();
     assert_eq!((death.class, death.needs_operator), (DeathClass::MissingLibrary, true));
-    assert_eq!(harness.held("tts"), Bytes::ZERO);
+    assert_eq!(rig.held("tts"), Bytes::ZERO);
 
     // Cured and started by hand, it is a worker like any other.
-    harness.command("tts", WorkerCommand::Start);
-    assert!(harness.starts("tts"));
-    dies(&mut harness, "tts", DeathClass::SegmentationFault, false);
-    assert_eq!(harness.worker("tts").state, BackingOff);
+    rig.command("tts", WorkerCommand::Start);
+    assert!(rig.starts("tts"));
+    dies(&mut rig, "tts", DeathClass::SegmentationFault, false);
+    assert_eq!(rig.worker("tts").state, BackingOff);
     assert_eq!(
-        harness.worker("tts").last_death.unwrap().class,
+        rig.worker("tts").last_death.unwrap().class,
         DeathClass::SegmentationFault
     );
 }
@@ -94,66 +94,60 @@ fn asr() -> WorkerParams {
 fn workers_do_not_wait_for_ever_for_an_engine_that_does_not_come() {
     let mut params = with_engine(params());
     params.workers = vec![worker("tts", 30)];
-    let mut harness = Harness::sampled(params);
-    harness.pass(119_000);
-    assert!(!harness.starts("tts"));
-    harness.pass(1000);
-    assert!(harness.starts("tts"));
+    let mut rig = Rig::sampled(params);
+    rig.pass(119_000);
+    assert!(!rig.starts("tts"));
+    rig.pass(1000);
+    assert!(rig.starts("tts"));
 }
 
 #[test]
 fn a_worker_that_dies_comes_back_after_its_backoff_and_is_left_alone_after_too_many() {
-    let mut harness = Harness::with_workers(vec![worker("tts", 30)]);
-    assert!(harness.starts("tts"));
-    harness.ready("tts", 30);
+    let mut rig = Rig::with_workers(vec![worker("tts", 30)]);
+    assert!(rig.starts("tts"));
+    rig.ready("tts", 30);
     for wait in [500, 1000, 2000] {
-        harness.wait(10).exits("tts", false, "exit code 3");
+        rig.wait(10).exits("tts", false, "exit code 3");
         assert_eq!(
-            (harness.worker("tts").state, harness.snapshot().held),
+            (rig.worker("tts").state, rig.snapshot().held),
             (BackingOff, Bytes::ZERO)
         );
-        harness.pass(wait - 1);
-        assert!(!harness.starts("tts"));
-        harness.pass(1);
-        assert!(harness.starts("tts"));
+        rig.pass(wait - 1);
+        assert!(!rig.starts("tts"));
+        rig.pass(1);
+        assert!(rig.starts("tts"));
     }
-    harness.wait(10).exits("tts", false, "exit code 3");
-    assert_eq!(
-        (harness.worker("tts").state, harness.worker("tts").failures),
-        (Degraded, 4)
-    );
-    assert!(decided!(harness, Worker(WorkerDecision::GivenUp { failures: 4, .. })));
-    harness.command("tts", WorkerCommand::Start);
-    assert!(harness.starts("tts"));
+    rig.wait(10).exits("tts", false, "exit code 3");
+    assert_eq!((rig.worker("tts").state, rig.worker("tts").failures), (Degraded, 4));
+    assert!(decided!(rig, Worker(WorkerDecision::GivenUp { failures: 4, .. })));
+    rig.command("tts", WorkerCommand::Start);
+    assert!(rig.starts("tts"));
 }
 
 #[test]
 fn a_worker_that_never_answers_is_stopped_and_counts_as_failed() {
-    let mut harness = Harness::with_workers(vec![worker("tts", 30)]);
-    harness.pass(5000);
-    assert_eq!(
-        harness.stop_reason("tts"),
-        Some(StopReason::NotReady { within: ms(5000) })
-    );
-    harness.wait(10).exits("tts", true, "exit code 3");
-    assert_eq!(harness.worker("tts").state, BackingOff);
+    let mut rig = Rig::with_workers(vec![worker("tts", 30)]);
+    rig.pass(5000);
+    assert_eq!(rig.stop_reason("tts"), Some(StopReason::NotReady { within: ms(5000) }));
+    rig.wait(10).exits("tts", true, "exit code 3");
+    assert_eq!(rig.worker("tts").state, BackingOff);
 }
 
 /// A budget without room: the engine has 132 MiB, ASR 40 MiB, another tenant the rest.
-fn no_room() -> Harness {
+fn no_room() -> Rig {
     let mut params = params();
     params.workers = vec![asr()];
-    let mut harness = Harness::with_engine_ready(params);
-    harness.ready("asr", 36);
-    harness.request("other", Class::AudioRealtime, 228, 228, 0);
-    harness.granted();
-    assert_eq!(harness.snapshot().free, Bytes::ZERO);
-    harness
+    let mut rig = Rig::with_engine_ready(params);
+    rig.ready("asr", 36);
+    rig.request("other", Class::AudioRealtime, 228, 228, 0);
+    rig.granted();
+    assert_eq!(rig.snapshot().free, Bytes::ZERO);
+    rig
 }
 
-fn ask_variant(harness: &mut Harness, variant: &str, wait_ms: u64) {
-    let ticket = harness.ticket();
-    harness.tell(Event::WorkerResizeRequested {
+fn ask_variant(rig: &mut Rig, variant: &str, wait_ms: u64) {
+    let ticket = rig.ticket();
+    rig.tell(Event::WorkerResizeRequested {
         ticket,
         worker: "asr".to_owned(),
         variant: variant.to_owned(),
@@ -161,8 +155,8 @@ fn ask_variant(harness: &mut Harness, variant: &str, wait_ms: u64) {
     });
 }
 
-fn resized(harness: &mut Harness, variant: &str, used_mib: u64, error: Option<&str>) {
-    harness.wait(10).tell(Event::WorkerResized {
+fn resized(rig: &mut Rig, variant: &str, used_mib: u64, error: Option<&str>) {
+    rig.wait(10).tell(Event::WorkerResized {
         worker: "asr".to_owned(),
         variant: variant.to_owned(),
         used: Some(mib(used_mib)),
@@ -172,58 +166,58 @@ fn resized(harness: &mut Harness, variant: &str, used_mib: u64, error: Option<&s
 
 #[test]
 fn a_larger_variant_is_booked_before_the_worker_is_asked_and_the_engine_gives_way() {
-    let mut harness = no_room();
-    ask_variant(&mut harness, "open", 1000);
-    assert!(!acts!(harness, Action::ResizeWorker { .. }));
-    harness.engine_applies();
-    assert!(acts!(harness, Action::ResizeWorker { variant, .. } if variant == "open"));
-    assert_eq!((harness.held("asr"), harness.try_answer()), (mib(104), None));
-    resized(&mut harness, "open", 99, None);
-    assert!(matches!(harness.answer(), Answer::Done { .. }));
-    assert_eq!(harness.held("asr"), mib(104));
-    ask_variant(&mut harness, "grammar", 1000);
-    resized(&mut harness, "grammar", 99, None);
-    assert_eq!(harness.held("asr"), mib(99), "credited as far as it is measured");
-    harness.wait(50).measure("asr", 38);
-    assert_eq!(harness.held("asr"), mib(40));
+    let mut rig = no_room();
+    ask_variant(&mut rig, "open", 1000);
+    assert!(!acts!(rig, Action::ResizeWorker { .. }));
+    rig.engine_applies();
+    assert!(acts!(rig, Action::ResizeWorker { variant, .. } if variant == "open"));
+    assert_eq!((rig.held("asr"), rig.try_answer()), (mib(104), None));
+    resized(&mut rig, "open", 99, None);
+    assert!(matches!(rig.answer(), Answer::Done { .. }));
+    assert_eq!(rig.held("asr"), mib(104));
+    ask_variant(&mut rig, "grammar", 1000);
+    resized(&mut rig, "grammar", 99, None);
+    assert_eq!(rig.held("asr"), mib(99), "credited as far as it is measured");
+    rig.wait(50).measure("asr", 38);
+    assert_eq!(rig.held("asr"), mib(40));
 }
 
 #[test]
 fn a_change_that_fails_keeps_the_variant_and_gives_the_booking_back() {
-    let mut harness = no_room();
-    ask_variant(&mut harness, "open", 1000);
-    harness.engine_applies();
-    resized(&mut harness, "grammar", 36, Some("no such model"));
+    let mut rig = no_room();
+    ask_variant(&mut rig, "open", 1000);
+    rig.engine_applies();
+    resized(&mut rig, "grammar", 36, Some("no such model"));
     assert!(matches!(
-        harness.denial(),
+        rig.denial(),
         Denial::Invalid { problem: Problem::Kept { error }, .. } if error == "no such model"
     ));
-    assert_eq!(harness.held("asr"), mib(40));
+    assert_eq!(rig.held("asr"), mib(40));
 }
 
 #[test]
 fn an_unknown_worker_or_variant_is_refused() {
-    let mut harness = no_room();
-    ask_variant(&mut harness, "huge", 0);
+    let mut rig = no_room();
+    ask_variant(&mut rig, "huge", 0);
     let known = vec!["grammar".to_owned(), "open".to_owned()];
     let problem = Problem::NotAVariant { known };
-    assert_eq!(harness.denial(), Denial::invalid("asr", "variant", &"huge", problem));
+    assert_eq!(rig.denial(), Denial::invalid("asr", "variant", &"huge", problem));
 }
 
 #[test]
 fn an_idle_worker_of_a_lower_class_gives_way_and_comes_back() {
-    let mut harness = Harness::with_workers(vec![of_class(Class::Batch, worker("indexer", 300))]);
-    harness.ready("indexer", 300);
-    harness.wait(10).request("voice", Class::AudioRealtime, 200, 200, 5000);
-    assert!(harness.stops("indexer"));
-    harness.wait(10).exits("indexer", true, "exit code 3");
-    let voice = harness.granted();
-    assert_eq!(harness.worker("indexer").state, Stopped);
-    harness.wait(10).lost(&voice);
-    harness.samples(0);
-    assert_eq!(harness.worker("indexer").state, Stopped, "not within the dwell");
-    harness.wait(2000).sample(0);
-    assert!(harness.starts("indexer"));
+    let mut rig = Rig::with_workers(vec![of_class(Class::Batch, worker("indexer", 300))]);
+    rig.ready("indexer", 300);
+    rig.wait(10).request("voice", Class::AudioRealtime, 200, 200, 5000);
+    assert!(rig.stops("indexer"));
+    rig.wait(10).exits("indexer", true, "exit code 3");
+    let voice = rig.granted();
+    assert_eq!(rig.worker("indexer").state, Stopped);
+    rig.wait(10).lost(&voice);
+    rig.samples(0);
+    assert_eq!(rig.worker("indexer").state, Stopped, "not within the dwell");
+    rig.wait(2000).sample(0);
+    assert!(rig.starts("indexer"));
 }
 
 #[test]
@@ -236,47 +230,43 @@ fn the_dearer_of_two_stopped_workers_comes_back_first() {
         },
         ..worker(name, 150)
     };
-    let mut harness = Harness::with_workers(vec![with_reload("quick", 1), with_reload("slow", 20)]);
-    harness.ready("quick", 150);
-    harness.ready("slow", 150);
-    harness.wait(10).request("voice", Class::AudioRealtime, 390, 390, 5000);
-    assert!(harness.stops("quick"), "what costs least goes first");
-    harness.wait(10).exits("quick", true, "exit code 3");
-    assert!(harness.stops("slow"));
-    harness.wait(10).exits("slow", true, "exit code 3");
-    let voice = harness.granted();
-    harness.wait(10).lost(&voice);
-    harness.wait(2000).sample(0);
-    assert!(
-        harness.starts("slow") && !harness.starts("quick"),
-        "{:#?}",
-        harness.actions
-    );
-    harness.ready("slow", 150);
-    harness.wait(10).sample(150);
-    assert!(harness.starts("quick"));
+    let mut rig = Rig::with_workers(vec![with_reload("quick", 1), with_reload("slow", 20)]);
+    rig.ready("quick", 150);
+    rig.ready("slow", 150);
+    rig.wait(10).request("voice", Class::AudioRealtime, 390, 390, 5000);
+    assert!(rig.stops("quick"), "what costs least goes first");
+    rig.wait(10).exits("quick", true, "exit code 3");
+    assert!(rig.stops("slow"));
+    rig.wait(10).exits("slow", true, "exit code 3");
+    let voice = rig.granted();
+    rig.wait(10).lost(&voice);
+    rig.wait(2000).sample(0);
+    assert!(rig.starts("slow") && !rig.starts("quick"), "{:#?}", rig.actions);
+    rig.ready("slow", 150);
+    rig.wait(10).sample(150);
+    assert!(rig.starts("quick"));
 }
 
 #[test]
 fn under_critical_pressure_an_idle_worker_becomes_smaller_before_it_is_stopped() {
-    let mut harness = Harness::with_workers(vec![asr()]);
-    harness.ready("asr", 40);
-    ask_variant(&mut harness, "open", 0);
-    resized(&mut harness, "open", 100, None);
-    harness.samples(395);
+    let mut rig = Rig::with_workers(vec![asr()]);
+    rig.ready("asr", 40);
+    ask_variant(&mut rig, "open", 0);
+    resized(&mut rig, "open", 100, None);
+    rig.samples(395);
     assert!(
-        acts!(harness, Action::ResizeWorker { variant, .. } if variant == "grammar"),
+        acts!(rig, Action::ResizeWorker { variant, .. } if variant == "grammar"),
         "{:#?}",
-        harness.actions
+        rig.actions
     );
-    resized(&mut harness, "grammar", 38, None);
-    assert_eq!(harness.held("asr"), mib(40));
+    resized(&mut rig, "grammar", 38, None);
+    assert_eq!(rig.held("asr"), mib(40));
     for _ in 0..50 {
-        harness.wait(100).sample(38);
-        if acts!(harness, Action::ResizeWorker { variant, .. } if variant == "open") {
+        rig.wait(100).sample(38);
+        if acts!(rig, Action::ResizeWorker { variant, .. } if variant == "open") {
             return;
         }
-        assert_ne!(harness.worker("asr").state, Stopped);
+        assert_ne!(rig.worker("asr").state, Stopped);
     }
     panic!("the variant was not restored");
 }
@@ -286,26 +276,26 @@ fn a_worker_is_stopped_for_what_is_missing_now_and_not_for_foresight() {
     let mut params = with_engine(params());
     params.shed.minimum_reclaim = mib(100);
     params.workers = vec![of_class(Class::Batch, worker("indexer", 150))];
-    let mut harness = Harness::with_engine_ready_in(params);
-    harness.ready("indexer", 150);
-    harness.wait(60_000).sample(282);
-    harness.measure("indexer", 150);
-    harness.measure("llm", 132);
+    let mut rig = Rig::with_engine_ready_in(params);
+    rig.ready("indexer", 150);
+    rig.wait(60_000).sample(282);
+    rig.measure("indexer", 150);
+    rig.measure("llm", 132);
     // A neighbour: 24 of 26 MiB are left at Critical; 28 are missing and 128 wanted, of which the engine has 104.
-    harness.samples(376);
-    assert_eq!(harness.snapshot().level, PressureLevel::Critical);
-    assert!(!harness.stops("indexer"), "{:#?}", harness.actions);
-    let used = harness.engine_applies().whole_mib();
+    rig.samples(376);
+    assert_eq!(rig.snapshot().level, PressureLevel::Critical);
+    assert!(!rig.stops("indexer"), "{:#?}", rig.actions);
+    let used = rig.engine_applies().whole_mib();
     assert_eq!(used, 28, "all that the engine has");
 
     // It takes more: between the watermarks no worker is stopped, though the level stays for its dwell.
     for left in [45, 38, 36] {
-        harness.wait(400).samples(400 - left);
-        assert!(!harness.stops("indexer"), "{left} MiB are left: {:#?}", harness.actions);
-        assert_eq!(harness.snapshot().level, PressureLevel::Critical);
+        rig.wait(400).samples(400 - left);
+        assert!(!rig.stops("indexer"), "{left} MiB are left: {:#?}", rig.actions);
+        assert_eq!(rig.snapshot().level, PressureLevel::Critical);
     }
-    harness.wait(400).samples(380);
-    assert!(harness.stops("indexer"), "{:#?}", harness.actions);
+    rig.wait(400).samples(380);
+    assert!(rig.stops("indexer"), "{:#?}", rig.actions);
 }
 
 #[test]
@@ -316,60 +306,60 @@ fn who_is_stopped_is_chosen_for_what_is_missing_now() {
         of_class(Class::Batch, worker("indexer", 60)),
         of_class(Class::AudioRealtime, worker("voice", 150)),
     ];
-    let mut harness = Harness::sampled(params);
-    harness.ready("indexer", 60);
-    harness.ready("voice", 150);
-    harness.wait(60_000).sample(210);
-    harness.measure("indexer", 60);
-    harness.measure("voice", 150);
+    let mut rig = Rig::sampled(params);
+    rig.ready("indexer", 60);
+    rig.ready("voice", 150);
+    rig.wait(60_000).sample(210);
+    rig.measure("indexer", 60);
+    rig.measure("voice", 150);
     // 24 MiB are left of 26 at Critical: 28 are missing and 128 wanted, which only the voice has, or both.
-    harness.samples(376);
-    assert_eq!(harness.snapshot().level, PressureLevel::Critical);
-    assert!(harness.stops("indexer"), "{:#?}", harness.actions);
-    assert!(!harness.stops("voice"), "{:#?}", harness.actions);
+    rig.samples(376);
+    assert_eq!(rig.snapshot().level, PressureLevel::Critical);
+    assert!(rig.stops("indexer"), "{:#?}", rig.actions);
+    assert!(!rig.stops("voice"), "{:#?}", rig.actions);
 }
 
 #[test]
 fn an_operator_stops_and_starts_a_worker() {
-    let mut harness = Harness::with_workers(vec![worker("tts", 30)]);
-    harness.ready("tts", 30);
-    harness.wait(10).command("tts", WorkerCommand::Stop);
-    assert!(harness.stops("tts"));
-    harness.wait(10).exits("tts", true, "exit code 3");
-    harness.pass(60_000);
-    assert_eq!(harness.worker("tts").state, Stopped);
-    harness.wait(10).command("tts", WorkerCommand::Start);
-    assert!(harness.starts("tts"));
-    harness.ready("tts", 30);
-    harness.wait(10).command("tts", WorkerCommand::Recycle);
-    assert!(harness.stops("tts"));
-    harness.wait(10).exits("tts", true, "exit code 3");
-    assert!(harness.starts("tts"));
-    harness.ready("tts", 30);
-    assert_eq!(harness.worker("tts").state, Ready);
+    let mut rig = Rig::with_workers(vec![worker("tts", 30)]);
+    rig.ready("tts", 30);
+    rig.wait(10).command("tts", WorkerCommand::Stop);
+    assert!(rig.stops("tts"));
+    rig.wait(10).exits("tts", true, "exit code 3");
+    rig.pass(60_000);
+    assert_eq!(rig.worker("tts").state, Stopped);
+    rig.wait(10).command("tts", WorkerCommand::Start);
+    assert!(rig.starts("tts"));
+    rig.ready("tts", 30);
+    rig.wait(10).command("tts", WorkerCommand::Recycle);
+    assert!(rig.stops("tts"));
+    rig.wait(10).exits("tts", true, "exit code 3");
+    assert!(rig.starts("tts"));
+    rig.ready("tts", 30);
+    assert_eq!(rig.worker("tts").state, Ready);
 }
 
 #[test]
 fn a_worker_that_only_says_that_it_has_become_smaller_is_named_and_stopped() {
-    let mut harness = Harness::with_workers(vec![asr()]);
-    harness.ready("asr", 40);
-    ask_variant(&mut harness, "open", 0);
-    resized(&mut harness, "open", 100, None);
-    harness.samples(395);
-    resized(&mut harness, "grammar", 100, None);
-    assert_eq!(harness.held("asr"), mib(100), "not credited");
-    harness.pass(250);
+    let mut rig = Rig::with_workers(vec![asr()]);
+    rig.ready("asr", 40);
+    ask_variant(&mut rig, "open", 0);
+    resized(&mut rig, "open", 100, None);
+    rig.samples(395);
+    resized(&mut rig, "grammar", 100, None);
+    assert_eq!(rig.held("asr"), mib(100), "not credited");
+    rig.pass(250);
     let stays = StopReason::NotSmaller {
         used: Some(mib(100)),
         held: mib(100),
     };
-    assert_eq!(harness.stop_reason("asr"), Some(stays));
+    assert_eq!(rig.stop_reason("asr"), Some(stays));
 }
 
 #[test]
 fn a_kill_at_the_limit_of_its_group_raises_what_a_worker_is_expected_to_need() {
-    let mut harness = Harness::with_workers(vec![worker("asr", 100)]);
-    harness.ready("asr", 90);
+    let mut rig = Rig::with_workers(vec![worker("asr", 100)]);
+    rig.ready("asr", 90);
     let died = |class| {
         Box::new(DeathCertificate {
             worker: "asr".to_owned(),
@@ -384,52 +374,52 @@ fn a_kill_at_the_limit_of_its_group_raises_what_a_worker_is_expected_to_need() {
             ..DeathCertificate::default()
         })
     };
-    let learned = |harness: &Harness| {
-        let mut stored = harness.actions.iter().filter_map(|action| match action {
+    let learned = |rig: &Rig| {
+        let mut stored = rig.actions.iter().filter_map(|action| match action {
             Action::StorePeaks { peaks } => peaks.of("asr", None).map(|peak| peak.bytes),
             _ => None,
         });
         stored.next_back()
     };
     // Any other end says nothing of it.
-    harness.wait(10).tell(Event::WorkerDied {
+    rig.wait(10).tell(Event::WorkerDied {
         certificate: died(DeathClass::Abort),
     });
-    assert_eq!(learned(&harness), None);
-    harness.wait(10).tell(Event::WorkerDied {
+    assert_eq!(learned(&rig), None);
+    rig.wait(10).tell(Event::WorkerDied {
         certificate: died(DeathClass::MemcgOom),
     });
-    let once = learned(&harness).unwrap();
+    let once = learned(&rig).unwrap();
     assert_eq!(once, mib(168), "a fifth more than it had");
-    harness.wait(10).tell(Event::WorkerDied {
+    rig.wait(10).tell(Event::WorkerDied {
         certificate: died(DeathClass::MemcgOom),
     });
-    assert!(learned(&harness).unwrap() > once, "and again, when that was not enough");
-    assert!(decided!(harness, Worker(WorkerDecision::PeakRaised { .. })));
+    assert!(learned(&rig).unwrap() > once, "and again, when that was not enough");
+    assert!(decided!(rig, Worker(WorkerDecision::PeakRaised { .. })));
 }
 
 /// One size of a worker was seen to need more than its file says; the other one keeps what its file says.
 #[test]
 fn each_variant_has_a_peak_of_its_own() {
-    let mut harness = Harness::with_workers(vec![asr()]);
-    let configured = harness.held("asr");
-    let peak = |harness: &mut Harness, peak: u64, used: u64| {
-        harness.wait(10).peak("asr", peak);
-        harness.measure("asr", used);
+    let mut rig = Rig::with_workers(vec![asr()]);
+    let configured = rig.held("asr");
+    let peak = |rig: &mut Rig, peak: u64, used: u64| {
+        rig.wait(10).peak("asr", peak);
+        rig.measure("asr", used);
     };
-    harness.ready("asr", 40);
-    peak(&mut harness, 42, 40);
-    ask_variant(&mut harness, "open", 0);
-    resized(&mut harness, "open", 100, None);
-    peak(&mut harness, 180, 100);
-    ask_variant(&mut harness, "grammar", 0);
-    resized(&mut harness, "grammar", 40, None);
+    rig.ready("asr", 40);
+    peak(&mut rig, 42, 40);
+    ask_variant(&mut rig, "open", 0);
+    resized(&mut rig, "open", 100, None);
+    peak(&mut rig, 180, 100);
+    ask_variant(&mut rig, "grammar", 0);
+    resized(&mut rig, "grammar", 40, None);
     // The kernel's memory is of the larger size, and says nothing of the smaller one.
-    peak(&mut harness, 180, 40);
-    ask_variant(&mut harness, "open", 0);
-    assert_eq!(harness.held("asr"), mib(198), "1.1 times 180");
-    harness.wait(10).exits("asr", false, "exit code 3");
-    harness.pass(1000);
-    assert!(harness.starts("asr"), "{:#?}", harness.actions);
-    assert_eq!(harness.held("asr"), configured);
+    peak(&mut rig, 180, 40);
+    ask_variant(&mut rig, "open", 0);
+    assert_eq!(rig.held("asr"), mib(198), "1.1 times 180");
+    rig.wait(10).exits("asr", false, "exit code 3");
+    rig.pass(1000);
+    assert!(rig.starts("asr"), "{:#?}", rig.actions);
+    assert_eq!(rig.held("asr"), configured);
 }
