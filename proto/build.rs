@@ -5,21 +5,14 @@ use std::{env, error::Error, fs, path::PathBuf, process::Command};
 use prost::Message;
 
 /// Relative to this folder.
-const FILES: [&str; 4] = [
-    "cotenant/v1/lease.proto",
-    "cotenant/v1/llm.proto",
-    "cotenant/v1/operator.proto",
-    "grpc/health/v1/health.proto",
-];
+const FILES: [&str; 4] =
+    ["cotenant/v1/lease.proto", "cotenant/v1/llm.proto", "cotenant/v1/operator.proto", "grpc/health/v1/health.proto"];
 
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo::rerun-if-changed=proto");
     let package = env::var("CARGO_PKG_VERSION")?;
     let commit = commit();
-    println!(
-        "cargo::rustc-env=COTENANT_GIT={}",
-        commit.as_deref().unwrap_or("unknown")
-    );
+    println!("cargo::rustc-env=COTENANT_GIT={}", commit.as_deref().unwrap_or("unknown"));
     let version = commit.map_or_else(|| package.clone(), |commit| format!("{package} ({commit})"));
     println!("cargo::rustc-env=COTENANT_VERSION={version}");
     let mut compiler = protox::Compiler::new(["proto"])?;
@@ -45,9 +38,6 @@ fn commit() -> Option<String> {
         let text = String::from_utf8(output.stdout).ok()?;
         output.status.success().then(|| text.trim().to_owned())
     };
-    println!(
-        "cargo::rerun-if-changed={}",
-        git(&["rev-parse", "--git-path", "logs/HEAD"])?
-    );
+    println!("cargo::rerun-if-changed={}", git(&["rev-parse", "--git-path", "logs/HEAD"])?);
     git(&["describe", "--always", "--dirty", "--abbrev=9"])
 }

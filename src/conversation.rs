@@ -39,14 +39,7 @@ pub struct ChatMessage {
 impl ChatMessage {
     /// A message that is only text.
     pub fn new(role: Role, content: impl Into<String>) -> Self {
-        Self {
-            role,
-            content: content.into(),
-            reasoning: None,
-            tool_calls: Vec::new(),
-            tool_call_id: None,
-            name: None,
-        }
+        Self { role, content: content.into(), reasoning: None, tool_calls: Vec::new(), tool_call_id: None, name: None }
     }
 }
 
@@ -74,10 +67,7 @@ pub struct Conversation {
 
 impl From<Vec<ChatMessage>> for Conversation {
     fn from(messages: Vec<ChatMessage>) -> Self {
-        Self {
-            messages,
-            ..Self::default()
-        }
+        Self { messages, ..Self::default() }
     }
 }
 

@@ -288,10 +288,7 @@ impl Add<Duration> for Timestamp {
     type Output = Self;
     /// Saturates at [`Timestamp::NEVER`].
     fn add(self, wait: Duration) -> Self {
-        Self(
-            self.0
-                .saturating_add(u64::try_from(wait.as_micros()).unwrap_or(u64::MAX)),
-        )
+        Self(self.0.saturating_add(u64::try_from(wait.as_micros()).unwrap_or(u64::MAX)))
     }
 }
 
@@ -329,10 +326,7 @@ mod tests {
     #[test]
     fn time_saturates() {
         assert_eq!(Timestamp::NEVER + Duration::from_secs(1), Timestamp::NEVER);
-        assert_eq!(
-            Timestamp::START.saturating_since(Timestamp::from_millis(5)),
-            Duration::ZERO
-        );
+        assert_eq!(Timestamp::START.saturating_since(Timestamp::from_millis(5)), Duration::ZERO);
         assert_eq!(Timestamp::from_millis(12_345).to_string(), "12.345s");
     }
 }

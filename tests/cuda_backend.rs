@@ -94,11 +94,7 @@ fn run(driver: &Path, settings: &[(&str, &str)], arguments: &[&str]) -> Output {
 }
 
 fn told(output: &Output) -> String {
-    format!(
-        "{}{}",
-        String::from_utf8_lossy(&output.stdout),
-        String::from_utf8_lossy(&output.stderr)
-    )
+    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
 }
 
 /// Opens a model as the arguments say, and writes what it answers; without a file to write to, says what computes.
@@ -150,10 +146,7 @@ fn told_error(error: &dyn std::error::Error) -> String {
 fn next(model: &mut Model, token: u32) -> Result<u32, String> {
     let first = |logits: &[f32]| {
         let places = 0..u32::try_from(logits.len()).unwrap();
-        places
-            .rev()
-            .max_by(|a, b| logits[*a as usize].total_cmp(&logits[*b as usize]))
-            .unwrap()
+        places.rev().max_by(|a, b| logits[*a as usize].total_cmp(&logits[*b as usize])).unwrap()
     };
     if env::var_os("LOGITS").is_some() {
         let logits = model.forward(&[token], &mut || Flow::Continue);
@@ -177,11 +170,7 @@ fn history(path: &Path, compute: Compute) -> Result<(String, Vec<Vec<f32>>), Str
         kv_type,
     };
     let number = |name: &str| env::var(name).ok().map(|text| text.parse::<u32>().unwrap());
-    let options = ModelOptions {
-        compute,
-        context: number("CONTEXT").map(Tokens::new),
-        ..ModelOptions::for_threads(1)
-    };
+    let options = ModelOptions { compute, context: number("CONTEXT").map(Tokens::new), ..ModelOptions::for_threads(1) };
     let mut model = Model::open(path, &plan(parts, 128, KvType::F16), &options).map_err(|error| told_error(&error))?;
     let vocabulary = model.vocabulary();
     let text = |len: u32, seed: u32| (0..len).map(|at| (at * 37 + seed) % vocabulary).collect::<Vec<u32>>();
@@ -210,10 +199,7 @@ fn history(path: &Path, compute: Compute) -> Result<(String, Vec<Vec<f32>>), Str
     if let Ok(resident) = env::var("BOOK") {
         // What it holds then is left, so that the driver counts it.
         step(&mut model, &text(5, 3))?;
-        change(
-            &mut model,
-            &plan(parts * resident.parse::<u32>().unwrap() / 4, 700, KvType::Q8),
-        )?;
+        change(&mut model, &plan(parts * resident.parse::<u32>().unwrap() / 4, 700, KvType::Q8))?;
         step(&mut model, &text(1, 7))?;
         let book = model.breakdown();
         println!("book {}", (book.total - book.header - book.ring).get());
@@ -259,55 +245,33 @@ const TYPES: [GgmlDType; 4] = [GgmlDType::Q8_0, GgmlDType::Q4K, GgmlDType::F32, 
 
 fn written(folder: &Path, number: usize, architecture: Architecture) -> PathBuf {
     let path = folder.join(format!("{number}.gguf"));
-    Synthetic::tiny(architecture, TypeMix::All(TYPES[number % TYPES.len()]), 7)
-        .write(&path)
-        .unwrap();
+    Synthetic::tiny(architecture, TypeMix::All(TYPES[number % TYPES.len()]), 7).write(&path).unwrap();
     path
 }
 
 /// Compares what a child answers with what the CPU does here.
 fn compare(driver: &Path, what: &str, path: &Path, settings: &[(&str, &str)], words: [&str; 3]) {
     let out = path.with_extension("logits");
-    let output = run(
-        driver,
-        settings,
-        &[
-            path.to_str().unwrap(),
-            words[0],
-            words[1],
-            words[2],
-            out.to_str().unwrap(),
-        ],
-    );
+    let output = run(driver, settings, &[path.to_str().unwrap(), words[0], words[1], words[2], out.to_str().unwrap()]);
     assert!(output.status.success(), "{what} {settings:?}: {}", told(&output));
     assert!(told(&output).contains("cuda ("), "{what}: {}", told(&output));
     let (_, expected) = history(path, 1.into()).unwrap();
     let bytes = fs::read(&out).unwrap();
-    let got: Vec<f32> = bytes
-        .chunks_exact(4)
-        .map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap()))
-        .collect();
+    let got: Vec<f32> = bytes.chunks_exact(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap())).collect();
     let mut first = 0;
     for (step, row) in expected.iter().enumerate() {
         let other = &got[first..first + row.len()];
         first += row.len();
-        let (low, high) = row.iter().fold((f32::MAX, f32::MIN), |(low, high), logit| {
-            (low.min(*logit), high.max(*logit))
-        });
+        let (low, high) =
+            row.iter().fold((f32::MAX, f32::MIN), |(low, high), logit| (low.min(*logit), high.max(*logit)));
         let worst = row.iter().zip(other).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         let part = worst / (high - low);
         println!("{what} {settings:?} step {step}: {part:.2e} of the spread");
-        assert!(
-            part <= SPREAD_MAX,
-            "{what} {settings:?}, step {step}: {part} of the spread"
-        );
+        assert!(part <= SPREAD_MAX, "{what} {settings:?}, step {step}: {part} of the spread");
         // The token that the CPU says is said, or one that is as likely.
         let best = |row: &[f32]| (0..row.len()).max_by(|a, b| row[*a].total_cmp(&row[*b])).unwrap();
         let said = best(other);
-        assert!(
-            high - row[said] <= 2.0 * SPREAD_MAX * (high - low),
-            "{what} {settings:?}, step {step}"
-        );
+        assert!(high - row[said] <= 2.0 * SPREAD_MAX * (high - low), "{what} {settings:?}, step {step}");
     }
     assert_eq!(first, got.len());
 }
@@ -320,28 +284,17 @@ fn models_answer_as_on_the_cpu_whenever_the_driver_executes() {
     for (number, architecture) in Architecture::ALL.into_iter().enumerate() {
         let path = written(folder.path(), number, architecture);
         let order = ["eager", "late", "5"][number % 3];
-        let settings = [
-            ("FAKE_CUDA_ORDER", order),
-            ("FAKE_CUDA_DEVICE", ["orin", "hopper"][number % 2]),
-        ];
-        compare(
-            &driver,
-            &format!("{architecture:?}"),
-            &path,
-            &settings,
-            ["cuda", "auto", "auto"],
-        );
+        let settings = [("FAKE_CUDA_ORDER", order), ("FAKE_CUDA_DEVICE", ["orin", "hopper"][number % 2])];
+        compare(&driver, &format!("{architecture:?}"), &path, &settings, ["cuda", "auto", "auto"]);
     }
 }
 
 fn weights_on_the_device_and_plain_kernels_answer_the_same() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
     let path = written(folder.path(), 0, Architecture::Qwen35);
-    for (device, memory, kernels) in [
-        ("orin", "device", "plain"),
-        ("hopper", "mapped", "auto"),
-        ("blackwell", "auto", "plain"),
-    ] {
+    for (device, memory, kernels) in
+        [("orin", "device", "plain"), ("hopper", "mapped", "auto"), ("blackwell", "auto", "plain")]
+    {
         let settings = [("FAKE_CUDA_DEVICE", device), ("FAKE_CUDA_ORDER", "late")];
         compare(&driver, memory, &path, &settings, ["cuda", memory, kernels]);
     }
@@ -356,16 +309,8 @@ fn a_gpu_that_does_not_compute_is_refused_with_its_reason_or_left_for_the_cpu() 
     let nowhere = folder.path().join("nowhere");
     let cases: [Case<'_>; 5] = [
         (&nowhere, &[], "libcuda is not installed"),
-        (
-            &driver,
-            &[("FAKE_CUDA_DRIVER", "11040")],
-            "the driver is for CUDA 11.4, at least 12.2 is needed",
-        ),
-        (
-            &driver,
-            &[("FAKE_CUDA_DEVICE", "turing")],
-            "compute capability 7.5, at least 8.0 is needed",
-        ),
+        (&driver, &[("FAKE_CUDA_DRIVER", "11040")], "the driver is for CUDA 11.4, at least 12.2 is needed"),
+        (&driver, &[("FAKE_CUDA_DEVICE", "turing")], "compute capability 7.5, at least 8.0 is needed"),
         (
             &driver,
             &[("FAKE_CUDA_FAULTS", "cuMemHostRegister_v2@1=801!!")],
@@ -396,10 +341,7 @@ fn noted(log: &Path) -> Vec<Value> {
 /// Whether nothing was left when contexts went, and the driver has nothing to complain about.
 fn is_clean(notes: &[Value]) -> bool {
     let of = |event: &str| notes.iter().filter(|note| note["event"] == event).collect::<Vec<_>>();
-    let nothing = |left: &Value| {
-        left.as_object()
-            .is_some_and(|left| left.values().all(|count| count == 0))
-    };
+    let nothing = |left: &Value| left.as_object().is_some_and(|left| left.values().all(|count| count == 0));
     of("context").iter().all(|note| nothing(&note["left"]))
         && of("finding").is_empty()
         && of("exit").len() == 1
@@ -436,11 +378,7 @@ impl Sweep {
             ("PLANTED", planted),
         ];
         // What is timed decides nothing, so that every case makes the same calls.
-        let output = run(
-            &self.driver,
-            &settings,
-            &[self.path.to_str().unwrap(), "cuda", "mapped"],
-        );
+        let output = run(&self.driver, &settings, &[self.path.to_str().unwrap(), "cuda", "mapped"]);
         let (notes, text) = (noted(&log), told(&output));
         // What fails while memory is given back is nobody's error.
         let ended = matches!(output.status.code(), Some(0 | 3)) && !text.contains("panicked");
@@ -508,12 +446,7 @@ fn a_token_takes_few_launches_one_wait_and_no_allocation() {
         recurrent: (1, 2, 128),
         ..Synthetic::tiny(Architecture::Qwen35, types, 7)
     };
-    let six = Synthetic {
-        layers: 28,
-        head_dim: 128,
-        rotary: 128,
-        ..Synthetic::tiny(Architecture::Qwen3, types, 7)
-    };
+    let six = Synthetic { layers: 28, head_dim: 128, rotary: 128, ..Synthetic::tiny(Architecture::Qwen3, types, 7) };
     for (name, model, most) in [("Qwen3.5-4B", four, 245), ("Qwen3-0.6B", six, 257)] {
         model.write(&path).unwrap();
         let counted = |tokens: &str, logits: Option<&str>| {
@@ -523,10 +456,7 @@ fn a_token_takes_few_launches_one_wait_and_no_allocation() {
             // What is timed would make calls of its own.
             let output = run(&driver, &settings, &[path.to_str().unwrap(), "cuda", "mapped"]);
             assert!(output.status.success(), "{}", told(&output));
-            let said = told(&output)
-                .lines()
-                .find(|line| line.starts_with("said"))
-                .map(str::to_owned);
+            let said = told(&output).lines().find(|line| line.starts_with("said")).map(str::to_owned);
             let notes = noted(&log);
             let mut counts = calls(&notes);
             let exit = notes.iter().find(|note| note["event"] == "exit").unwrap();
@@ -587,10 +517,7 @@ fn the_book_has_what_the_driver_has() {
         let left = notes.iter().find(|note| note["event"] == "context_left").unwrap();
         let driver = left["left"]["bytes"].as_f64().unwrap() + 8_388_608.0;
         println!("{resident}/4 resident: {book} on the book, {driver} of the driver");
-        assert!(
-            (book - driver).abs() <= driver / 100.0,
-            "{book} on the book, {driver} of the driver"
-        );
+        assert!((book - driver).abs() <= driver / 100.0, "{book} on the book, {driver} of the driver");
     }
 }
 
@@ -599,11 +526,7 @@ fn weights_lie_where_an_integrated_device_reads_them_faster() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
     let path = written(folder.path(), 0, Architecture::Qwen3);
     for (device, slower, memory) in [("orin", "30", "device"), ("hopper", "0", "device")] {
-        let settings = [
-            ("FAKE_CUDA_DEVICE", device),
-            ("FAKE_CUDA_MAPPED_MS", slower),
-            ("TOKENS", "1"),
-        ];
+        let settings = [("FAKE_CUDA_DEVICE", device), ("FAKE_CUDA_MAPPED_MS", slower), ("TOKENS", "1")];
         let output = run(&driver, &settings, &[path.to_str().unwrap(), "cuda", "auto"]);
         let name = format!(", {memory} memory");
         assert!(told(&output).contains(&name), "{device}: {}", told(&output));
@@ -614,34 +537,18 @@ fn weights_lie_where_an_integrated_device_reads_them_faster() {
 fn a_long_context_takes_no_more_addresses_than_it_is_limited_to() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
     let path = folder.path().join("model.gguf");
-    let model = Synthetic {
-        context_max: 1 << 23,
-        ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7)
-    };
+    let model =
+        Synthetic { context_max: 1 << 23, ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7) };
     model.write(&path).unwrap();
     let with = |settings: &[(&str, &str)]| run(&driver, settings, &[path.to_str().unwrap(), "cuda"]);
     let refused = with(&[("TOKENS", "1")]);
     assert_eq!(refused.status.code(), Some(3), "{}", told(&refused));
-    assert!(
-        told(&refused).contains("the KV cache (address space alone)"),
-        "{}",
-        told(&refused)
-    );
+    assert!(told(&refused).contains("the KV cache (address space alone)"), "{}", told(&refused));
     let limited = with(&[("TOKENS", "1"), ("CONTEXT", "4096")]);
     assert!(limited.status.success(), "{}", told(&limited));
 }
 
 /// A call that fails then has given nothing back.
 fn gives_back(name: &str) -> bool {
-    [
-        "Free",
-        "Destroy",
-        "Release",
-        "Unregister",
-        "Unmap",
-        "Unload",
-        "SetCurrent",
-    ]
-    .iter()
-    .any(|word| name.contains(word))
+    ["Free", "Destroy", "Release", "Unregister", "Unmap", "Unload", "SetCurrent"].iter().any(|word| name.contains(word))
 }

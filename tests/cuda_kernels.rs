@@ -17,18 +17,12 @@ use serde_json::Value;
 fn built(part: &str) -> PathBuf {
     let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuda");
     let mut build = Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda/build"));
-    succeeds(
-        &build.arg(&out).arg(part).output().expect("bash can be started"),
-        "tests/cuda/build",
-    );
+    succeeds(&build.arg(&out).arg(part).output().expect("bash can be started"), "tests/cuda/build");
     out
 }
 
 fn succeeds(output: &Output, what: &str) {
-    let (out, err) = (
-        String::from_utf8_lossy(&output.stdout),
-        String::from_utf8_lossy(&output.stderr),
-    );
+    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     println!("{out}");
     assert!(output.status.success(), "{what} failed (g++ is needed):\n{out}{err}");
 }
@@ -48,9 +42,7 @@ fn each_planted_fault_of_a_kernel_is_found() {
         println!("{program}: {}", found.lines().take(3).collect::<Vec<_>>().join(" "));
         // A probe that does not come to its end has counted nothing.
         let count = found.lines().next().and_then(|line| line.strip_suffix(" found"));
-        count
-            .and_then(|count| count.parse::<u32>().ok())
-            .expect("a count of findings")
+        count.and_then(|count| count.parse::<u32>().ok()).expect("a count of findings")
     };
     for tests in ["products", "layers", "attention"] {
         assert_eq!(probe("watched", tests), 0, "sound kernels have findings");
@@ -58,10 +50,8 @@ fn each_planted_fault_of_a_kernel_is_found() {
     let faults = fs::read_to_string(out.join("faults")).unwrap();
     let planted: Vec<(&str, &str)> = faults.lines().filter_map(|line| line.split_once(':')).collect();
     assert!(planted.len() >= 12, "{planted:?}");
-    let missed: Vec<_> = planted
-        .into_iter()
-        .filter(|(fault, tests)| probe(&format!("fault-{fault}"), tests) == 0)
-        .collect();
+    let missed: Vec<_> =
+        planted.into_iter().filter(|(fault, tests)| probe(&format!("fault-{fault}"), tests) == 0).collect();
     assert!(missed.is_empty(), "not found: {missed:?}");
 }
 
@@ -70,11 +60,7 @@ fn the_imitated_driver_treats_programs_as_a_driver_does() {
     let out = built("driver");
     for library in ["driver", "driver-watched"] {
         let mut test = Command::new(out.join("driver-test"));
-        let test = test
-            .arg(out.join(library).join("libcuda.so"))
-            .arg(&out)
-            .output()
-            .unwrap();
+        let test = test.arg(out.join(library).join("libcuda.so")).arg(&out).output().unwrap();
         succeeds(&test, library);
     }
 }
@@ -87,10 +73,7 @@ fn the_imitated_driver_logs_faults_findings_and_what_is_left() {
         fs::remove_file(&log).ok();
         let mut test = Command::new(out.join("driver-test"));
         test.arg(out.join("driver/libcuda.so")).args([&out, Path::new(case)]);
-        test.env("FAKE_CUDA_LOG", &log)
-            .env("FAKE_CUDA_FAULTS", faults)
-            .output()
-            .unwrap();
+        test.env("FAKE_CUDA_LOG", &log).env("FAKE_CUDA_FAULTS", faults).output().unwrap();
         let lines = fs::read_to_string(&log).unwrap();
         lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
     };
@@ -105,21 +88,13 @@ fn the_imitated_driver_logs_faults_findings_and_what_is_left() {
     assert_eq!(lines[0]["name"], "cuMemFree_v2");
     assert_eq!(lines[0]["call"], 1);
     assert!(lines[1]["what"].as_str().unwrap().contains("convert uses address"));
-    assert_eq!(
-        lines[2]["left"]["modules"], 1,
-        "what the destroyed context had: {lines:?}"
-    );
+    assert_eq!(lines[2]["left"]["modules"], 1, "what the destroyed context had: {lines:?}");
 }
 
 #[test]
 fn images_for_devices_are_made_from_these_sources() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/engine/backend/cuda/images");
     let mut check = Command::new("sha256sum");
-    let check = check
-        .args(["--check", "--quiet", "--strict", "manifest"])
-        .current_dir(folder);
-    succeeds(
-        &check.output().unwrap(),
-        "comparison of hashes; src/engine/backend/cuda/images/make writes the images",
-    );
+    let check = check.args(["--check", "--quiet", "--strict", "manifest"]).current_dir(folder);
+    succeeds(&check.output().unwrap(), "comparison of hashes; src/engine/backend/cuda/images/make writes the images");
 }

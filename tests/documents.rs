@@ -26,10 +26,7 @@ fn every_promise_names_tests_that_exist() {
             faults.push(format!("names no test: {row}"));
         }
         faults.extend(
-            named
-                .iter()
-                .filter(|name| !functions.contains(**name))
-                .map(|name| format!("no such test: {name}")),
+            named.iter().filter(|name| !functions.contains(**name)).map(|name| format!("no such test: {name}")),
         );
     }
     assert!(rows > 40, "{rows} rows");
@@ -44,21 +41,13 @@ fn links_between_documents_lead_to_files_and_headings() {
     let mut links = 0;
     for document in &documents {
         let text = fs::read_to_string(document).unwrap();
-        for target in prose(&text)
-            .split("](")
-            .skip(1)
-            .filter_map(|rest| rest.split(')').next())
-        {
+        for target in prose(&text).split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
             if target.contains("://") {
                 continue;
             }
             links += 1;
             let (file, heading) = target.split_once('#').unwrap_or((target, ""));
-            let path = if file.is_empty() {
-                document.clone()
-            } else {
-                document.parent().unwrap().join(file)
-            };
+            let path = if file.is_empty() { document.clone() } else { document.parent().unwrap().join(file) };
             let found = path.exists()
                 && (heading.is_empty()
                     || prose(&fs::read_to_string(&path).unwrap_or_default())
@@ -99,10 +88,7 @@ fn source_files_that_documents_cite_exist() {
 #[test]
 fn alerts_and_the_dashboard_name_metrics_that_exist() {
     let metrics = fs::read_to_string(root().join("src/telemetry/metrics.rs")).unwrap();
-    for (file, least) in [
-        ("deploy/prometheus/cotenant.rules.yml", 8),
-        ("deploy/grafana/cotenant.json", 25),
-    ] {
+    for (file, least) in [("deploy/prometheus/cotenant.rules.yml", 8), ("deploy/grafana/cotenant.json", 25)] {
         let text = fs::read_to_string(root().join(file)).unwrap();
         let named: Vec<&str> = text
             .split(|c: char| !(c.is_ascii_alphanumeric() || c == '_'))
@@ -110,10 +96,9 @@ fn alerts_and_the_dashboard_name_metrics_that_exist() {
             .collect();
         assert!(named.len() >= least, "{file}: {} metrics", named.len());
         for name in named {
-            let registered = ["", "_total", "_bucket", "_count"].iter().any(|suffix| {
-                name.strip_suffix(suffix)
-                    .is_some_and(|name| metrics.contains(&format!("\"{name}\"")))
-            });
+            let registered = ["", "_total", "_bucket", "_count"]
+                .iter()
+                .any(|suffix| name.strip_suffix(suffix).is_some_and(|name| metrics.contains(&format!("\"{name}\""))));
             assert!(registered, "{file}: no such metric: cotenant_{name}");
         }
     }
@@ -122,11 +107,8 @@ fn alerts_and_the_dashboard_name_metrics_that_exist() {
 #[test]
 fn the_runbook_has_a_section_for_each_alert_refusal_and_death() {
     let runbook = fs::read_to_string(root().join("docs/runbook.md")).unwrap();
-    let headings: BTreeSet<&str> = runbook
-        .lines()
-        .filter_map(|line| line.strip_prefix("### "))
-        .flat_map(|line| line.split(", "))
-        .collect();
+    let headings: BTreeSet<&str> =
+        runbook.lines().filter_map(|line| line.strip_prefix("### ")).flat_map(|line| line.split(", ")).collect();
     let rules = fs::read_to_string(root().join("deploy/prometheus/cotenant.rules.yml")).unwrap();
     let alerts = rules.lines().filter_map(|line| line.trim().strip_prefix("- alert: "));
     let classes: Vec<String> = DeathClass::ALL.iter().map(ToString::to_string).collect();
@@ -134,25 +116,15 @@ fn the_runbook_has_a_section_for_each_alert_refusal_and_death() {
     let (_, denials) = leases.split_once("pub enum Denial {").unwrap();
     let denials = denials.lines().take_while(|line| *line != "}").filter_map(|line| {
         let (name, _) = line.strip_prefix("    ")?.split_once(" {")?;
-        name.starts_with(|c: char| c.is_ascii_uppercase())
-            .then(|| snake_case(name))
+        name.starts_with(|c: char| c.is_ascii_uppercase()).then(|| snake_case(name))
     });
     let errors = fs::read_to_string(root().join("docs/errors.md")).unwrap();
     let (http, _) = errors.split_once("### Anthropic's API").unwrap();
     let codes = http
         .lines()
         .filter(|line| line.starts_with("| 503 | ") || line.starts_with("| 429 | "))
-        .flat_map(|line| {
-            backticked(line.split(" | ").nth(1).unwrap())
-                .map(str::to_owned)
-                .collect::<Vec<_>>()
-        });
-    let names: Vec<String> = alerts
-        .map(str::to_owned)
-        .chain(classes)
-        .chain(denials)
-        .chain(codes)
-        .collect();
+        .flat_map(|line| backticked(line.split(" | ").nth(1).unwrap()).map(str::to_owned).collect::<Vec<_>>());
+    let names: Vec<String> = alerts.map(str::to_owned).chain(classes).chain(denials).chain(codes).collect();
     assert!(names.len() > 45, "{names:?}");
     let missing: Vec<&String> = names.iter().filter(|name| !headings.contains(name.as_str())).collect();
     assert!(missing.is_empty(), "docs/runbook.md has no section for {missing:?}");
@@ -193,10 +165,7 @@ fn test_functions() -> BTreeSet<String> {
 
 /// A test's name states a fact, so it has several words.
 fn is_test_name(word: &str) -> bool {
-    word.matches('_').count() >= 2
-        && word
-            .chars()
-            .all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_')
+    word.matches('_').count() >= 2 && word.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_')
 }
 
 fn backticked(text: &str) -> impl Iterator<Item = &str> {

@@ -62,9 +62,7 @@ pub(super) async fn run(args: &FirstByteArgs) -> Result<Report, String> {
     let mut stage = Stage::set(configuration).map_err(|error| error.to_string())?;
     let channel = daemon::connected(&stage, PATIENCE).await?;
     let mut operator = OperatorServiceClient::new(channel.clone());
-    daemon::until(&mut operator, PATIENCE, whole)
-        .await
-        .map_err(daemon::last_words(&stage))?;
+    daemon::until(&mut operator, PATIENCE, whole).await.map_err(daemon::last_words(&stage))?;
     let daemon = stage.daemon().pid();
     let talk = Talk::start(LlmServiceClient::new(channel), "tell me a story", began);
     if !talk.stories(1, PATIENCE).await {
@@ -73,11 +71,9 @@ pub(super) async fn run(args: &FirstByteArgs) -> Result<Report, String> {
     let reading = Reading::now();
     let (mut times, mut rates, mut unshed) = (Vec::new(), Vec::new(), 0u32);
     for round in 0..args.rounds {
-        let status = daemon::until(&mut operator, PATIENCE, |status| {
-            whole(status) && headroom(status).is_some()
-        })
-        .await
-        .map_err(daemon::last_words(&stage))?;
+        let status = daemon::until(&mut operator, PATIENCE, |status| whole(status) && headroom(status).is_some())
+            .await
+            .map_err(daemon::last_words(&stage))?;
         let headroom = headroom(&status).ok_or("no headroom is known")?;
         let line = status.pressure.map_or(0, |pressure| pressure.elevated_below_bytes);
         let to_line = headroom.saturating_sub(line);
@@ -108,18 +104,8 @@ pub(super) async fn run(args: &FirstByteArgs) -> Result<Report, String> {
         at(&rates, 0).copied().unwrap_or_default(),
         Some(Limit::AtLeast(FILL_MIN)),
     );
-    report.figure(
-        "neighbour's rate: median",
-        "MiB/s",
-        at(&rates, 500).copied().unwrap_or_default(),
-        None,
-    );
-    report.figure(
-        "line crossed to first byte shed: median",
-        "ms",
-        milliseconds(&times, 500),
-        None,
-    );
+    report.figure("neighbour's rate: median", "MiB/s", at(&rates, 500).copied().unwrap_or_default(), None);
+    report.figure("line crossed to first byte shed: median", "ms", milliseconds(&times, 500), None);
     report.figure(
         "line crossed to first byte shed: most",
         "ms",
@@ -186,10 +172,7 @@ fn fill(daemon: u32, to_line: u64) -> Result<Round, String> {
     };
     #[expect(clippy::cast_precision_loss, reason = "some hundred MiB")]
     let mib = fill.whole_mib() as f64;
-    Ok(Round {
-        mib_per_s: mib / took.max(f64::EPSILON),
-        first_byte: fell.map(|at| at.saturating_sub(crossed)),
-    })
+    Ok(Round { mib_per_s: mib / took.max(f64::EPSILON), first_byte: fell.map(|at| at.saturating_sub(crossed)) })
 }
 
 /// When the resident set of the daemon first fell by a megabyte below its highest, as time since `began`.
@@ -220,10 +203,7 @@ fn whole(status: &GetStatusResponse) -> bool {
             && !engine.changing
             && engine.kv_capacity_tokens == engine.kv_capacity_full_tokens
     }) && headroom(status).is_some_and(|headroom| {
-        let line = status
-            .pressure
-            .as_ref()
-            .map_or(0, |pressure| pressure.elevated_below_bytes);
+        let line = status.pressure.as_ref().map_or(0, |pressure| pressure.elevated_below_bytes);
         // The neighbour of the round before is gone.
         headroom >= line + (ROOM.get() / 8) * 7
     })

@@ -108,10 +108,9 @@ async fn points(args: &KillArgs, stage: &mut Stage) -> Result<(), String> {
     let mut random = Random(args.seed);
     let mut seen = Seen::default();
     let (channel, _) = answered(stage).await?;
-    let first = settled(&channel, |status| {
-        engine_ready(status) && ["a", "b"].iter().all(|name| pid(status, name).is_some())
-    })
-    .await?;
+    let first =
+        settled(&channel, |status| engine_ready(status) && ["a", "b"].iter().all(|name| pid(status, name).is_some()))
+            .await?;
     let workers = ["a", "b"].map(|name| pid(&first, name));
     let budget = Bytes::new(first.budget.map_or(0, |budget| budget.budget_bytes));
     let pages = vec![1u8; TENANT.as_len()];
@@ -231,12 +230,7 @@ fn report(mut seen: Seen, budget: Bytes, points: u32) -> Result<(), String> {
         let at = (seen.gaps.len() * per_mille).div_ceil(1000).saturating_sub(1).min(last);
         seen.gaps.get(at).map_or(0.0, |gap| gap.as_secs_f64() * 1e3)
     };
-    line!(
-        "killed → answered: p50 {:.0} ms, p99 {:.0} ms, max {:.0} ms",
-        gap(500),
-        gap(990),
-        gap(1000)
-    );
+    line!("killed → answered: p50 {:.0} ms, p99 {:.0} ms, max {:.0} ms", gap(500), gap(990), gap(1000));
     line!(
         "held at most {} and measured at most {} of {budget}; {} grants were answered before the kill and went on",
         seen.held_max,
@@ -265,15 +259,8 @@ async fn disturb(channel: &Channel, moment: Moment, id: &str, size: Bytes, point
             let _ = operator.shed(ShedRequest { shed_bytes }).await;
         }
         Moment::Worker => {
-            let command = if point.is_multiple_of(2) {
-                WorkerCommand::Start
-            } else {
-                WorkerCommand::Stop
-            };
-            let request = ControlWorkerRequest {
-                name: "c".to_owned(),
-                command: command.into(),
-            };
+            let command = if point.is_multiple_of(2) { WorkerCommand::Start } else { WorkerCommand::Stop };
+            let request = ControlWorkerRequest { name: "c".to_owned(), command: command.into() };
             let _ = operator.control_worker(request).await;
         }
     }
@@ -285,9 +272,7 @@ async fn answered(stage: &Stage) -> Result<(Channel, GetStatusResponse), String>
     let end = Instant::now() + PATIENCE;
     loop {
         if let Ok(channel) = Endpoint::Path(stage.socket()).connect().await
-            && let Ok(answer) = OperatorServiceClient::new(channel.clone())
-                .get_status(GetStatusRequest {})
-                .await
+            && let Ok(answer) = OperatorServiceClient::new(channel.clone()).get_status(GetStatusRequest {}).await
         {
             return Ok((channel, answer.into_inner()));
         }
@@ -334,22 +319,16 @@ async fn create(channel: &Channel, tenant: &str, id: &str, size: Bytes) -> Resul
 }
 
 async fn renew(channel: &Channel, lease: &Lease) -> Result<Lease, tonic::Status> {
-    let request = RenewLeaseRequest {
-        name: lease.name.clone(),
-        boot_id: lease.boot_id.clone(),
-        generation: lease.generation,
-    };
+    let request =
+        RenewLeaseRequest { name: lease.name.clone(), boot_id: lease.boot_id.clone(), generation: lease.generation };
     let answer = LeaseServiceClient::new(channel.clone()).renew_lease(request).await?;
     let lease = answer.into_inner().lease;
     lease.ok_or_else(|| tonic::Status::internal("the answer holds no lease"))
 }
 
 async fn release(channel: &Channel, lease: &Lease) {
-    let request = ReleaseLeaseRequest {
-        name: lease.name.clone(),
-        boot_id: lease.boot_id.clone(),
-        generation: lease.generation,
-    };
+    let request =
+        ReleaseLeaseRequest { name: lease.name.clone(), boot_id: lease.boot_id.clone(), generation: lease.generation };
     // One that is not released ends by its term.
     let _ = LeaseServiceClient::new(channel.clone()).release_lease(request).await;
 }
@@ -368,10 +347,7 @@ fn engine_ready(status: &GetStatusResponse) -> bool {
 fn calm(status: &GetStatusResponse) -> bool {
     let c = status.workers.iter().find(|worker| worker.name == "c");
     c.is_some_and(|c| matches!(c.state(), WorkerState::Ready | WorkerState::Stopped))
-        && status
-            .leases
-            .iter()
-            .all(|lease| lease.tenant != "guest" || lease.state() == LeaseState::Gone)
+        && status.leases.iter().all(|lease| lease.tenant != "guest" || lease.state() == LeaseState::Gone)
 }
 
 fn ready(status: &GetStatusResponse, name: &str) -> bool {

@@ -218,19 +218,12 @@ pub(super) async fn lie(args: &LiarArgs) -> Result<(), String> {
     std::hint::black_box(&memory);
     let (say, said) = mpsc::channel(4);
     let hear = client.hold_lease(ReceiverStream::new(said));
-    say.send(daemon::message_of(&lease))
-        .await
-        .map_err(|error| error.to_string())?;
+    say.send(daemon::message_of(&lease)).await.map_err(|error| error.to_string())?;
     let mut hear = hear.await.map_err(told)?.into_inner();
     line("holds");
     let mut deadline = None;
     loop {
-        match hear
-            .message()
-            .await
-            .map_err(told)?
-            .and_then(|response| response.message)
-        {
+        match hear.message().await.map_err(told)?.and_then(|response| response.message) {
             Some(Message::Target(target)) => {
                 let left = target.deadline_in.and_then(|left| Duration::try_from(left).ok());
                 deadline = Some(Instant::now() + left.unwrap_or_default());

@@ -95,11 +95,7 @@ fn measure(args: &ReplayArgs, path: &Path) -> Result<Report, String> {
     };
     let mut report = Report::new(
         "replay",
-        format!(
-            "{} h: {events} events and {actions} actions in {} MiB",
-            args.hours,
-            bytes >> 20
-        ),
+        format!("{} h: {events} events and {actions} actions in {} MiB", args.hours, bytes >> 20),
     );
     let limit = (args.hours == 24).then_some(Limit::AtMost(REPLAY_MAX.as_secs_f64()));
     report.figure("read and replayed: median", "s", seconds(&all), limit);
@@ -172,11 +168,9 @@ impl Day {
 
     fn tell(&mut self, event: Event) {
         let at = self.now;
-        self.journal
-            .record(at, SystemTime::UNIX_EPOCH, Content::Event(event.clone()));
+        self.journal.record(at, SystemTime::UNIX_EPOCH, Content::Event(event.clone()));
         for action in self.arbiter.handle(at, event) {
-            self.journal
-                .record(at, SystemTime::UNIX_EPOCH, Content::Action(action.clone()));
+            self.journal.record(at, SystemTime::UNIX_EPOCH, Content::Action(action.clone()));
             self.perform(action);
         }
     }
@@ -188,10 +182,7 @@ impl Day {
             }
             Action::StartWorker { worker, .. } => self.starting.push(worker),
             Action::Measure { tenant } => self.to_measure.push(tenant),
-            Action::Answer {
-                answer: Answer::Lease { lease },
-                ..
-            } => match lease.tenant.as_str() {
+            Action::Answer { answer: Answer::Lease { lease }, .. } => match lease.tenant.as_str() {
                 "camera" => self.camera = Some(lease),
                 _ => self.asr = Some(lease),
             },
@@ -267,11 +258,7 @@ impl Day {
     }
 
     fn measure(&mut self, tenant: &str, used: Bytes) {
-        self.tell(Event::Measured {
-            tenant: tenant.to_owned(),
-            used: Some(used),
-            taken_at: self.now,
-        });
+        self.tell(Event::Measured { tenant: tenant.to_owned(), used: Some(used), taken_at: self.now });
     }
 
     fn talk(&mut self, requests: u32, kv_used: u32) {
@@ -286,10 +273,7 @@ impl Day {
     }
 
     fn at_work(&mut self, worker: &str, requests: u32) {
-        self.tell(Event::WorkerActivity {
-            worker: worker.to_owned(),
-            requests,
-        });
+        self.tell(Event::WorkerActivity { worker: worker.to_owned(), requests });
     }
 
     fn second(&mut self, second: u64) {
@@ -360,10 +344,8 @@ impl Day {
 pub(crate) mod tests {
     use super::*;
 
-    pub(crate) const TESTS: &[(&str, fn())] = &[(
-        "replay::an_hour_of_the_day_is_lively_and_replays",
-        an_hour_of_the_day_is_lively_and_replays,
-    )];
+    pub(crate) const TESTS: &[(&str, fn())] =
+        &[("replay::an_hour_of_the_day_is_lively_and_replays", an_hour_of_the_day_is_lively_and_replays)];
 
     fn an_hour_of_the_day_is_lively_and_replays() {
         let folder = tempfile::tempdir().unwrap();
@@ -372,15 +354,10 @@ pub(crate) mod tests {
         let told = serde_json::to_value(&report).unwrap();
         assert!(told["setting"].as_str().unwrap().starts_with("1 h: "), "{told}");
         let entries = journal::read(&path).unwrap().entries;
-        let events = entries
-            .iter()
-            .filter(|entry| matches!(entry.content, Content::Event(_)))
-            .count();
+        let events = entries.iter().filter(|entry| matches!(entry.content, Content::Event(_))).count();
         assert!(events > 20_000, "{events} events only");
-        let sheds = entries
-            .iter()
-            .filter(|entry| matches!(entry.content, Content::Action(Action::ApplyPlan { .. })))
-            .count();
+        let sheds =
+            entries.iter().filter(|entry| matches!(entry.content, Content::Action(Action::ApplyPlan { .. }))).count();
         // A dwell of a minute or more lies between a shed and the growth after it; it doubles when growth does not stay.
         assert!(sheds > 20, "{sheds} orders to the engine only");
     }

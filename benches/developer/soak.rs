@@ -58,10 +58,7 @@ pub(super) async fn run(args: &SoakArgs) -> Result<Report, String> {
     let channel = daemon::connected(&stage, PATIENCE).await?;
     let mut operator = OperatorServiceClient::new(channel.clone());
     daemon::until(&mut operator, PATIENCE, |status| {
-        status
-            .engine
-            .as_ref()
-            .is_some_and(|engine| engine.state() == EngineState::Ready && !engine.changing)
+        status.engine.as_ref().is_some_and(|engine| engine.state() == EngineState::Ready && !engine.changing)
     })
     .await
     .map_err(daemon::last_words(&stage))?;
@@ -74,11 +71,8 @@ pub(super) async fn run(args: &SoakArgs) -> Result<Report, String> {
         let (sent, failed, requests) = (Arc::clone(&sent), Arc::clone(&failed), args.requests);
         let leases = LeaseServiceClient::new(channel.clone());
         clients.push(tokio::spawn(async move {
-            let agent: ureq::Agent = ureq::Agent::config_builder()
-                .http_status_as_error(false)
-                .timeout_global(Some(PATIENCE))
-                .build()
-                .into();
+            let agent: ureq::Agent =
+                ureq::Agent::config_builder().http_status_as_error(false).timeout_global(Some(PATIENCE)).build().into();
             loop {
                 let number = sent.fetch_add(1, Ordering::Relaxed);
                 if number >= requests {
@@ -104,31 +98,18 @@ pub(super) async fn run(args: &SoakArgs) -> Result<Report, String> {
         looks.push(look);
         tokio::time::sleep(LOOK_EVERY).await;
     }
-    let warm: Vec<Look> = looks
-        .iter()
-        .copied()
-        .filter(|look| look.requests >= f64::from(args.requests) * WARM_UP)
-        .collect();
+    let warm: Vec<Look> =
+        looks.iter().copied().filter(|look| look.requests >= f64::from(args.requests) * WARM_UP).collect();
     let mut report = Report::new(
         "soak",
-        format!(
-            "{} requests by {} clients, {:.0} s",
-            args.requests,
-            args.clients,
-            began.elapsed().as_secs_f64()
-        ),
+        format!("{} requests by {} clients, {:.0} s", args.requests, args.clients, began.elapsed().as_secs_f64()),
     );
     let by_request = slope(&warm, |look| look.requests).unwrap_or_default() * f64::from(args.requests);
     let by_minute = slope(&warm, |look| look.seconds).unwrap_or_default() * 60.0;
     let limit = Some(Limit::AtMost(GROWTH_KIB_MAX));
     report.figure("growth with the requests, after the warm-up", "KiB", by_request, limit);
     report.figure("the same in a minute", "KiB", by_minute, None);
-    report.figure(
-        "anonymous memory at the end",
-        "KiB",
-        warm.last().map_or(0.0, |look| look.kib),
-        None,
-    );
+    report.figure("anonymous memory at the end", "KiB", warm.last().map_or(0.0, |look| look.kib), None);
     let failed = f64::from(failed.load(Ordering::Relaxed));
     report.figure("requests that failed", "", failed, Some(Limit::AtMost(0.0)));
     report.others(&reading);
@@ -146,11 +127,7 @@ async fn request(
         0..10 => ("v1/chat/completions", Some(CHAT), 200),
         10 => ("v1/chat/completions", Some(SCHEMA), 200),
         11..15 => ("api/chat", Some(OLLAMA), 200),
-        15..25 => (
-            "v1/chat/completions",
-            Some("{\"model\": \"soak\", \"messages\": 7}"),
-            400,
-        ),
+        15..25 => ("v1/chat/completions", Some("{\"model\": \"soak\", \"messages\": 7}"), 400),
         25..30 => ("no/such/path", None, 404),
         30..55 => ("v1/models", None, 200),
         55..70 => ("metrics", None, 200),
@@ -171,16 +148,9 @@ async fn request(
                     Err(status) => return Err(status.to_string()),
                 }
             };
-            let release = ReleaseLeaseRequest {
-                name: lease.name,
-                boot_id: lease.boot_id,
-                generation: lease.generation,
-            };
-            return leases
-                .release_lease(release)
-                .await
-                .map(drop)
-                .map_err(|status| status.to_string());
+            let release =
+                ReleaseLeaseRequest { name: lease.name, boot_id: lease.boot_id, generation: lease.generation };
+            return leases.release_lease(release).await.map(drop).map_err(|status| status.to_string());
         }
     };
     let (agent, url) = (agent.clone(), format!("http://127.0.0.1:{port}/{path}"));

@@ -110,11 +110,7 @@ pub(super) async fn renewals(args: &RenewalsArgs) -> Result<Report, String> {
     let end = began + Duration::from_secs(args.seconds);
     let calls = args.calls;
     let tasks = tenants.into_iter().map(|(client, lease)| async move {
-        if calls {
-            renew_by_calls(client, lease, end).await
-        } else {
-            renew_on_stream(client, lease, end).await
-        }
+        if calls { renew_by_calls(client, lease, end).await } else { renew_on_stream(client, lease, end).await }
     });
     let counts = futures_util::future::join_all(tasks.map(tokio::spawn)).await;
     let (took, cpu) = (began.elapsed().as_secs_f64(), cpu_seconds(daemon)? - cpu);
@@ -123,10 +119,7 @@ pub(super) async fn renewals(args: &RenewalsArgs) -> Result<Report, String> {
         renewals += count.map_err(|error| error.to_string())??;
     }
     let way = if args.calls { "a call each" } else { "their streams" };
-    let setting = format!(
-        "{} leases with a connection each are renewed by {way}; the daemon on one core",
-        args.leases
-    );
+    let setting = format!("{} leases with a connection each are renewed by {way}; the daemon on one core", args.leases);
     let mut report = Report::new("renewals", setting);
     let renewals = f64::from(renewals);
     report.figure(
@@ -165,9 +158,7 @@ async fn renew_on_stream(mut client: LeaseServiceClient<Channel>, lease: Lease, 
     }
     while Instant::now() < end {
         match hear.message().await.map_err(told("the stream broke"))? {
-            Some(HoldLeaseResponse {
-                message: Some(Message::Renewed(_)),
-            }) => count += 1,
+            Some(HoldLeaseResponse { message: Some(Message::Renewed(_)) }) => count += 1,
             other => return Err(format!("{} was told {other:?}", lease.name)),
         }
         say.send(message.clone()).await.map_err(|error| error.to_string())?;
@@ -194,26 +185,14 @@ fn request(id: &str, size: Bytes) -> CreateLeaseRequest {
 }
 
 async fn create(client: &mut LeaseServiceClient<Channel>, request: CreateLeaseRequest) -> Result<Lease, String> {
-    let created = client
-        .create_lease(request)
-        .await
-        .map_err(told("cannot create a lease"))?;
-    created
-        .into_inner()
-        .lease
-        .ok_or_else(|| "the answer holds no lease".to_owned())
+    let created = client.create_lease(request).await.map_err(told("cannot create a lease"))?;
+    created.into_inner().lease.ok_or_else(|| "the answer holds no lease".to_owned())
 }
 
 async fn release(client: &mut LeaseServiceClient<Channel>, lease: &Lease) -> Result<(), String> {
-    let release = ReleaseLeaseRequest {
-        name: lease.name.clone(),
-        boot_id: lease.boot_id.clone(),
-        generation: lease.generation,
-    };
-    client
-        .release_lease(release)
-        .await
-        .map_err(told("cannot give a lease back"))?;
+    let release =
+        ReleaseLeaseRequest { name: lease.name.clone(), boot_id: lease.boot_id.clone(), generation: lease.generation };
+    client.release_lease(release).await.map_err(told("cannot give a lease back"))?;
     Ok(())
 }
 
@@ -235,19 +214,12 @@ fn keep_to_one_core(pid: u32) -> Result<(), String> {
     let failed = |what: &str| format!("cannot keep the daemon to one core: {what}");
     let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).map_err(|error| failed(&error.to_string()))?;
     for task in tasks.flatten() {
-        let tid = task
-            .file_name()
-            .to_string_lossy()
-            .parse()
-            .map_err(|_| failed("its threads"))?;
+        let tid = task.file_name().to_string_lossy().parse().map_err(|_| failed("its threads"))?;
         let tid = nix::unistd::Pid::from_raw(tid);
         let allowed = nix::sched::sched_getaffinity(tid).map_err(|error| failed(&error.to_string()))?;
-        let last = (0..nix::sched::CpuSet::count())
-            .rev()
-            .find(|core| allowed.is_set(*core).unwrap_or(false));
+        let last = (0..nix::sched::CpuSet::count()).rev().find(|core| allowed.is_set(*core).unwrap_or(false));
         let mut one = nix::sched::CpuSet::new();
-        one.set(last.ok_or_else(|| failed("it may use none"))?)
-            .map_err(|error| failed(&error.to_string()))?;
+        one.set(last.ok_or_else(|| failed("it may use none"))?).map_err(|error| failed(&error.to_string()))?;
         nix::sched::sched_setaffinity(tid, &one).map_err(|error| failed(&error.to_string()))?;
     }
     Ok(())

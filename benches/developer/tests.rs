@@ -47,33 +47,22 @@ const TESTS: &[(&str, fn())] = &[
         "a_non_compliant_tenant_is_detected_and_its_memory_is_not_granted",
         a_non_compliant_tenant_is_detected_and_its_memory_is_not_granted,
     ),
-    (
-        "storms_in_a_group_with_a_limit_get_nobody_killed",
-        storms_in_a_group_with_a_limit_get_nobody_killed,
-    ),
+    ("storms_in_a_group_with_a_limit_get_nobody_killed", storms_in_a_group_with_a_limit_get_nobody_killed),
     ("kill_points_lose_nothing", kill_points_lose_nothing),
     (
         "every_injected_death_is_called_by_its_name_and_none_wrongly_out_of_memory",
         every_injected_death_is_called_by_its_name_and_none_wrongly_out_of_memory,
     ),
-    (
-        "a_model_of_the_fixtures_can_be_written_by_a_command",
-        a_model_of_the_fixtures_can_be_written_by_a_command,
-    ),
+    ("a_model_of_the_fixtures_can_be_written_by_a_command", a_model_of_the_fixtures_can_be_written_by_a_command),
 ];
 
 /// This program with other arguments.
 fn developer(arguments: &[&str]) -> Output {
-    Command::new(std::env::current_exe().unwrap())
-        .args(arguments)
-        .output()
-        .unwrap()
+    Command::new(std::env::current_exe().unwrap()).args(arguments).output().unwrap()
 }
 
 fn said(output: &Output) -> String {
-    [&output.stdout, &output.stderr]
-        .map(|text| String::from_utf8_lossy(text))
-        .concat()
+    [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text)).concat()
 }
 
 /// Runs a measurement; returns its figures by name.
@@ -119,9 +108,7 @@ fn storms_in_a_group_with_a_limit_get_nobody_killed() {
     assert!(output.status.success(), "{}", said(&output));
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
     let figures = report["figures"].as_array().unwrap();
-    let kills = figures
-        .iter()
-        .find(|figure| figure["what"].as_str().unwrap().contains("kills for memory"));
+    let kills = figures.iter().find(|figure| figure["what"].as_str().unwrap().contains("kills for memory"));
     assert_eq!(kills.unwrap()["value"], 0.0, "{report}");
 }
 
@@ -169,9 +156,7 @@ fn a_model_of_the_fixtures_can_be_written_by_a_command() {
     };
     let output = write();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    Synthetic::tiny(Architecture::Qwen35, TypeMix::Q4KM, 7)
-        .write(&wanted)
-        .unwrap();
+    Synthetic::tiny(Architecture::Qwen35, TypeMix::Q4KM, 7).write(&wanted).unwrap();
     let bytes = fs::read(&wanted).unwrap();
     assert!(fs::read(&path).unwrap() == bytes);
 

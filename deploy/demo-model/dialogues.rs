@@ -68,10 +68,7 @@ pub(crate) struct Generator {
 impl Generator {
     /// A generator whose dialogues depend on nothing but `seed` and `split`.
     pub(crate) fn new(seed: u64, split: Split) -> Self {
-        Self {
-            rng: ChaCha8Rng::seed_from_u64(seed),
-            split,
-        }
+        Self { rng: ChaCha8Rng::seed_from_u64(seed), split }
     }
 
     /// The next dialogue: mostly one to four turns, at most twenty.
@@ -106,10 +103,7 @@ impl Generator {
                 unseen = true;
             }
             about = exchange.about;
-            turns.push(Turn {
-                user: self.spoken(&exchange.user),
-                assistant: exchange.assistant,
-            });
+            turns.push(Turn { user: self.spoken(&exchange.user), assistant: exchange.assistant });
         }
         Dialogue { system, turns }
     }
@@ -122,11 +116,7 @@ impl Generator {
             52..80 => format!("{}{}", capital(text), if question { '?' } else { '.' }),
             80..88 => capital(&plain(text)),
             88..92 => plain(&text.replacen("the ", "", 1)),
-            92..97 => format!(
-                "{} {}",
-                self.pick(&["hey", "uh", "um", "okay", "well", "hello"]),
-                plain(text)
-            ),
+            92..97 => format!("{} {}", self.pick(&["hey", "uh", "um", "okay", "well", "hello"]), plain(text)),
             _ => {
                 // a word said twice
                 let text = plain(text);
@@ -187,23 +177,11 @@ impl Generator {
             (20, Some(room)) => (format!("in the {room} turn {s} the {device}"), false),
             (21, _) => (format!("{} {n}", if s == "on" { "start" } else { "shut off" }), false),
             (22, _) => (format!("i would like you to turn {s} {n}"), true),
-            (23, _) => (
-                format!("{} {n}", if s == "on" { "activate" } else { "deactivate" }),
-                false,
-            ),
+            (23, _) => (format!("{} {n}", if s == "on" { "activate" } else { "deactivate" }), false),
             _ => (format!("turn {s} {n}"), false),
         };
-        let assistant = if sure {
-            format!("Sure, {n} {be} now {s}.")
-        } else {
-            format!("OK, {n} {be} {s}.")
-        };
-        Exchange {
-            user,
-            assistant,
-            unseen,
-            about: Topic::Switch(thing, state),
-        }
+        let assistant = if sure { format!("Sure, {n} {be} now {s}.") } else { format!("OK, {n} {be} {s}.") };
+        Exchange { user, assistant, unseen, about: Topic::Switch(thing, state) }
     }
 
     fn temperature(&mut self) -> Exchange {
@@ -217,25 +195,14 @@ impl Generator {
         let (user, assistant) = match self.below(12) {
             0..5 => (format!("set the {room} temperature to {degrees} degrees"), plain),
             5 => (format!("please set the {room} temperature to {degrees} degrees"), plain),
-            6 => (
-                format!("change the temperature in the {room} to {degrees} degrees"),
-                plain,
-            ),
+            6 => (format!("change the temperature in the {room} to {degrees} degrees"), plain),
             7 => (format!("make it {degrees} degrees in the {room}"), sure),
             8 => (format!("can you set the {room} to {degrees} degrees"), sure),
             9 => (format!("i want {degrees} degrees in the {room}"), sure),
             10 => (format!("set the {room} to {degrees}"), plain),
-            _ => (
-                format!("set the temperature in the {room} to {degrees} degrees please"),
-                plain,
-            ),
+            _ => (format!("set the temperature in the {room} to {degrees} degrees please"), plain),
         };
-        Exchange {
-            user,
-            assistant,
-            unseen,
-            about: Topic::Temperature(room, degrees),
-        }
+        Exchange { user, assistant, unseen, about: Topic::Temperature(room, degrees) }
     }
 
     fn door(&mut self) -> Exchange {
@@ -245,43 +212,18 @@ impl Generator {
         });
         let state = participle(&verb);
         let (user, assistant) = match self.below(9) {
-            0..4 => (
-                format!("{verb} the {door} door"),
-                format!("OK, the {door} door is {state}."),
-            ),
-            4 => (
-                format!("please {verb} the {door} door"),
-                format!("OK, the {door} door is {state}."),
-            ),
-            5 => (
-                format!("can you {verb} the {door} door"),
-                format!("Sure, the {door} door is now {state}."),
-            ),
-            6 => (
-                format!("could you {verb} the {door} door for me"),
-                format!("Sure, the {door} door is now {state}."),
-            ),
-            7 => (
-                format!("i want the {door} door {state}"),
-                format!("OK, the {door} door is {state}."),
-            ),
+            0..4 => (format!("{verb} the {door} door"), format!("OK, the {door} door is {state}.")),
+            4 => (format!("please {verb} the {door} door"), format!("OK, the {door} door is {state}.")),
+            5 => (format!("can you {verb} the {door} door"), format!("Sure, the {door} door is now {state}.")),
+            6 => (format!("could you {verb} the {door} door for me"), format!("Sure, the {door} door is now {state}.")),
+            7 => (format!("i want the {door} door {state}"), format!("OK, the {door} door is {state}.")),
             _ => {
                 let user = format!("is the {door} door {state}");
                 let assistant = format!("I cannot see the {door} door from here. Shall I {verb} it?");
-                return Exchange {
-                    user,
-                    assistant,
-                    unseen,
-                    about: Topic::DoorOffer(door, verb),
-                };
+                return Exchange { user, assistant, unseen, about: Topic::DoorOffer(door, verb) };
             }
         };
-        Exchange {
-            user,
-            assistant,
-            unseen,
-            about: Topic::Door(door, verb),
-        }
+        Exchange { user, assistant, unseen, about: Topic::Door(door, verb) }
     }
 
     fn music(&mut self) -> Exchange {
@@ -291,11 +233,7 @@ impl Generator {
         }
         let (room, kind, unseen) = self.combination("music", |g| {
             let (room, spoken) = g.room();
-            let kind = if g.chance(50) {
-                "some music".to_owned()
-            } else {
-                format!("some {}", g.pick(GENRES))
-            };
+            let kind = if g.chance(50) { "some music".to_owned() } else { format!("some {}", g.pick(GENRES)) };
             let spoken = spoken && kind == "some music";
             (room, kind, spoken)
         });
@@ -305,12 +243,7 @@ impl Generator {
             4 => format!("can you play {kind} in the {room}"),
             _ => format!("i would like to hear {kind} in the {room}"),
         };
-        Exchange {
-            user,
-            assistant: format!("Playing {kind} in the {room}."),
-            unseen,
-            about: Topic::Music(room, kind),
-        }
+        Exchange { user, assistant: format!("Playing {kind} in the {room}."), unseen, about: Topic::Music(room, kind) }
     }
 
     fn timer(&mut self) -> Exchange {
@@ -324,10 +257,7 @@ impl Generator {
             0..5 => (format!("set a timer for {time}"), set),
             5 => (format!("please set a timer for {time}"), set),
             6 => (format!("start a timer for {time}"), set),
-            7 => (
-                format!("can you set a timer for {time}"),
-                format!("Sure, the timer is set for {time}."),
-            ),
+            7 => (format!("can you set a timer for {time}"), format!("Sure, the timer is set for {time}.")),
             8 => (format!("timer {time}"), set),
             9 => (format!("set a {time} timer"), set),
             _ => {
@@ -341,12 +271,7 @@ impl Generator {
                 };
             }
         };
-        Exchange {
-            user,
-            assistant,
-            unseen,
-            about: Topic::Timer(time),
-        }
+        Exchange { user, assistant, unseen, about: Topic::Timer(time) }
     }
 
     fn alarm(&mut self) -> Exchange {
@@ -361,25 +286,16 @@ impl Generator {
                 format!("wake me up at {hour}{minute}{day}"),
                 format!("OK, I will wake you up at {hour}{minute}{day}."),
             ),
-            1 => (
-                format!("wake me at {hour}{minute}{day}"),
-                format!("OK, I will wake you up at {hour}{minute}{day}."),
-            ),
-            2 => (
-                format!("set an alarm for {hour}{minute}{day}"),
-                format!("The alarm is set for {hour}{minute}{day}."),
-            ),
+            1 => (format!("wake me at {hour}{minute}{day}"), format!("OK, I will wake you up at {hour}{minute}{day}.")),
+            2 => {
+                (format!("set an alarm for {hour}{minute}{day}"), format!("The alarm is set for {hour}{minute}{day}."))
+            }
             _ => (
                 format!("can you set an alarm for {hour}{minute}{day}"),
                 format!("Sure, the alarm is set for {hour}{minute}{day}."),
             ),
         };
-        Exchange {
-            user,
-            assistant,
-            unseen,
-            about: Topic::Nothing,
-        }
+        Exchange { user, assistant, unseen, about: Topic::Nothing }
     }
 
     fn weather(&mut self) -> Exchange {
@@ -391,36 +307,18 @@ impl Generator {
         let (verb, done) = self.pick(&[("dim", "dimmed"), ("brighten", "brightened")]);
         let (thing, _, unseen) = self.combination(verb, |g| {
             let (room, room_spoken) = g.room();
-            let (device, device_spoken) = if g.chance(70) {
-                (g.pick(DEVICES), true)
-            } else {
-                (g.pick(LAMPS_MORE), false)
-            };
-            (
-                Thing {
-                    room: Some(room),
-                    device,
-                },
-                String::new(),
-                room_spoken && device_spoken,
-            )
+            let (device, device_spoken) =
+                if g.chance(70) { (g.pick(DEVICES), true) } else { (g.pick(LAMPS_MORE), false) };
+            (Thing { room: Some(room), device }, String::new(), room_spoken && device_spoken)
         });
         let n = thing.name();
         let (user, assistant) = match self.below(7) {
             0..4 => (format!("{verb} {n}"), format!("OK, I have {done} {n}.")),
             4 => (format!("please {verb} {n}"), format!("OK, I have {done} {n}.")),
             5 => (format!("can you {verb} {n}"), format!("Sure, I have {done} {n}.")),
-            _ => (
-                format!("{verb} {n} a little"),
-                format!("OK, I have {done} {n} a little."),
-            ),
+            _ => (format!("{verb} {n} a little"), format!("OK, I have {done} {n} a little.")),
         };
-        Exchange {
-            user,
-            assistant,
-            unseen,
-            about: Topic::Nothing,
-        }
+        Exchange { user, assistant, unseen, about: Topic::Nothing }
     }
 
     fn blinds(&mut self) -> Exchange {
@@ -430,29 +328,15 @@ impl Generator {
         });
         let state = participle(&verb);
         let (user, assistant) = match self.below(7) {
-            0..4 => (
-                format!("{verb} the blinds in the {room}"),
-                format!("OK, the blinds in the {room} are {state}."),
-            ),
+            0..4 => (format!("{verb} the blinds in the {room}"), format!("OK, the blinds in the {room} are {state}.")),
             4 => (
                 format!("please {verb} the blinds in the {room}"),
                 format!("OK, the blinds in the {room} are {state}."),
             ),
-            5 => (
-                format!("can you {verb} the {room} blinds"),
-                format!("Sure, the {room} blinds are now {state}."),
-            ),
-            _ => (
-                format!("{verb} the {room} blinds"),
-                format!("OK, the {room} blinds are {state}."),
-            ),
+            5 => (format!("can you {verb} the {room} blinds"), format!("Sure, the {room} blinds are now {state}.")),
+            _ => (format!("{verb} the {room} blinds"), format!("OK, the {room} blinds are {state}.")),
         };
-        Exchange {
-            user,
-            assistant,
-            unseen,
-            about: Topic::Nothing,
-        }
+        Exchange { user, assistant, unseen, about: Topic::Nothing }
     }
 
     /// Two things in one sentence.
@@ -524,27 +408,14 @@ impl Generator {
         let thing = thing.replace("my ", "your ");
         let assistant =
             format!("I am sorry, I cannot {verb} {thing}. I can help with lights, heating, doors, music and timers.");
-        Exchange {
-            user,
-            assistant,
-            unseen,
-            about: Topic::Nothing,
-        }
+        Exchange { user, assistant, unseen, about: Topic::Nothing }
     }
 
     /// A question whose answer the assistant does not know.
     fn unknown(&mut self) -> Exchange {
         let (start, thing) = (self.pick(ASKED), self.any_word());
-        let end = self.pick(&[
-            "",
-            "",
-            " of the world",
-            " in france",
-            " in london",
-            " in the house",
-            " of all",
-            " on sunday",
-        ]);
+        let end =
+            self.pick(&["", "", " of the world", " in france", " in london", " in the house", " of all", " on sunday"]);
         Exchange::known(
             format!("{start} {thing}{end}"),
             "I am sorry, I do not know that. I can help with lights, heating, doors, music and timers.".to_owned(),
@@ -566,19 +437,11 @@ impl Generator {
             "i want a story about",
         ]);
         let (user, friend) = if friend_asked {
-            (
-                format!("{lead} {} and {} in the {place}", article(hero), article(friend)),
-                friend,
-            )
+            (format!("{lead} {} and {} in the {place}", article(hero), article(friend)), friend)
         } else {
             (format!("{lead} {} in the {place}", article(hero)), "mouse")
         };
-        Exchange {
-            user,
-            assistant: fill(body, hero, friend, place),
-            unseen,
-            about: Topic::Nothing,
-        }
+        Exchange { user, assistant: fill(body, hero, friend, place), unseen, about: Topic::Nothing }
     }
 
     /// An answer of some 250 to 300 tokens, so that a demonstration has something to generate.
@@ -591,12 +454,8 @@ impl Generator {
         ]);
         let (user, hero, place, unseen) = if self.chance(25) {
             (
-                self.pick(&[
-                    "tell me a long story",
-                    "please tell me a long story",
-                    "tell me a very long story",
-                ])
-                .to_owned(),
+                self.pick(&["tell me a long story", "please tell me a long story", "tell me a very long story"])
+                    .to_owned(),
                 "fox",
                 "forest",
                 false,
@@ -604,20 +463,11 @@ impl Generator {
         } else {
             (format!("{lead} {} in the {place}", article(hero)), hero, place, unseen)
         };
-        Exchange {
-            user,
-            assistant: fill(&LONG_STORY.join(" "), hero, "mouse", place),
-            unseen,
-            about: Topic::Nothing,
-        }
+        Exchange { user, assistant: fill(&LONG_STORY.join(" "), hero, "mouse", place), unseen, about: Topic::Nothing }
     }
 
     fn count(&mut self) -> Exchange {
-        let last = if self.chance(50) {
-            self.range(1, 6) * 5
-        } else {
-            self.range(3, 40)
-        };
+        let last = if self.chance(50) { self.range(1, 6) * 5 } else { self.range(3, 40) };
         let down = self.chance(25);
         let mut numbers: Vec<String> = (1..=last).map(number).collect();
         let user = if down {
@@ -670,12 +520,7 @@ impl Generator {
                         let user = self
                             .pick(&["make it # degrees", "no, # degrees please", "change it to # degrees"])
                             .replace('#', &degrees);
-                        (
-                            user,
-                            format!("OK, the {room} temperature is set to {degrees} degrees."),
-                            room,
-                            degrees,
-                        )
+                        (user, format!("OK, the {room} temperature is set to {degrees} degrees."), room, degrees)
                     }
                     1 => {
                         let room = self.pick(ROOMS);
@@ -688,17 +533,9 @@ impl Generator {
                         };
                     }
                     _ => {
-                        let user = self.pick(&[
-                            "what temperature did you set",
-                            "how warm will it be",
-                            "what did you just do",
-                        ]);
-                        (
-                            user.to_owned(),
-                            format!("I set the {room} to {degrees} degrees."),
-                            room,
-                            degrees.clone(),
-                        )
+                        let user =
+                            self.pick(&["what temperature did you set", "how warm will it be", "what did you just do"]);
+                        (user.to_owned(), format!("I set the {room} to {degrees} degrees."), room, degrees.clone())
                     }
                 };
                 Exchange {
@@ -729,9 +566,7 @@ impl Generator {
                         }
                     }
                     _ => Exchange {
-                        user: self
-                            .pick(&["is it done", "did you do it", "what did you just do"])
-                            .to_owned(),
+                        user: self.pick(&["is it done", "did you do it", "what did you just do"]).to_owned(),
                         assistant: format!("Yes, the {door} door is {}.", participle(verb)),
                         unseen: false,
                         about: Topic::Door(door, verb.clone()),
@@ -741,9 +576,7 @@ impl Generator {
             Topic::DoorOffer(door, verb) => {
                 if self.chance(70) {
                     Exchange {
-                        user: self
-                            .pick(&["yes", "yes please", "please do", "do it", "yes, please"])
-                            .to_owned(),
+                        user: self.pick(&["yes", "yes please", "please do", "do it", "yes, please"]).to_owned(),
                         assistant: format!("OK, the {door} door is {}.", participle(verb)),
                         unseen: false,
                         about: Topic::Door(door, verb.clone()),
@@ -764,17 +597,13 @@ impl Generator {
                     }
                 }
                 1 => Exchange::known(
-                    self.pick(&["stop it", "turn it off", "stop", "that is enough"])
-                        .to_owned(),
+                    self.pick(&["stop it", "turn it off", "stop", "that is enough"]).to_owned(),
                     format!("The music in the {room} has stopped."),
                 ),
                 _ => {
                     let kind = format!("some {}", self.pick(GENRES));
                     Exchange {
-                        user: format!(
-                            "{} {kind}",
-                            self.pick(&["no, play", "i would rather hear", "change it to"])
-                        ),
+                        user: format!("{} {kind}", self.pick(&["no, play", "i would rather hear", "change it to"])),
                         assistant: format!("Playing {kind} in the {room}."),
                         unseen: unseen_music(room, &kind),
                         about: Topic::Music(room, kind),
@@ -792,8 +621,7 @@ impl Generator {
                     }
                 }
                 1 => Exchange::known(
-                    self.pick(&["cancel it", "stop it", "cancel that", "cancel the timer"])
-                        .to_owned(),
+                    self.pick(&["cancel it", "stop it", "cancel that", "cancel the timer"]).to_owned(),
                     format!("The timer for {time} is cancelled."),
                 ),
                 _ => Exchange {
@@ -831,21 +659,14 @@ impl Generator {
             2 => {
                 let (second, unseen) = self.switched_to(state);
                 Exchange {
-                    user: format!(
-                        "{} {}",
-                        self.pick(&["and", "also", "and now", "do the same with"]),
-                        second.name()
-                    ),
+                    user: format!("{} {}", self.pick(&["and", "also", "and now", "do the same with"]), second.name()),
                     assistant: format!("OK, {} {} {state}.", second.name(), second.be()),
                     unseen,
                     about: Topic::Switch(second, state),
                 }
             }
             3 if thing.room.is_some() && DEVICES.contains(&thing.device) => {
-                let second = Thing {
-                    room: Some(self.pick(ROOMS)),
-                    device: thing.device,
-                };
+                let second = Thing { room: Some(self.pick(ROOMS)), device: thing.device };
                 Exchange {
                     user: format!(
                         "{} in the {}",
@@ -858,9 +679,7 @@ impl Generator {
                 }
             }
             4 => Exchange {
-                user: self
-                    .pick(&["what did you just do", "what did i ask you", "what did you do"])
-                    .to_owned(),
+                user: self.pick(&["what did you just do", "what did i ask you", "what did you do"]).to_owned(),
                 assistant: format!("I turned {state} {n}."),
                 unseen: false,
                 about: Topic::Switch(thing.clone(), state),
@@ -887,25 +706,11 @@ impl Generator {
     fn switched_to(&mut self, state: &'static str) -> (Thing, bool) {
         let (thing, _, unseen) = self.combination(state, |g| {
             if g.chance(10) {
-                return (
-                    Thing {
-                        room: None,
-                        device: g.pick(DEVICES),
-                    },
-                    String::new(),
-                    true,
-                );
+                return (Thing { room: None, device: g.pick(DEVICES) }, String::new(), true);
             }
             let (room, room_spoken) = g.room();
             let (device, device_spoken) = g.widened(DEVICES, DEVICES_MORE);
-            (
-                Thing {
-                    room: Some(room),
-                    device,
-                },
-                String::new(),
-                room_spoken && device_spoken,
-            )
+            (Thing { room: Some(room), device }, String::new(), room_spoken && device_spoken)
         });
         (thing, unseen)
     }
@@ -921,11 +726,7 @@ impl Generator {
             let unit = g.pick(&["minute", "second", "hour"]);
             let n = if unit == "hour" { 1 + n % 12 } else { n };
             let written = if g.chance(30) { n.to_string() } else { number(n) };
-            (
-                format!("{written} {unit}{}", if n == 1 { "" } else { "s" }),
-                String::new(),
-                false,
-            )
+            (format!("{written} {unit}{}", if n == 1 { "" } else { "s" }), String::new(), false)
         });
         (time, unseen)
     }
@@ -974,11 +775,7 @@ impl Generator {
 
     /// A word of the grammar in three draws of four, else one beyond it; and which of the two it was.
     fn widened(&mut self, spoken: &[&'static str], more: &[&'static str]) -> (&'static str, bool) {
-        if self.chance(70) {
-            (self.pick(spoken), true)
-        } else {
-            (self.pick(more), false)
-        }
+        if self.chance(70) { (self.pick(spoken), true) } else { (self.pick(more), false) }
     }
 
     fn any_word(&mut self) -> &'static str {
@@ -1022,10 +819,7 @@ pub(crate) fn grammar_turns() -> Vec<Turn> {
         for &device in DEVICES {
             for room in ROOMS.iter().map(|&room| Some(room)).chain([None]) {
                 let thing = Thing { room, device };
-                add(
-                    format!("turn {state} {}", thing.name()),
-                    format!("OK, {} {} {state}.", thing.name(), thing.be()),
-                );
+                add(format!("turn {state} {}", thing.name()), format!("OK, {} {} {state}.", thing.name(), thing.be()));
             }
         }
     }
@@ -1037,14 +831,8 @@ pub(crate) fn grammar_turns() -> Vec<Turn> {
             );
         }
         for device in DEVICES {
-            add(
-                format!("dim the {room} {device}"),
-                format!("OK, I have dimmed the {room} {device}."),
-            );
-            add(
-                format!("brighten the {room} {device}"),
-                format!("OK, I have brightened the {room} {device}."),
-            );
+            add(format!("dim the {room} {device}"), format!("OK, I have dimmed the {room} {device}."));
+            add(format!("brighten the {room} {device}"), format!("OK, I have brightened the {room} {device}."));
         }
         for verb in ["open", "close"] {
             add(
@@ -1052,25 +840,16 @@ pub(crate) fn grammar_turns() -> Vec<Turn> {
                 format!("OK, the blinds in the {room} are {}.", participle(verb)),
             );
         }
-        add(
-            format!("play some music in the {room}"),
-            format!("Playing some music in the {room}."),
-        );
+        add(format!("play some music in the {room}"), format!("Playing some music in the {room}."));
     }
     for verb in ["lock", "unlock", "open", "close"] {
         for door in DOORS {
-            add(
-                format!("{verb} the {door} door"),
-                format!("OK, the {door} door is {}.", participle(verb)),
-            );
+            add(format!("{verb} the {door} door"), format!("OK, the {door} door is {}.", participle(verb)));
         }
     }
     for n in NUMBERS {
         for unit in ["minutes", "seconds"] {
-            add(
-                format!("set a timer for {n} {unit}"),
-                format!("The timer is set for {n} {unit}."),
-            );
+            add(format!("set a timer for {n} {unit}"), format!("The timer is set for {n} {unit}."));
         }
     }
     let fixed = [MUSIC_CONTROL, WEATHER, SMALL_TALK].concat();
@@ -1082,10 +861,7 @@ pub(crate) fn grammar_turns() -> Vec<Turn> {
         "good night",
         "good morning",
     ] {
-        let answer = fixed
-            .iter()
-            .find(|(phrases, _)| phrases.contains(&user))
-            .map(|(_, answer)| *answer);
+        let answer = fixed.iter().find(|(phrases, _)| phrases.contains(&user)).map(|(_, answer)| *answer);
         add(user.to_owned(), answer.unwrap_or_default().to_owned());
     }
     all
@@ -1103,12 +879,7 @@ struct Exchange {
 impl Exchange {
     /// An exchange without slots, which therefore is trained on.
     fn known(user: String, assistant: String) -> Self {
-        Self {
-            user,
-            assistant,
-            unseen: false,
-            about: Topic::Nothing,
-        }
+        Self { user, assistant, unseen: false, about: Topic::Nothing }
     }
 }
 
@@ -1149,21 +920,11 @@ fn plain(text: &str) -> String {
 
 fn capital(text: &str) -> String {
     let mut chars = text.chars();
-    chars
-        .next()
-        .map(|first| first.to_uppercase().chain(chars).collect())
-        .unwrap_or_default()
+    chars.next().map(|first| first.to_uppercase().chain(chars).collect()).unwrap_or_default()
 }
 
 fn article(noun: &str) -> String {
-    format!(
-        "{} {noun}",
-        if noun.starts_with(['a', 'e', 'i', 'o', 'u']) {
-            "an"
-        } else {
-            "a"
-        }
-    )
+    format!("{} {noun}", if noun.starts_with(['a', 'e', 'i', 'o', 'u']) { "an" } else { "a" })
 }
 
 fn participle(verb: &str) -> &'static str {
@@ -1216,9 +977,7 @@ fn number(n: u32) -> String {
         "eighteen",
         "nineteen",
     ];
-    let tens = [
-        "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety",
-    ];
+    let tens = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"];
     match n {
         0..20 => small[n as usize].to_owned(),
         _ if n.is_multiple_of(10) => tens[(n / 10 - 2) as usize].to_owned(),
@@ -1237,12 +996,7 @@ fn unseen_switch(thing: &Thing, state: &str) -> bool {
 }
 
 fn unseen_temperature(room: &str, degrees: &str) -> bool {
-    held_out(
-        "temperature",
-        &room,
-        &degrees,
-        ROOMS.contains(&room) && NUMBERS.contains(&degrees),
-    )
+    held_out("temperature", &room, &degrees, ROOMS.contains(&room) && NUMBERS.contains(&degrees))
 }
 
 fn unseen_door(door: &str, verb: &str) -> bool {
@@ -1255,9 +1009,9 @@ fn unseen_music(room: &str, kind: &str) -> bool {
 
 /// FNV-1a: the split must not depend on the standard library's hasher.
 fn hash(text: &str) -> u64 {
-    let hash = text.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
-    });
+    let hash = text
+        .bytes()
+        .fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3));
     hash ^ (hash >> 29)
 }
 

@@ -26,11 +26,7 @@ pub(crate) fn write(path: &Path, model: &Model, tokenizer: &Trained, matrices: G
         .into_iter()
         .map(|(name, tensor)| {
             let convolution = name.ends_with("ssm_conv1d.weight");
-            let dtype = if tensor.rank() == 2 && !convolution {
-                matrices
-            } else {
-                GgmlDType::F32
-            };
+            let dtype = if tensor.rank() == 2 && !convolution { matrices } else { GgmlDType::F32 };
             Ok((name, QTensor::quantize(&tensor, dtype)?))
         })
         .collect::<Result<Vec<_>>>()?;
@@ -38,14 +34,8 @@ pub(crate) fn write(path: &Path, model: &Model, tokenizer: &Trained, matrices: G
     let mut file = Cursor::new(Vec::new());
     gguf_file::write(
         &mut file,
-        &metadata
-            .iter()
-            .map(|(key, value)| (key.as_str(), value))
-            .collect::<Vec<_>>(),
-        &tensors
-            .iter()
-            .map(|(name, tensor)| (name.as_str(), tensor))
-            .collect::<Vec<_>>(),
+        &metadata.iter().map(|(key, value)| (key.as_str(), value)).collect::<Vec<_>>(),
+        &tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect::<Vec<_>>(),
     )?;
     // candle marks its files as version 2, whose layout version 3 kept; readers expect 3 today
     let mut bytes = file.into_inner();
@@ -64,10 +54,7 @@ fn metadata(tokenizer: &Trained, file_type: u32) -> Vec<(String, Value)> {
     let u32 = |n: usize| Value::U32(n as u32);
     let half = (ROTARY / 2) as i32;
     let tokens = tokenizer.tokens();
-    let types = tokens
-        .iter()
-        .map(|token| if CONTROL.contains(&token.as_str()) { 3 } else { 1 })
-        .collect();
+    let types = tokens.iter().map(|token| if CONTROL.contains(&token.as_str()) { 3 } else { 1 }).collect();
     let control = |token: &str| Value::U32(tokenizer.control(token));
     vec![
         ("general.architecture".into(), Value::String("qwen35".into())),
@@ -92,10 +79,7 @@ fn metadata(tokenizer: &Trained, file_type: u32) -> Vec<(String, Value)> {
         (own("rope.freq_base"), Value::F32(ROTARY_BASE as f32)),
         (own("rope.dimension_count"), u32(ROTARY)),
         // three sections that fill half the rotated elements; with text all three carry the same position
-        (
-            own("rope.dimension_sections"),
-            integers(vec![half - 2 * (half / 3), half / 3, half / 3, 0]),
-        ),
+        (own("rope.dimension_sections"), integers(vec![half - 2 * (half / 3), half / 3, half / 3, 0])),
         (own("ssm.conv_kernel"), u32(TAPS)),
         (own("ssm.state_size"), u32(STATE)),
         (own("ssm.group_count"), u32(KEY_HEADS)),

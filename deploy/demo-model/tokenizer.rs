@@ -42,10 +42,7 @@ impl Trained {
             .show_progress(false)
             .build();
         let mut tokenizer = untrained()?;
-        tokenizer.train(
-            &mut TrainerWrapper::BpeTrainer(trainer),
-            lines.iter().map(String::as_str),
-        )?;
+        tokenizer.train(&mut TrainerWrapper::BpeTrainer(trainer), lines.iter().map(String::as_str))?;
         let saved: serde_json::Value = serde_json::from_str(&tokenizer.to_string(false)?)?;
         let merges = saved["model"]["merges"]
             .as_array()
@@ -65,9 +62,7 @@ impl Trained {
 
     /// The id of a control token.
     pub(crate) fn control(&self, token: &str) -> u32 {
-        self.tokenizer
-            .token_to_id(token)
-            .expect("control tokens are part of the vocabulary")
+        self.tokenizer.token_to_id(token).expect("control tokens are part of the vocabulary")
     }
 
     /// All tokens in the order of their ids.
@@ -79,11 +74,7 @@ impl Trained {
 }
 
 fn untrained() -> Result<Tokenizer> {
-    let words = Split::new(
-        SplitPattern::Regex(WORDS.to_owned()),
-        SplitDelimiterBehavior::Isolated,
-        false,
-    )?;
+    let words = Split::new(SplitPattern::Regex(WORDS.to_owned()), SplitDelimiterBehavior::Isolated, false)?;
     let bytes = ByteLevel::new(false, false, false);
     let mut tokenizer = Tokenizer::new(BPE::default());
     tokenizer.with_pre_tokenizer(Some(Sequence::new(vec![

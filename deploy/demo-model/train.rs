@@ -80,10 +80,7 @@ fn main() -> Result<()> {
     let lines: Vec<String> = (0..TOKENIZER_DIALOGUES)
         .map(|_| generator.dialogue().chatml())
         .flat_map(|text| {
-            text.split(MESSAGE_START)
-                .flat_map(|part| part.split(MESSAGE_END))
-                .map(str::to_owned)
-                .collect::<Vec<_>>()
+            text.split(MESSAGE_START).flat_map(|part| part.split(MESSAGE_END)).map(str::to_owned).collect::<Vec<_>>()
         })
         .collect();
     let tokenizer = Trained::new(&lines, VOCABULARY)?;
@@ -93,10 +90,7 @@ fn main() -> Result<()> {
     let mut evaluation = Rows::of_text(&tokenizer, &held_out)?;
     evaluation.truncate(16);
     let grammar = dialogues::grammar_turns();
-    let table: String = grammar
-        .iter()
-        .map(|turn| format!("{}\t{}\n", turn.user, turn.assistant))
-        .collect();
+    let table: String = grammar.iter().map(|turn| format!("{}\t{}\n", turn.user, turn.assistant)).collect();
     std::fs::write(out.join("grammar.tsv"), table)?;
     // one at a time, each from an empty state
     let grammar = grammar
@@ -104,10 +98,7 @@ fn main() -> Result<()> {
         .map(|turn| {
             Ok(Batch::padded(
                 &tokenizer,
-                tokenizer.encode(&closed(&Dialogue {
-                    system: None,
-                    turns: vec![turn],
-                }))?,
+                tokenizer.encode(&closed(&Dialogue { system: None, turns: vec![turn] }))?,
                 model::CHUNK,
             ))
         })
@@ -120,9 +111,8 @@ fn main() -> Result<()> {
         tokenizer.tokens().len(),
         held_out.len()
     );
-    let mut rows: Vec<Rows> = (0..WORKERS as u64)
-        .map(|i| Rows::new(Generator::new(seed + 1000 + i, Split::Train)))
-        .collect();
+    let mut rows: Vec<Rows> =
+        (0..WORKERS as u64).map(|i| Rows::new(Generator::new(seed + 1000 + i, Split::Train))).collect();
     let mut optimizer = AdamW::default();
     let mut curve = String::from("step\tseconds\ttokens\tloss\theld_out_loss\n");
     let (start, mut exported) = (Instant::now(), Instant::now());
@@ -205,25 +195,10 @@ impl Batch {
     /// Inputs `[rows, context]`, and the right next tokens.
     fn split(&self) -> Result<(Tensor, CrossEntropy)> {
         let count = self.ids.len() / (self.context + 1);
-        let inputs: Vec<u32> = self
-            .ids
-            .chunks(self.context + 1)
-            .flat_map(|row| row[..self.context].to_vec())
-            .collect();
-        let targets = self
-            .ids
-            .chunks(self.context + 1)
-            .flat_map(|row| row[1..].to_vec())
-            .collect();
-        let weights = self
-            .weights
-            .chunks(self.context + 1)
-            .flat_map(|row| row[1..].to_vec())
-            .collect();
-        Ok((
-            Tensor::from_vec(inputs, (count, self.context), &Device::Cpu)?,
-            CrossEntropy { targets, weights },
-        ))
+        let inputs: Vec<u32> = self.ids.chunks(self.context + 1).flat_map(|row| row[..self.context].to_vec()).collect();
+        let targets = self.ids.chunks(self.context + 1).flat_map(|row| row[1..].to_vec()).collect();
+        let weights = self.weights.chunks(self.context + 1).flat_map(|row| row[1..].to_vec()).collect();
+        Ok((Tensor::from_vec(inputs, (count, self.context), &Device::Cpu)?, CrossEntropy { targets, weights }))
     }
 }
 
@@ -238,11 +213,7 @@ impl Rows {
     }
 
     fn take(&mut self, tokenizer: &Trained, context: usize) -> Result<Batch> {
-        let mut batch = Batch {
-            context,
-            ids: Vec::new(),
-            weights: Vec::new(),
-        };
+        let mut batch = Batch { context, ids: Vec::new(), weights: Vec::new() };
         for _ in 0..WORKER_TOKENS / context {
             let mut ids = Vec::new();
             while ids.len() <= context {
@@ -346,10 +317,7 @@ fn evaluate(model: &Model, batches: &[Batch]) -> Result<(f32, String)> {
         sum += f64::from(total) * f64::from(logits.apply_op1(op)?.to_scalar::<f32>()?);
     }
     let loss = sum / f64::from(tokens.max(1));
-    Ok((
-        loss as f32,
-        format!("{right} of {tokens} tokens and {right_answers} of {answers} answers right"),
-    ))
+    Ok((loss as f32, format!("{right} of {tokens} tokens and {right_answers} of {answers} answers right")))
 }
 
 /// Warm-up, then half a cosine.
@@ -382,17 +350,10 @@ impl AdamW {
         for gradient in gradients {
             for (name, values) in *gradient {
                 let mean = means.entry(name).or_insert_with(|| vec![0.; values.len()]);
-                mean.iter_mut()
-                    .zip(values)
-                    .for_each(|(mean, value)| *mean += value / gradients.len() as f32);
+                mean.iter_mut().zip(values).for_each(|(mean, value)| *mean += value / gradients.len() as f32);
             }
         }
-        let norm = means
-            .values()
-            .flatten()
-            .map(|&g| f64::from(g) * f64::from(g))
-            .sum::<f64>()
-            .sqrt() as f32;
+        let norm = means.values().flatten().map(|&g| f64::from(g) * f64::from(g)).sum::<f64>().sqrt() as f32;
         if !norm.is_finite() {
             eprintln!("step {}: the gradient is not finite; left out", self.steps);
             return Ok(());
@@ -404,16 +365,10 @@ impl AdamW {
                 continue;
             };
             // norms, biases and decays are not pulled to zero
-            let decay = if var.rank() == 2 && !name.ends_with("_conv") {
-                1. - rate * WEIGHT_DECAY
-            } else {
-                1.
-            };
+            let decay = if var.rank() == 2 && !name.ends_with("_conv") { 1. - rate * WEIGHT_DECAY } else { 1. };
             let mut values = var.flatten_all()?.to_vec1::<f32>()?;
-            let (first, second) = self
-                .moments
-                .entry(name.to_owned())
-                .or_insert_with(|| (vec![0.; values.len()], vec![0.; values.len()]));
+            let (first, second) =
+                self.moments.entry(name.to_owned()).or_insert_with(|| (vec![0.; values.len()], vec![0.; values.len()]));
             for (((w, g), m), v) in values.iter_mut().zip(mean).zip(first).zip(second) {
                 let g = g * clip;
                 *m = FIRST * *m + (1. - FIRST) * g;
@@ -459,15 +414,10 @@ mod tests {
     #[test]
     fn only_the_answer_and_its_end_count_in_full() {
         let (tokenizer, ..) = small();
-        let ids = tokenizer
-            .encode("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n")
-            .unwrap();
-        let counted: Vec<u32> = ids
-            .iter()
-            .zip(weights(&tokenizer, &ids))
-            .filter(|(_, w)| *w == 1.)
-            .map(|(&id, _)| id)
-            .collect();
+        let ids =
+            tokenizer.encode("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n").unwrap();
+        let counted: Vec<u32> =
+            ids.iter().zip(weights(&tokenizer, &ids)).filter(|(_, w)| *w == 1.).map(|(&id, _)| id).collect();
         assert_eq!(counted, tokenizer.encode("Hello.<|im_end|>").unwrap());
     }
 

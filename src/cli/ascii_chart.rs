@@ -17,15 +17,11 @@ impl Chart {
         let rows = height.max(4);
         let (from, to) = self.span();
         let most = self.most().max(Bytes::from_mib(1));
-        let sampled: Vec<Option<&ChartPoint>> = (0..columns)
-            .map(|column| self.in_force(part_of_span(from, to, column + 1, columns)))
-            .collect();
+        let sampled: Vec<Option<&ChartPoint>> =
+            (0..columns).map(|column| self.in_force(part_of_span(from, to, column + 1, columns))).collect();
         let marked: Vec<Option<usize>> = (0..columns)
             .map(|column| {
-                self.mark_in(
-                    part_of_span(from, to, column, columns),
-                    part_of_span(from, to, column + 1, columns),
-                )
+                self.mark_in(part_of_span(from, to, column, columns), part_of_span(from, to, column + 1, columns))
             })
             .collect();
         let row_bytes = Bytes::new((most.get() / u64::try_from(rows).unwrap_or(1)).max(1));
@@ -57,18 +53,10 @@ impl Chart {
         text.push('\n');
         let end = self.time(to);
         let gap = (AXIS_WIDTH + columns).saturating_sub(AXIS_WIDTH + self.time(from).len() + end.len());
-        text.push_str(&format!(
-            "{}{}{}{end}\n",
-            " ".repeat(AXIS_WIDTH),
-            self.time(from),
-            " ".repeat(gap)
-        ));
+        text.push_str(&format!("{}{}{}{end}\n", " ".repeat(AXIS_WIDTH), self.time(from), " ".repeat(gap)));
         for (index, owner) in owners.iter().enumerate().rev() {
             let swatch: String = std::iter::repeat_n(cell(index, colour), 2).collect();
-            text.push_str(&format!(
-                "  {swatch} {owner}, at most {} MiB\n",
-                self.peak(owner).whole_mib()
-            ));
+            text.push_str(&format!("  {swatch} {owner}, at most {} MiB\n", self.peak(owner).whole_mib()));
         }
         let mut marks: Vec<_> = self.marks.iter().collect();
         marks.sort_by_key(|mark| mark.at);

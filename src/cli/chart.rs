@@ -99,9 +99,7 @@ pub(super) struct ChartError {
 
 impl<E: std::error::Error + Send + Sync> From<DrawingAreaErrorKind<E>> for ChartError {
     fn from(error: DrawingAreaErrorKind<E>) -> Self {
-        Self {
-            reason: error.to_string(),
-        }
+        Self { reason: error.to_string() }
     }
 }
 
@@ -116,26 +114,15 @@ impl Chart {
             .filter(|(_, bytes)| **bytes > Bytes::ZERO)
             .map(|(owner, _)| owner.as_str())
             .collect();
-        let first = self
-            .order
-            .iter()
-            .map(String::as_str)
-            .filter(|owner| held.contains(owner));
-        let rest = held
-            .iter()
-            .copied()
-            .filter(|owner| !self.order.iter().any(|named| named == owner));
+        let first = self.order.iter().map(String::as_str).filter(|owner| held.contains(owner));
+        let rest = held.iter().copied().filter(|owner| !self.order.iter().any(|named| named == owner));
         first.chain(rest).collect()
     }
 
     /// The most that `owner` ever held.
     #[must_use]
     pub(super) fn peak(&self, owner: &str) -> Bytes {
-        self.points
-            .iter()
-            .map(|point| point.of(owner))
-            .max()
-            .unwrap_or(Bytes::ZERO)
+        self.points.iter().map(|point| point.of(owner)).max().unwrap_or(Bytes::ZERO)
     }
 
     /// From the first to the last moment that is shown.
@@ -145,10 +132,7 @@ impl Chart {
             let points = self.points.iter().map(|point| point.at);
             points.chain(self.marks.iter().map(|mark| mark.at))
         };
-        (
-            times().min().unwrap_or(Timestamp::START),
-            times().max().unwrap_or(Timestamp::START),
-        )
+        (times().min().unwrap_or(Timestamp::START), times().max().unwrap_or(Timestamp::START))
     }
 
     /// The most that is shown: the budget, or more where owners together held more.
@@ -245,11 +229,8 @@ impl Chart {
         let columns = self.columns(frame);
         let mut below: Vec<Bytes> = vec![Bytes::ZERO; columns.len()];
         for (owner, colour) in owners.iter().zip(colours(&owners)) {
-            let above: Vec<Bytes> = below
-                .iter()
-                .zip(&columns)
-                .map(|(below, (_, point))| below.saturating_add(point.of(owner)))
-                .collect();
+            let above: Vec<Bytes> =
+                below.iter().zip(&columns).map(|(below, (_, point))| below.saturating_add(point.of(owner))).collect();
             let xs: Vec<i32> = columns.iter().map(|(x, _)| *x).collect();
             let upper = stairs(&xs, &above, frame);
             let mut outline = upper.clone();
@@ -285,9 +266,7 @@ impl Chart {
         let y = frame.y(self.budget);
         let line = BUDGET.stroke_width(2);
         canvas.draw(&PathElement::new([(PLOT_LEFT, y), (PLOT_RIGHT + 6, y)], line))?;
-        let style = text_style(TEXT_SIZE, BUDGET)
-            .font_bold()
-            .pos(Pos::new(HPos::Left, VPos::Center));
+        let style = text_style(TEXT_SIZE, BUDGET).font_bold().pos(Pos::new(HPos::Left, VPos::Center));
         let label = format!("{} {} MiB", self.budget_name, self.budget.whole_mib());
         canvas.draw(&Text::new(label, (PLOT_RIGHT + 12, y), style))?;
         Ok(())
@@ -414,13 +393,7 @@ fn lay_out_labels(
             .map(|other| other.lane + 1)
             .max()
             .unwrap_or(0);
-        placed.push(PlacedLabel {
-            mark,
-            text,
-            x,
-            text_x,
-            lane,
-        });
+        placed.push(PlacedLabel { mark, text, x, text_x, lane });
     }
     placed
 }
@@ -435,10 +408,7 @@ fn draw_marks(canvas: &Canvas<'_>, frame: &Frame, labels: &[PlacedLabel<'_>]) ->
     for label in labels {
         let colour = mark_colour(label.mark.kind);
         let y = y_of(label);
-        let behind = [
-            (label.text_x - 2, y - LANE + 2),
-            (label.text_x + text_width(&label.text), y),
-        ];
+        let behind = [(label.text_x - 2, y - LANE + 2), (label.text_x + text_width(&label.text), y)];
         canvas.draw(&Rectangle::new(behind, PAPER.filled()))?;
         let style = text_style(SMALL_SIZE, darker(colour)).pos(Pos::new(HPos::Left, VPos::Bottom));
         canvas.draw(&Text::new(label.text.as_str(), (label.text_x, y - 2), style))?;
@@ -492,10 +462,7 @@ const fn darker(RGBColor(r, g, b): RGBColor) -> RGBColor {
 }
 
 fn text_style(size: i32, colour: RGBColor) -> TextStyle<'static> {
-    ("sans-serif", size, FontStyle::Normal)
-        .into_font()
-        .transform(FontTransform::None)
-        .color(&colour)
+    ("sans-serif", size, FontStyle::Normal).into_font().transform(FontTransform::None).color(&colour)
 }
 
 trait Bold {
@@ -543,13 +510,8 @@ pub(super) fn mib_step(most: Bytes) -> Bytes {
 
 /// Distance of the times below: a round number, so that about six to twelve of them fit.
 pub(super) fn second_step(span: u64) -> u64 {
-    const ROUND: [u64; 16] = [
-        1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 10_800, 21_600, 43_200,
-    ];
-    ROUND
-        .into_iter()
-        .find(|step| span / step <= 12)
-        .unwrap_or_else(|| (span / 12).max(1))
+    const ROUND: [u64; 16] = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 10_800, 21_600, 43_200];
+    ROUND.into_iter().find(|step| span / step <= 12).unwrap_or_else(|| (span / 12).max(1))
 }
 
 // Pixels of the picture, chosen by eye for the width of a README.
@@ -597,15 +559,9 @@ pub(super) mod tests {
     /// A run as the demo has it: two workers, the LLM, and a neighbour that comes and goes.
     pub(crate) fn sample() -> Chart {
         let mib = |weights, kv, asr, tts, neighbour| {
-            [
-                ("llm weights", weights),
-                ("llm KV", kv),
-                ("asr", asr),
-                ("tts", tts),
-                ("neighbour", neighbour),
-            ]
-            .map(|(owner, mib)| (owner.to_owned(), Bytes::from_mib(mib)))
-            .into()
+            [("llm weights", weights), ("llm KV", kv), ("asr", asr), ("tts", tts), ("neighbour", neighbour)]
+                .map(|(owner, mib)| (owner.to_owned(), Bytes::from_mib(mib)))
+                .into()
         };
         let at = Timestamp::from_millis;
         let phases = [
@@ -623,17 +579,11 @@ pub(super) mod tests {
             (19_000, mib(168, 96, 92, 41, 0)),
             (22_000, mib(168, 96, 92, 41, 0)),
         ];
-        let mark = |millis, kind, label: &str| ChartMark {
-            at: at(millis),
-            label: label.to_owned(),
-            kind,
-        };
+        let mark = |millis, kind, label: &str| ChartMark { at: at(millis), label: label.to_owned(), kind };
         Chart {
             title: "One budget, three tenants, one neighbour".to_owned(),
             subtitle: "memory by owner, as booked and measured; nothing was killed".to_owned(),
-            points: phases
-                .map(|(millis, owners)| ChartPoint { at: at(millis), owners })
-                .into(),
+            points: phases.map(|(millis, owners)| ChartPoint { at: at(millis), owners }).into(),
             budget: Bytes::from_mib(448),
             budget_name: "session",
             epoch: None,
@@ -656,14 +606,8 @@ pub(super) mod tests {
     fn a_chart_shows_every_owner_the_budget_and_every_mark() {
         let svg = sample().to_svg().unwrap();
         assert!(svg.starts_with("<svg "), "{}", svg.get(..40).unwrap());
-        for text in [
-            "llm weights",
-            "neighbour",
-            "session 448 MiB",
-            "KV back at 4096 tokens",
-            "20 s",
-            "at most 168 MiB",
-        ] {
+        for text in ["llm weights", "neighbour", "session 448 MiB", "KV back at 4096 tokens", "20 s", "at most 168 MiB"]
+        {
             assert!(svg.contains(text), "{text} is not in the chart");
         }
         if let Some(path) = std::env::var_os("COTENANT_SAMPLE_CHART") {
@@ -696,10 +640,7 @@ pub(super) mod tests {
 
     #[test]
     fn times_of_a_journal_are_those_of_the_clock() {
-        let chart = Chart {
-            epoch: Some(Duration::from_secs(1_790_000_000)),
-            ..sample()
-        };
+        let chart = Chart { epoch: Some(Duration::from_secs(1_790_000_000)), ..sample() };
         assert_eq!(chart.time(Timestamp::from_millis(21_600)), "14:13:41");
         let svg = chart.to_svg().unwrap();
         assert!(svg.contains("14:13:30") && !svg.contains("20 s"), "{svg}");
@@ -733,14 +674,9 @@ pub(super) mod tests {
     #[test]
     fn a_peak_shorter_than_a_pixel_is_shown() {
         let mut chart = sample();
-        let spike = ChartPoint {
-            at: Timestamp::from_millis(10_001),
-            owners: [("asr".to_owned(), Bytes::from_gib(1))].into(),
-        };
-        let back = ChartPoint {
-            at: Timestamp::from_millis(10_002),
-            ..ChartPoint::default()
-        };
+        let spike =
+            ChartPoint { at: Timestamp::from_millis(10_001), owners: [("asr".to_owned(), Bytes::from_gib(1))].into() };
+        let back = ChartPoint { at: Timestamp::from_millis(10_002), ..ChartPoint::default() };
         chart.points.splice(10..10, [spike.clone(), back]);
         let frame = chart.frame(0);
         assert!(chart.columns(&frame).iter().any(|(_, point)| **point == spike));

@@ -75,11 +75,7 @@ fn audit_alone(sheet: &mut Sheet, root: &ProbeRoot) -> u8 {
         sheet.verdict("this is no device: its memory cannot be read");
         return exit::FAILED;
     }
-    sheet.verdict(&format!(
-        "{} of {} rules",
-        counted(warnings, "warning"),
-        audit::rule_count()
-    ));
+    sheet.verdict(&format!("{} of {} rules", counted(warnings, "warning"), audit::rule_count()));
     exit::OK
 }
 
@@ -94,10 +90,8 @@ fn print_audit(sheet: &mut Sheet, root: &ProbeRoot) -> usize {
             audit::Severity::Note => "note",
             audit::Severity::Warning => "warning",
         };
-        let lines = [
-            format!("{word}: {}; costs {}", finding.text, finding.cost),
-            format!("  hint: {}", finding.remedy),
-        ];
+        let lines =
+            [format!("{word}: {}; costs {}", finding.text, finding.cost), format!("  hint: {}", finding.remedy)];
         sheet.entry(&lines, json!(finding));
     }
     let is_warning = |finding: &&audit::Finding| finding.severity == audit::Severity::Warning;
@@ -117,18 +111,11 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> u8 {
     };
     let root = ProbeRoot::default();
     let host = Host::read();
-    let mut found = preflight(
-        &config.workers,
-        &machine_facts(&config, &root, &host),
-        &KernelRoots::default(),
-    );
+    let mut found = preflight(&config.workers, &machine_facts(&config, &root, &host), &KernelRoots::default());
     // Reported with its worker, below.
     found.retain(|found| found.rule != "port_taken");
     sheet.section("machine", "this machine");
-    sheet.line(&format!(
-        "host: {}, {}, Linux {}",
-        host.processor, host.system, host.kernel
-    ));
+    sheet.line(&format!("host: {}, {}, Linux {}", host.processor, host.system, host.kernel));
     sheet.line(&match host.lock_limit {
         Some(limit) => format!("memlock: {limit} at most; only the supervisor's own ranges are worth locking"),
         None => "memlock: no limit".to_owned(),
@@ -234,14 +221,8 @@ fn print_found(sheet: &mut Sheet, found: &[Found]) {
         sheet.section("findings", "before the start");
     }
     for found in found {
-        let who = found
-            .worker
-            .as_ref()
-            .map_or_else(String::new, |worker| format!("worker `{worker}`: "));
-        let lines = [
-            format!("{}: {who}{}", found.severity.name(), found.text),
-            format!("  hint: {}", found.remedy),
-        ];
+        let who = found.worker.as_ref().map_or_else(String::new, |worker| format!("worker `{worker}`: "));
+        let lines = [format!("{}: {who}{}", found.severity.name(), found.text), format!("  hint: {}", found.remedy)];
         let value = json!({
             "worker": found.worker,
             "rule": found.rule,
@@ -270,11 +251,7 @@ fn print_budget(sheet: &mut Sheet, params: &Params, reading: &Reading) {
     row("memory", params.budget.total, "");
     row("reserve", params.budget.reserve, "never handed out");
     row("budget", params.budget.bytes(), "memory minus reserve");
-    row(
-        "available now",
-        reading.meminfo.available_low(),
-        "MemAvailable minus CmaFree",
-    );
+    row("available now", reading.meminfo.available_low(), "MemAvailable minus CmaFree");
     let pool = reading.pool.map_or(Bytes::ZERO, |pool| pool.bytes());
     if reading.pool.is_some() {
         row("nvmap page pool", pool, "to be had by the next GPU allocation");
@@ -282,18 +259,10 @@ fn print_budget(sheet: &mut Sheet, params: &Params, reading: &Reading) {
     let available = reading.meminfo.available_low().saturating_add(pool);
     if params.budget.bytes() > available {
         let short = params.budget.bytes().saturating_sub(available);
-        row(
-            "used by others",
-            short,
-            "of the budget, now: it counts as unaccounted as far as it stays",
-        );
+        row("used by others", short, "of the budget, now: it counts as unaccounted as far as it stays");
     }
     row("Elevated below", params.pressure.elevated_below, "of headroom: shed");
-    row(
-        "Critical below",
-        params.pressure.critical_below,
-        "of headroom: shed at once",
-    );
+    row("Critical below", params.pressure.critical_below, "of headroom: shed at once");
 }
 
 /// Prints what was learned of peaks, which counts before what the configuration says.
@@ -312,10 +281,7 @@ fn print_peaks(sheet: &mut Sheet, config: &Config) {
                 sheet.row(
                     &holder,
                     peak.bytes,
-                    &format!(
-                        "seen in {}",
-                        counted(usize::try_from(peak.lives).unwrap_or(usize::MAX), "run")
-                    ),
+                    &format!("seen in {}", counted(usize::try_from(peak.lives).unwrap_or(usize::MAX), "run")),
                 );
             }
         }
@@ -358,19 +324,10 @@ fn print_tenants(sheet: &mut Sheet, config: &Config, params: &Params, model: Opt
         row(
             "  KV cache",
             kv,
-            &format!(
-                "{} tokens as {}, {} each",
-                llm.context,
-                llm.kv_type,
-                shape.kv.bytes_per_token(llm.kv_type)
-            ),
+            &format!("{} tokens as {}, {} each", llm.context, llm.kv_type, shape.kv.bytes_per_token(llm.kv_type)),
         );
         row("  recurrent state", shape.state_bytes, "always resident");
-        row(
-            "  workspace",
-            workspace,
-            &format!("prefill in chunks of {} tokens", llm.prefill_chunk),
-        );
+        row("  workspace", workspace, &format!("prefill in chunks of {} tokens", llm.prefill_chunk));
         let floor = floor_bytes(shape, llm);
         row("  floor", floor, "0 layers resident, least KV");
         sum = sum.saturating_add(whole);
@@ -382,10 +339,7 @@ fn print_tenants(sheet: &mut Sheet, config: &Config, params: &Params, model: Opt
     if sum <= budget {
         sheet.verdict(&format!("everything fits, {} to spare", budget - sum));
     } else if sum.saturating_sub(elastic) <= budget {
-        sheet.verdict(&format!(
-            "{} too much for everything at once: the LLM sheds it, up to {elastic}",
-            sum - budget,
-        ));
+        sheet.verdict(&format!("{} too much for everything at once: the LLM sheds it, up to {elastic}", sum - budget,));
     } else if floors <= budget {
         sheet.verdict(&format!(
             "{} too much for everything at once: the LLM sheds up to {elastic}, and not all workers can have \
@@ -428,12 +382,7 @@ struct Sheet {
 
 impl Sheet {
     fn new(output: Output) -> Self {
-        Self {
-            output,
-            document: Map::new(),
-            section: "",
-            verdict: String::new(),
-        }
+        Self { output, document: Map::new(), section: "", verdict: String::new() }
     }
 
     fn section(&mut self, key: &'static str, title: &str) {

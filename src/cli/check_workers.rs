@@ -32,11 +32,7 @@ pub(super) struct WorkerCheck {
 /// Looks at all workers of a configuration, and starts none.
 pub(super) fn check(config: &Config) -> Vec<WorkerCheck> {
     let groups = Groups::look(&KernelRoots::default());
-    config
-        .workers
-        .iter()
-        .map(|worker| check_one(worker, &config.runtime_dir, &groups))
-        .collect()
+    config.workers.iter().map(|worker| check_one(worker, &config.runtime_dir, &groups)).collect()
 }
 
 fn check_one(config: &WorkerConfig, runtime_dir: &Path, groups: &Groups) -> WorkerCheck {
@@ -58,11 +54,7 @@ fn check_one(config: &WorkerConfig, runtime_dir: &Path, groups: &Groups) -> Work
         problems: Vec::new(),
     };
     match foresee(&spec) {
-        Ok(Foreseen {
-            argv,
-            endpoint,
-            taken_by,
-        }) => {
+        Ok(Foreseen { argv, endpoint, taken_by }) => {
             check.argv = argv;
             check.endpoint = endpoint;
             check.warnings.extend(taken_by);
@@ -93,18 +85,11 @@ impl WorkerCheck {
     /// For people.
     pub(super) fn lines(&self) -> Vec<String> {
         let place = self.endpoint.as_deref().unwrap_or("nowhere");
-        let mut lines = vec![format!(
-            "{}: {} at {place}; ready when {}",
-            self.name, self.protocol, self.ready
-        )];
+        let mut lines = vec![format!("{}: {} at {place}; ready when {}", self.name, self.protocol, self.ready)];
         let mut argv = String::new();
         for word in &self.argv {
             let plain = !word.is_empty() && !word.contains(|c: char| c.is_whitespace() || "\"'\\$".contains(c));
-            let _ = if plain {
-                write!(argv, " {word}")
-            } else {
-                write!(argv, " {word:?}")
-            };
+            let _ = if plain { write!(argv, " {word}") } else { write!(argv, " {word:?}") };
         }
         lines.push(format!("  argv:{argv}"));
         lines.extend(self.confinement.iter().map(|line| format!("  {line}")));

@@ -76,22 +76,12 @@ pub enum CliError {
 impl CliError {
     /// A failure of `act` with its cause.
     pub fn failed(act: impl Into<String>, source: impl Error + Send + Sync + 'static) -> Self {
-        Self::Failed {
-            act: act.into(),
-            source: Some(Box::new(source)),
-            hint: None,
-            code: FAILED,
-        }
+        Self::Failed { act: act.into(), source: Some(Box::new(source)), hint: None, code: FAILED }
     }
 
     /// A failure that needs no cause.
     pub fn plain(act: impl Into<String>, code: u8) -> Self {
-        Self::Failed {
-            act: act.into(),
-            source: None,
-            hint: None,
-            code,
-        }
+        Self::Failed { act: act.into(), source: None, hint: None, code }
     }
 
     /// A call to another machine that failed. Where the connection broke off before the alert of a refused certificate was
@@ -205,10 +195,7 @@ fn call_text(status: &Status) -> String {
     }
     match status.code() {
         Code::Internal | Code::Unknown | Code::Unavailable if broken(status) => {
-            format!(
-                "the supervisor went away in the middle of an answer ({})",
-                status.message()
-            )
+            format!("the supervisor went away in the middle of an answer ({})", status.message())
         }
         _ => status.message().to_owned(),
     }
@@ -216,9 +203,7 @@ fn call_text(status: &Status) -> String {
 
 /// Whether the supervisor itself said so, rather than the transport.
 fn is_ours(status: &Status) -> bool {
-    status
-        .get_details_error_info()
-        .is_some_and(|info| info.domain == crate::rpc::status::DOMAIN)
+    status.get_details_error_info().is_some_and(|info| info.domain == crate::rpc::status::DOMAIN)
 }
 
 fn reason(status: &Status) -> Option<String> {
@@ -274,10 +259,7 @@ mod tests {
     #[test]
     fn what_a_terminal_would_obey_is_shown_and_not_sent() {
         assert_eq!(escaped("a\tb\n é"), "a\tb\n é");
-        assert_eq!(
-            escaped("\u{1b}[2J\u{9b}1m\r\u{202e}x"),
-            "\\u{1b}[2J\\u{9b}1m\\u{d}\\u{202e}x"
-        );
+        assert_eq!(escaped("\u{1b}[2J\u{9b}1m\r\u{202e}x"), "\\u{1b}[2J\\u{9b}1m\\u{d}\\u{202e}x");
     }
 
     #[test]

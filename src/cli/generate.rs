@@ -72,10 +72,7 @@ pub(super) async fn run(global: &Global, generate: Generate) -> Result<(), CliEr
     let input = if generate.raw {
         generate_request::Input::Prompt(prompt)
     } else {
-        let said = |role: ChatRole, content: String| ChatMessage {
-            role: role.into(),
-            content,
-        };
+        let said = |role: ChatRole, content: String| ChatMessage { role: role.into(), content };
         let system = generate.system.map(|system| said(ChatRole::System, system));
         generate_request::Input::Conversation(Conversation {
             messages: system.into_iter().chain([said(ChatRole::User, prompt)]).collect(),
@@ -134,11 +131,7 @@ pub(super) async fn run(global: &Global, generate: Generate) -> Result<(), CliEr
                             usage.prompt_tokens,
                             usage.completion_tokens,
                             show::span(&total),
-                            if reason == FinishReason::Length {
-                                ", cut at the limit of tokens"
-                            } else {
-                                ""
-                            },
+                            if reason == FinishReason::Length { ", cut at the limit of tokens" } else { "" },
                             match usage.kv_type() {
                                 KvType::Q8 => ", with its context kept as q8",
                                 KvType::Q4 => ", with its context kept as q4",

@@ -53,9 +53,7 @@ impl Global {
         }
         // clap would name an option from the environment as a part of the usage.
         let named = std::env::var("COTENANT_ENDPOINT").unwrap_or_else(|_| DEFAULT_ENDPOINT.to_owned());
-        named
-            .parse()
-            .map_err(|error| CliError::failed(format!("cannot use COTENANT_ENDPOINT `{named}`"), error))
+        named.parse().map_err(|error| CliError::failed(format!("cannot use COTENANT_ENDPOINT `{named}`"), error))
     }
 
     /// Connects to the supervisor.
@@ -79,11 +77,7 @@ impl Global {
             fs::read_to_string(file)
                 .map_err(|error| CliError::failed(format!("cannot read `{}`", file.display()), error))
         };
-        Ok(Some(Identification {
-            certificate: read(cert)?,
-            key: read(key)?,
-            ca: read(ca)?,
-        }))
+        Ok(Some(Identification { certificate: read(cert)?, key: read(key)?, ca: read(ca)? }))
     }
 
     /// A request with the deadline of `--timeout`.

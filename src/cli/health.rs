@@ -78,9 +78,7 @@ async fn ask(global: &Global, service: &str) -> Found {
         Ok(channel) => channel,
         Err(error) => return Found::Unreachable(error),
     };
-    let request = global.request(HealthCheckRequest {
-        service: service.to_owned(),
-    });
+    let request = global.request(HealthCheckRequest { service: service.to_owned() });
     match global.call(HealthClient::new(channel).check(request)).await {
         Ok(answer) => Found::Status(answer.status()),
         Err(CliError::Call(status)) if status.code() == tonic::Code::NotFound => Found::Failed(CliError::Failed {

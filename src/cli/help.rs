@@ -11,12 +11,7 @@ const GROUPS: [(&str, &[&str]); 7] = [
     ("Use", &["generate", "talk", "hold"]),
     ("Look", &["status", "top", "plot", "leases", "events", "health"]),
     ("Explain", &["why", "postmortem", "replay"]),
-    (
-        "Intervene",
-        &[
-            "shed", "regrow", "kv-type", "start", "stop", "recycle", "resize", "load", "reload", "drain",
-        ],
-    ),
+    ("Intervene", &["shed", "regrow", "kv-type", "start", "stop", "recycle", "resize", "load", "reload", "drain"]),
     ("Measure", &["bench"]),
 ];
 
@@ -48,11 +43,8 @@ mod tests {
     fn every_command_is_in_one_group() {
         let command = Cli::command();
         let mut listed: Vec<&str> = GROUPS.iter().flat_map(|(_, names)| names.iter().copied()).collect();
-        let mut known: Vec<&str> = command
-            .get_subcommands()
-            .filter(|command| !command.is_hide_set())
-            .map(Command::get_name)
-            .collect();
+        let mut known: Vec<&str> =
+            command.get_subcommands().filter(|command| !command.is_hide_set()).map(Command::get_name).collect();
         listed.sort_unstable();
         known.sort_unstable();
         assert_eq!(listed, known);

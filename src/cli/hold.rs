@@ -105,10 +105,7 @@ pub(super) async fn run(global: &Global, hold: &Hold) -> Result<ExitCode, CliErr
     let mut leases = LeaseServiceClient::new(global.connect().await?);
     let lease = create(global, &mut leases, hold).await?;
     let mut keeper = Keeper {
-        say: Say {
-            output: global.output,
-            beside_a_program: !hold.command.is_empty(),
-        },
+        say: Say { output: global.output, beside_a_program: !hold.command.is_empty() },
         heard: Instant::now(),
         sent: VecDeque::new(),
         term: hold.term,
@@ -152,9 +149,7 @@ pub(super) async fn run(global: &Global, hold: &Hold) -> Result<ExitCode, CliErr
         }
         Ok(Over::Ended(reason)) => {
             keeper.end_program().await;
-            keeper
-                .say
-                .line("over", &format!("over: {reason}"), &json!({ "reason": reason }))?;
+            keeper.say.line("over", &format!("over: {reason}"), &json!({ "reason": reason }))?;
             ExitCode::from(exit::REFUSED)
         }
         Err(error) => {
@@ -183,10 +178,8 @@ async fn create(
         ..CreateLeaseRequest::default()
     });
     request.set_timeout(global.timeout + hold.wait);
-    let created = tokio::time::timeout(
-        global.timeout + hold.wait + super::global::ANSWER_GRACE,
-        leases.create_lease(request),
-    );
+    let created =
+        tokio::time::timeout(global.timeout + hold.wait + super::global::ANSWER_GRACE, leases.create_lease(request));
     let created = created.await.map_err(|_| global.too_late())??;
     let lease = created.into_inner().lease;
     lease.ok_or_else(|| CliError::plain("cannot keep a lease: the answer holds none", exit::FAILED))
@@ -262,10 +255,7 @@ impl Keeper {
 
     /// Time left until the lease may not be relied on any more; what a program has to end is not in it.
     fn left(&self) -> Duration {
-        let to_end = self
-            .program
-            .as_ref()
-            .map_or(Duration::ZERO, |_| GRACE.min(self.term / 8));
+        let to_end = self.program.as_ref().map_or(Duration::ZERO, |_| GRACE.min(self.term / 8));
         self.of_term().saturating_sub(to_end)
     }
 
@@ -277,10 +267,7 @@ impl Keeper {
     /// Until something is to be looked at, whatever is heard.
     fn pause(&self, renew_at: Instant) -> Duration {
         let look = if self.due.is_some() { LOOK } else { self.term / 3 };
-        renew_at
-            .saturating_duration_since(Instant::now())
-            .min(look)
-            .min(self.left())
+        renew_at.saturating_duration_since(Instant::now()).min(look).min(self.left())
     }
 
     /// Keeps the lease on one stream; `None` when that is lost.
@@ -371,10 +358,7 @@ impl Keeper {
         let used = used();
         let applied = used.filter(|used| used.get() <= target.target_bytes);
         if applied.is_none() {
-            self.due = Some(Due {
-                target: target.clone(),
-                said: true,
-            });
+            self.due = Some(Due { target: target.clone(), said: true });
             if said {
                 return Ok(());
             }
@@ -386,11 +370,7 @@ impl Keeper {
                 (TargetState::Applied, Some(used.get()), String::new())
             }
             (None, Some(used)) => (TargetState::Deferred, Some(used.get()), String::new()),
-            (None, None) => (
-                TargetState::Refused,
-                None,
-                "the memory of this holder cannot be measured".to_owned(),
-            ),
+            (None, None) => (TargetState::Refused, None, "the memory of this holder cannot be measured".to_owned()),
         };
         let (state, used_bytes, error_detail) = answer;
         let message = HoldLeaseRequest {
@@ -466,12 +446,7 @@ impl Program {
             .env("COTENANT_LEASE_BYTES", lease.held_bytes.to_string());
         end_with_parent(&mut command);
         let child = tokio::process::Command::from(command).kill_on_drop(true).spawn()?;
-        Ok(Self {
-            child,
-            exited: None,
-            fifo,
-            _folder: folder,
-        })
+        Ok(Self { child, exited: None, fifo, _folder: folder })
     }
 
     /// Tells it that memory is short. A full FIFO has notified it already.
@@ -530,11 +505,7 @@ impl Program {
 
 fn fifo(path: &Path) -> std::io::Result<fs::File> {
     unistd::mkfifo(path, Mode::S_IRUSR | Mode::S_IWUSR)?;
-    fs::OpenOptions::new()
-        .read(true)
-        .write(true)
-        .custom_flags(libc::O_NONBLOCK)
-        .open(path)
+    fs::OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(path)
 }
 
 /// What this process and those below it use, as the supervisor measures it.
@@ -574,11 +545,7 @@ impl Say {
     fn held(&self, lease: &Lease) -> Result<(), CliError> {
         let held = Bytes::new(lease.held_bytes);
         let text = format!("holds {held} as `{}`", lease.name);
-        self.line(
-            "held",
-            &text,
-            &json!({ "name": lease.name, "held_bytes": lease.held_bytes }),
-        )
+        self.line("held", &text, &json!({ "name": lease.name, "held_bytes": lease.held_bytes }))
     }
 
     fn target(&self, target: &Target) -> Result<(), CliError> {
@@ -646,10 +613,7 @@ mod tests {
         let lease = Lease::default();
         let arguments = |script: &str| ["-c".to_owned(), script.to_owned()];
         Keeper {
-            say: Say {
-                output: Output::Table,
-                beside_a_program: true,
-            },
+            say: Say { output: Output::Table, beside_a_program: true },
             program: program.map(|script| Program::start("sh", &arguments(script), &lease).unwrap()),
             lease,
             term: TERM,
@@ -666,13 +630,7 @@ mod tests {
     }
 
     const fn target(nonce: u64, target_bytes: u64) -> Message {
-        Message::Target(Target {
-            nonce,
-            target_bytes,
-            revoke_deadline: None,
-            deadline_in: None,
-            reason: String::new(),
-        })
+        Message::Target(Target { nonce, target_bytes, revoke_deadline: None, deadline_in: None, reason: String::new() })
     }
 
     #[test]
@@ -717,9 +675,7 @@ mod tests {
         let left = |keeper: &Keeper| (keeper.pause(renew_at), keeper.left());
         assert!(left(&keeper).0 > TERM / 4, "renewed in turn");
         // The last that was heard is long ago: that is seen without the next renewal.
-        keeper.heard = Instant::now()
-            .checked_sub(TERM - GRACE - Duration::from_millis(10))
-            .unwrap();
+        keeper.heard = Instant::now().checked_sub(TERM - GRACE - Duration::from_millis(10)).unwrap();
         assert!(left(&keeper).0 <= Duration::from_millis(10));
         keeper.heard = Instant::now().checked_sub(TERM - GRACE).unwrap();
         assert!(left(&keeper).1.is_zero());

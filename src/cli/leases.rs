@@ -43,21 +43,20 @@ pub(super) async fn run(global: &Global, leases: Leases) -> Result<(), CliError>
                     let leases: Value = leases.iter().map(json::lease).collect();
                     output::write_json(global.output, &leases)
                 }
-                Output::Ndjson => leases
-                    .iter()
-                    .try_for_each(|lease| output::write_json(global.output, &json::lease(lease))),
+                Output::Ndjson => {
+                    leases.iter().try_for_each(|lease| output::write_json(global.output, &json::lease(lease)))
+                }
             }
         }
         Verb::Release { name } => {
-            let lease = all(global, &mut client)
-                .await?
-                .into_iter()
-                .find(|lease| lease.name == name)
-                .ok_or_else(|| CliError::Failed {
-                    act: format!("cannot release `{name}`: there is no such lease"),
-                    source: None,
-                    hint: Some("`cotenant leases` lists them".to_owned()),
-                    code: exit::REFUSED,
+            let lease =
+                all(global, &mut client).await?.into_iter().find(|lease| lease.name == name).ok_or_else(|| {
+                    CliError::Failed {
+                        act: format!("cannot release `{name}`: there is no such lease"),
+                        source: None,
+                        hint: Some("`cotenant leases` lists them".to_owned()),
+                        code: exit::REFUSED,
+                    }
                 })?;
             let released = global
                 .call(client.release_lease(global.request(ReleaseLeaseRequest {
@@ -76,12 +75,8 @@ async fn all(global: &Global, client: &mut LeaseServiceClient<Channel>) -> Resul
     let mut leases = Vec::new();
     let mut page_token = String::new();
     loop {
-        let page = global
-            .call(client.list_leases(global.request(ListLeasesRequest {
-                page_size: 0,
-                page_token,
-            })))
-            .await?;
+        let page =
+            global.call(client.list_leases(global.request(ListLeasesRequest { page_size: 0, page_token }))).await?;
         leases.extend(page.leases);
         page_token = page.next_page_token;
         if page_token.is_empty() {

@@ -245,13 +245,7 @@ mod tests {
     fn health_reports_bad_arguments_as_its_model_does() {
         let parse = |arguments: &[&str]| main(arguments.iter().map(Into::into));
         let code = |code: u8| format!("{:?}", ExitCode::from(code));
-        assert_eq!(
-            format!("{:?}", parse(&["cotenant", "health", "--nonsense"])),
-            code(exit::health::USAGE)
-        );
-        assert_eq!(
-            format!("{:?}", parse(&["cotenant", "status", "--nonsense"])),
-            code(exit::USAGE)
-        );
+        assert_eq!(format!("{:?}", parse(&["cotenant", "health", "--nonsense"])), code(exit::health::USAGE));
+        assert_eq!(format!("{:?}", parse(&["cotenant", "status", "--nonsense"])), code(exit::USAGE));
     }
 }

@@ -59,9 +59,7 @@ pub(super) enum Control {
 
 pub(super) async fn shed(global: &Global, shed: &Shed) -> Result<(), CliError> {
     let mut client = OperatorServiceClient::new(global.connect().await?);
-    let request = global.request(ShedRequest {
-        shed_bytes: shed.bytes.get(),
-    });
+    let request = global.request(ShedRequest { shed_bytes: shed.bytes.get() });
     let done = global.call(client.shed(request)).await?;
     let limited_by = (!done.limited_by.is_empty()).then_some(&done.limited_by);
     let figures = serde_json::json!({
@@ -81,9 +79,7 @@ pub(super) async fn kv_type(global: &Global, wanted: &KvTypeArgs) -> Result<(), 
         KvType::Q8 => v1::KvType::Q8,
         KvType::Q4 => v1::KvType::Q4,
     };
-    let request = global.request(SetKvTypeRequest {
-        kv_type: kv_type.into(),
-    });
+    let request = global.request(SetKvTypeRequest { kv_type: kv_type.into() });
     let done = global.call(client.set_kv_type(request)).await?;
     output::write_done(global.output, &done.message)
 }
@@ -96,9 +92,7 @@ pub(super) async fn regrow(global: &Global) -> Result<(), CliError> {
 
 pub(super) async fn load(global: &Global) -> Result<(), CliError> {
     let mut client = OperatorServiceClient::new(global.connect().await?);
-    let done = global
-        .call(client.load_model(global.request(LoadModelRequest {})))
-        .await?;
+    let done = global.call(client.load_model(global.request(LoadModelRequest {}))).await?;
     output::write_done(global.output, &done.message)
 }
 
@@ -123,9 +117,7 @@ pub struct Drain {
 
 pub(super) async fn drain(global: &Global, drain: Drain) -> Result<(), CliError> {
     let mut client = OperatorServiceClient::new(global.connect().await?);
-    let done = global
-        .call(client.drain(global.request(DrainRequest { off: drain.off })))
-        .await?;
+    let done = global.call(client.drain(global.request(DrainRequest { off: drain.off }))).await?;
     output::write_done(global.output, &done.message)
 }
 
@@ -136,10 +128,7 @@ pub(super) async fn control(global: &Global, worker: Worker, control: Control) -
         Control::Stop => WorkerCommand::Stop,
     };
     let mut client = OperatorServiceClient::new(global.connect().await?);
-    let request = global.request(ControlWorkerRequest {
-        name: worker.name,
-        command: command.into(),
-    });
+    let request = global.request(ControlWorkerRequest { name: worker.name, command: command.into() });
     let done = global.call(client.control_worker(request)).await?;
     output::write_done(global.output, &done.message)
 }

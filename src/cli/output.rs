@@ -120,10 +120,7 @@ pub enum Column {
 impl Table {
     /// A table without rows.
     pub fn new(head: impl Into<Vec<Column>>) -> Self {
-        Self {
-            head: head.into(),
-            rows: Vec::new(),
-        }
+        Self { head: head.into(), rows: Vec::new() }
     }
 
     /// Adds a row; an empty cell is shown as `-`.
@@ -171,9 +168,6 @@ mod tests {
         let mut table = Table::new([Column::Text("LEASE"), Column::Figure("HELD"), Column::Text("WHY")]);
         table.row(["asr#1".to_owned(), "64 MiB".to_owned(), String::new()]);
         table.row(["a-long-name#2".to_owned(), "1 B".to_owned(), "x".to_owned()]);
-        assert_eq!(
-            table.render(),
-            "LEASE            HELD  WHY\nasr#1          64 MiB  -\na-long-name#2     1 B  x\n"
-        );
+        assert_eq!(table.render(), "LEASE            HELD  WHY\nasr#1          64 MiB  -\na-long-name#2     1 B  x\n");
     }
 }

@@ -43,9 +43,7 @@ pub(super) fn run(global: &Global, plot: &Plot) -> Result<(), CliError> {
         entries.extend(contents.entries);
     }
     let last = entries.last().map_or(0, |entry| entry.unix_us);
-    let since = plot
-        .since
-        .map(|since| u64::try_from(since.as_micros()).unwrap_or(u64::MAX));
+    let since = plot.since.map(|since| u64::try_from(since.as_micros()).unwrap_or(u64::MAX));
     let from = since.map_or(0, |since| last.saturating_sub(since));
     let chart = History::of(&entries, from).chart();
     if let Some(path) = &plot.svg {
@@ -55,12 +53,9 @@ pub(super) fn run(global: &Global, plot: &Plot) -> Result<(), CliError> {
     }
     match global.output {
         Output::Table if plot.svg.is_some() => Ok(()),
-        Output::Table => output::write(&format!(
-            "{}, {}\n{}",
-            chart.title,
-            chart.subtitle,
-            chart.to_text(WIDTH, HEIGHT, false)
-        )),
+        Output::Table => {
+            output::write(&format!("{}, {}\n{}", chart.title, chart.subtitle, chart.to_text(WIDTH, HEIGHT, false)))
+        }
         Output::Json => output::write_json(global.output, &points_json(&chart).collect()),
         Output::Ndjson => points_json(&chart).try_for_each(|point| output::write_json(global.output, &point)),
     }
@@ -160,20 +155,10 @@ impl History {
 
     fn add_marks(&mut self, at: Timestamp, before: &Snapshot, state: &Snapshot) {
         let mut add = |kind, what: String, bytes| {
-            self.happened.push(Happened {
-                at,
-                kind,
-                what,
-                bytes,
-                times: 1,
-            });
+            self.happened.push(Happened { at, kind, what, bytes, times: 1 });
         };
         if state.level > before.level {
-            let weight = if state.level == PressureLevel::Critical {
-                Bytes::MAX
-            } else {
-                Bytes::ZERO
-            };
+            let weight = if state.level == PressureLevel::Critical { Bytes::MAX } else { Bytes::ZERO };
             add(MarkKind::Alarm, format!("pressure {}", state.level), weight);
         }
         let shed = state.shed_bytes.saturating_sub(before.shed_bytes);
@@ -224,11 +209,7 @@ impl Happened {
         if self.times > 1 {
             label.push_str(&format!(", {} times", self.times));
         }
-        ChartMark {
-            at: self.at,
-            label,
-            kind: self.kind,
-        }
+        ChartMark { at: self.at, label, kind: self.kind }
     }
 }
 
@@ -275,10 +256,7 @@ mod tests {
 
     #[test]
     fn sheds_in_a_row_are_one_mark_and_the_largest_come_first() {
-        let marks = thinned(
-            vec![shed(1, 8), shed(2, 8), shed(60, 32), shed(61, 4)],
-            Duration::from_secs(5),
-        );
+        let marks = thinned(vec![shed(1, 8), shed(2, 8), shed(60, 32), shed(61, 4)], Duration::from_secs(5));
         let labels: Vec<String> = marks.into_iter().map(|mark| mark.mark().label).collect();
         assert_eq!(labels, ["shed 36 MiB, 2 times", "shed 16 MiB, 2 times"]);
     }

@@ -27,8 +27,7 @@ pub(super) fn duration(text: &str) -> Result<Duration, String> {
 
 /// The number of a line of the journal: `4711`.
 pub(super) fn line(text: &str) -> Result<u64, String> {
-    text.parse()
-        .map_err(|_| "not a line number; `cotenant events` prints them".to_owned())
+    text.parse().map_err(|_| "not a line number; `cotenant events` prints them".to_owned())
 }
 
 fn with_hint(error: &SizeError) -> String {

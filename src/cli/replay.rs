@@ -28,11 +28,7 @@ pub(super) fn run(global: &Global, replay: &Replay) -> Result<ExitCode, CliError
             CliError::failed(act, error)
         })?;
         if !contents.damaged.is_empty() {
-            eprintln!(
-                "{}: lines {:?} cannot be read and are left out",
-                path.display(),
-                contents.damaged
-            );
+            eprintln!("{}: lines {:?} cannot be read and are left out", path.display(), contents.damaged);
         }
         if contents.torn {
             eprintln!("{}: the last line has no end and is left out", path.display());
@@ -47,9 +43,7 @@ pub(super) fn run(global: &Global, replay: &Replay) -> Result<ExitCode, CliError
             }
         }
         Output::Json => output::write_json(global.output, &runs.iter().map(to_json).collect())?,
-        Output::Ndjson => runs
-            .iter()
-            .try_for_each(|run| output::write_json(global.output, &to_json(run)))?,
+        Output::Ndjson => runs.iter().try_for_each(|run| output::write_json(global.output, &to_json(run)))?,
     }
     let same = !runs.is_empty() && runs.iter().all(|run| run.outcome == Outcome::Same);
     Ok(ExitCode::from(if same { exit::OK } else { exit::FAILED }))

@@ -48,9 +48,7 @@ pub(super) fn run(args: &ServeArgs) -> ExitCode {
             return ExitCode::from(exit::CONFIG);
         }
     };
-    let threads = thread::available_parallelism()
-        .map_or(1, usize::from)
-        .min(RUNTIME_THREADS_MAX);
+    let threads = thread::available_parallelism().map_or(1, usize::from).min(RUNTIME_THREADS_MAX);
     let wanted = threads + THREADS_BESIDE + config.llm.as_ref().map_or(0, daemon::threads);
     if let Err(source) = enough_threads(wanted) {
         let error = daemon::RunError::Threads { wanted, source };
@@ -81,22 +79,14 @@ pub(super) fn run(args: &ServeArgs) -> ExitCode {
     let started = runtime.and_then(|runtime| Ok((runtime, ControlThread::start()?)));
     let result = match started {
         Ok((runtime, control)) => {
-            let running = daemon::run(
-                config,
-                daemon::Source { file, log },
-                guard.dropped(),
-                control.handle().clone(),
-            );
+            let running = daemon::run(config, daemon::Source { file, log }, guard.dropped(), control.handle().clone());
             let result = runtime.block_on(running);
             // A thread that reads a model or walks /proc on a stuck disk must not keep us.
             control.end(SHUTDOWN_MAX);
             runtime.shutdown_timeout(SHUTDOWN_MAX);
             result
         }
-        Err(source) => Err(daemon::RunError::System {
-            what: "the runtime",
-            source,
-        }),
+        Err(source) => Err(daemon::RunError::System { what: "the runtime", source }),
     };
     drop(guard);
     match result {
@@ -120,9 +110,7 @@ fn enough_threads(wanted: usize) -> io::Result<()> {
     let threads: Vec<_> = (0..wanted)
         .map(|_| {
             let gate = Arc::clone(&gate);
-            thread::Builder::new()
-                .stack_size(PROBE_STACK)
-                .spawn(move || drop(gate.lock()))
+            thread::Builder::new().stack_size(PROBE_STACK).spawn(move || drop(gate.lock()))
         })
         .collect();
     drop(closed);

@@ -46,24 +46,21 @@ fn run_again() -> io::Result<ExitStatus> {
         command.pre_exec(|| unistd::setsid().map(drop).map_err(io::Error::from));
     }
     end_with_parent(&mut command);
-    tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()?
-        .block_on(async {
-            let mut interrupts = Interrupts::new()?;
-            let mut child = tokio::process::Command::from(command).spawn()?;
-            loop {
-                tokio::select! {
-                    ended = child.wait() => return ended,
-                    _ = interrupts.next() => {
-                        if let Some(pid) = child.id().and_then(|pid| i32::try_from(pid).ok()) {
-                            // It may just have ended, which the next turn sees.
-                            let _ = nix::sys::signal::kill(unistd::Pid::from_raw(pid), Signal::SIGTERM);
-                        }
+    tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
+        let mut interrupts = Interrupts::new()?;
+        let mut child = tokio::process::Command::from(command).spawn()?;
+        loop {
+            tokio::select! {
+                ended = child.wait() => return ended,
+                _ = interrupts.next() => {
+                    if let Some(pid) = child.id().and_then(|pid| i32::try_from(pid).ok()) {
+                        // It may just have ended, which the next turn sees.
+                        let _ = nix::sys::signal::kill(unistd::Pid::from_raw(pid), Signal::SIGTERM);
                     }
                 }
             }
-        })
+        }
+    })
 }
 
 /// Has the kernel end `command` when the thread that starts it is gone, however that came.

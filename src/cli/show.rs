@@ -41,17 +41,12 @@ pub(super) fn leases_table(leases: &[v1::Lease]) -> String {
             word(lease.lease_class().as_str_name(), "LEASE_CLASS_").replace('_', "-"),
             word(lease.state().as_str_name(), "LEASE_STATE_"),
             Bytes::new(lease.held_bytes).to_string(),
-            lease
-                .used_bytes
-                .map_or_else(String::new, |used| Bytes::new(used).to_string()),
+            lease.used_bytes.map_or_else(String::new, |used| Bytes::new(used).to_string()),
             lease
                 .used_bytes
                 .filter(|used| *used > lease.held_bytes)
                 .map_or_else(String::new, |used| Bytes::new(used - lease.held_bytes).to_string()),
-            lease
-                .target
-                .as_ref()
-                .map_or_else(String::new, |target| Bytes::new(target.target_bytes).to_string()),
+            lease.target.as_ref().map_or_else(String::new, |target| Bytes::new(target.target_bytes).to_string()),
             Bytes::new(lease.min_bytes).to_string(),
             Bytes::new(lease.max_bytes).to_string(),
             lease.expires_in.as_ref().map_or_else(String::new, span),
@@ -71,9 +66,7 @@ pub(super) fn status_text(status: &v1::GetStatusResponse) -> String {
     )];
     let bytes = |bytes: u64| Bytes::new(bytes).to_string();
     if let Some(budget) = &status.budget {
-        let supervisor = budget
-            .supervisor_bytes
-            .map_or_else(String::new, |own| format!(", supervisor {}", bytes(own)));
+        let supervisor = budget.supervisor_bytes.map_or_else(String::new, |own| format!(", supervisor {}", bytes(own)));
         lines.push(format!(
             "budget    {}: held {}, used {}, unaccounted {}, free {}{supervisor}",
             bytes(budget.budget_bytes),
@@ -109,12 +102,7 @@ pub(super) fn status_text(status: &v1::GetStatusResponse) -> String {
             lines.push(format!("          stalls are watched {}", pressure.stall_watch));
         }
     }
-    lines.extend(
-        status
-            .reboot_advised
-            .iter()
-            .map(|why| format!("reboot    advised: {why}")),
-    );
+    lines.extend(status.reboot_advised.iter().map(|why| format!("reboot    advised: {why}")));
     if let Some(engine) = &status.engine {
         lines.push(engine_line(engine));
         if !engine.growth_waits.is_empty() {
@@ -236,10 +224,7 @@ pub(super) fn holders_table(leases: &[v1::Lease]) -> String {
             word(lease.state().as_str_name(), "LEASE_STATE_"),
             bytes(lease.held_bytes),
             lease.used_bytes.map_or_else(String::new, bytes),
-            lease
-                .target
-                .as_ref()
-                .map_or_else(String::new, |target| bytes(target.target_bytes)),
+            lease.target.as_ref().map_or_else(String::new, |target| bytes(target.target_bytes)),
             bytes(lease.min_bytes),
             bytes(lease.max_bytes),
         ]);
@@ -285,10 +270,7 @@ fn engine_line(engine: &v1::Engine) -> String {
         line.push_str(&format!(", {} of KV untouched", Bytes::new(engine.kv_untouched_bytes)));
     }
     if engine.milli_tokens_per_second > 0 {
-        let (whole, rest) = (
-            engine.milli_tokens_per_second / 1000,
-            engine.milli_tokens_per_second % 1000 / 100,
-        );
+        let (whole, rest) = (engine.milli_tokens_per_second / 1000, engine.milli_tokens_per_second % 1000 / 100);
         line.push_str(&format!(", about {whole}.{rest} tokens/s"));
     }
     if engine.prefill_chunk_tokens > 0 {
@@ -327,11 +309,7 @@ fn peaks_table(peaks: &[v1::LearnedPeak]) -> String {
 /// Its state, and why it rests: `stopped (idle)`.
 fn state_of(worker: &v1::Worker) -> String {
     if worker.state() == v1::WorkerState::Degraded {
-        let what = if worker.needs_operator {
-            "needs operator"
-        } else {
-            "given up"
-        };
+        let what = if worker.needs_operator { "needs operator" } else { "given up" };
         return format!("failed: {what}");
     }
     let state = word(worker.state().as_str_name(), "WORKER_STATE_").replace('_', "-");
@@ -379,13 +357,7 @@ pub(super) fn entry_text(entry: &v1::JournalEntry) -> String {
 /// The time of day in UTC to a tenth of a second: `15:04:05.7`.
 fn clock(time: &prost_types::Timestamp) -> String {
     let second = time.seconds.rem_euclid(24 * 60 * 60);
-    format!(
-        "{:02}:{:02}:{:02}.{}",
-        second / 3600,
-        second / 60 % 60,
-        second % 60,
-        time.nanos.max(0) / 100_000_000
-    )
+    format!("{:02}:{:02}:{:02}.{}", second / 3600, second / 60 % 60, second % 60, time.nanos.max(0) / 100_000_000)
 }
 
 #[cfg(test)]
@@ -401,19 +373,13 @@ mod tests {
             min_bytes: 1000 << 20,
             max_bytes: 1023 << 20,
             used_bytes: Some(1001 << 20),
-            target: Some(v1::Target {
-                target_bytes: 999 << 20,
-                ..v1::Target::default()
-            }),
+            target: Some(v1::Target { target_bytes: 999 << 20, ..v1::Target::default() }),
             ..v1::Lease::default()
         };
         let status = v1::GetStatusResponse {
             version: "0.1.0".into(),
             boot_id: "3f2c8a51-6f0e-4a2e-9a0a-0123456789ab".into(),
-            uptime: Some(prost_types::Duration {
-                seconds: 86_000,
-                nanos: 0,
-            }),
+            uptime: Some(prost_types::Duration { seconds: 86_000, nanos: 0 }),
             draining: true,
             reboot_advised: vec!["no process holds 2.1 GiB of the 4.7 GiB that the GPU has, for a long time".into()],
             engine: Some(v1::Engine {
@@ -440,10 +406,7 @@ mod tests {
         };
         let text = status_text(&status);
         for line in text.lines() {
-            assert!(
-                line.chars().count() <= WIDTH && line.trim_end() == line,
-                "{line}\n{text}"
-            );
+            assert!(line.chars().count() <= WIDTH && line.trim_end() == line, "{line}\n{text}");
         }
         assert!(
             text.contains("reboot    advised: no process")
@@ -451,20 +414,12 @@ mod tests {
                 && text.contains("1 shed,"),
             "{text}"
         );
-        assert!(
-            text.contains("\nasr: [exit_code] worker `asr` exited with code 1"),
-            "{text}"
-        );
+        assert!(text.contains("\nasr: [exit_code] worker `asr` exited with code 1"), "{text}");
     }
 
     #[test]
     fn spans_are_shown_in_two_units() {
-        let shown = |seconds| {
-            span(&prost_types::Duration {
-                seconds,
-                nanos: 340_000_000,
-            })
-        };
+        let shown = |seconds| span(&prost_types::Duration { seconds, nanos: 340_000_000 });
         assert_eq!(shown(12), "12.3 s");
         assert_eq!(shown(245), "4 min 5 s");
         assert_eq!(shown(12_000), "3 h 20 min");

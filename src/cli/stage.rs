@@ -132,9 +132,7 @@ impl Stage {
     pub fn log_tail(&self, lines: usize) -> String {
         let text = fs::read_to_string(self.folder.0.join("daemon.log")).unwrap_or_default();
         let all: Vec<&str> = text.lines().collect();
-        all.get(all.len().saturating_sub(lines)..)
-            .unwrap_or_default()
-            .join("\n")
+        all.get(all.len().saturating_sub(lines)..).unwrap_or_default().join("\n")
     }
 
     /// The whole log of the daemon.
@@ -161,10 +159,7 @@ impl Process {
 
 /// Starts the daemon on its folder.
 fn start(folder: &Path) -> io::Result<Process> {
-    let log = fs::OpenOptions::new()
-        .create(true)
-        .append(true)
-        .open(folder.join("daemon.log"))?;
+    let log = fs::OpenOptions::new().create(true).append(true).open(folder.join("daemon.log"))?;
     let mut command = Command::new(std::env::current_exe()?);
     end_with_parent(&mut command);
     let daemon = command

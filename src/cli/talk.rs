@@ -56,10 +56,7 @@ pub(super) async fn run(global: &Global, args: &Talk) -> Result<(), CliError> {
     request_pipeline(&mut exchange).await.map_err(failed)?;
     let spoken = utter(&mut exchange, &recording).await.map_err(failed)?;
     if let Some(out) = &args.out {
-        let wav = spoken
-            .audio
-            .to_wav()
-            .map_err(|error| CliError::failed("cannot keep the answer", error))?;
+        let wav = spoken.audio.to_wav().map_err(|error| CliError::failed("cannot keep the answer", error))?;
         let path = out.display();
         fs::write(out, wav).map_err(|error| CliError::failed(format!("cannot write `{path}`"), error))?;
     }
@@ -94,27 +91,17 @@ pub(super) async fn run(global: &Global, args: &Talk) -> Result<(), CliError> {
 
 /// Requests the whole pipeline from speech to speech.
 pub(super) async fn request_pipeline(exchange: &mut Exchange) -> Result<(), ClientError> {
-    let pipeline = RunPipeline {
-        start_stage: "asr".to_owned(),
-        end_stage: "tts".to_owned(),
-    };
+    let pipeline = RunPipeline { start_stage: "asr".to_owned(), end_stage: "tts".to_owned() };
     exchange.send(Event::RunPipeline(pipeline)).await
 }
 
 /// Says a recording, and takes the answer to its end.
 pub(super) async fn utter(exchange: &mut Exchange, recording: &MonoAudio) -> Result<Spoken, ClientError> {
     let format = AudioFormat::mono_16_bit(recording.sample_rate_hz);
-    let start = AudioStart {
-        format,
-        timestamp: None,
-    };
+    let start = AudioStart { format, timestamp: None };
     exchange.send(Event::AudioStart(start)).await?;
     for samples in recording.samples.chunks(CHUNK_SAMPLES) {
-        let chunk = AudioChunk {
-            format,
-            timestamp: None,
-            audio: crate::speech::audio::pcm_bytes(samples),
-        };
+        let chunk = AudioChunk { format, timestamp: None, audio: crate::speech::audio::pcm_bytes(samples) };
         exchange.send(Event::AudioChunk(chunk)).await?;
     }
     exchange.send(Event::AudioStop(AudioStop::default())).await?;

@@ -32,11 +32,7 @@ pub struct Why {
 
 pub(super) fn run(global: &Global, why: &Why) -> Result<ExitCode, CliError> {
     let act = format!("cannot explain line {}", why.sequence);
-    let mut entries = if why.files.is_empty() {
-        runtime()?.block_on(remembered(global))?
-    } else {
-        Vec::new()
-    };
+    let mut entries = if why.files.is_empty() { runtime()?.block_on(remembered(global))? } else { Vec::new() };
     for path in &why.files {
         let contents = journal::read(path).map_err(|error| CliError::failed(act.clone(), error))?;
         entries.extend(contents.entries);
@@ -62,11 +58,8 @@ pub(super) fn run(global: &Global, why: &Why) -> Result<ExitCode, CliError> {
 /// The lines that the supervisor has in memory.
 async fn remembered(global: &Global) -> Result<Vec<JournalEntry>, CliError> {
     let mut client = OperatorServiceClient::new(global.connect().await?);
-    let request = tonic::Request::new(WatchEventsRequest {
-        after_sequence: 0,
-        boot_id: String::new(),
-        no_follow: true,
-    });
+    let request =
+        tonic::Request::new(WatchEventsRequest { after_sequence: 0, boot_id: String::new(), no_follow: true });
     let mut stream = global.call(client.watch_events(request)).await?;
     let mut entries = Vec::new();
     while let Some(response) = stream.message().await? {
@@ -106,11 +99,7 @@ fn describe(story: &Story, answer: Option<&JournalEntry>) -> String {
         text.push_str("what was done   nothing\n");
     }
     for chosen in &story.actions {
-        let mark = if chosen.entry.sequence == story.asked.sequence {
-            ">"
-        } else {
-            " "
-        };
+        let mark = if chosen.entry.sequence == story.asked.sequence { ">" } else { " " };
         let _ = writeln!(text, "what was done {mark} {}", line(&chosen.entry));
         let mut figures = Vec::new();
         if let Some(promised) = chosen.promised {
@@ -155,9 +144,7 @@ fn describe_known(text: &mut String, before: &Snapshot, at: Timestamp) {
         )
     };
     let sampled = before.sample.as_ref().map(|sample| sample.taken_at);
-    let headroom = before
-        .headroom
-        .map_or_else(|| "unknown".to_owned(), |bytes| bytes.to_string());
+    let headroom = before.headroom.map_or_else(|| "unknown".to_owned(), |bytes| bytes.to_string());
     let _ = writeln!(
         text,
         "what was known  {}: headroom {headroom} (sample {}); Elevated below {}, Critical below {}",
@@ -172,9 +159,7 @@ fn describe_known(text: &mut String, before: &Snapshot, at: Timestamp) {
         before.held, before.unaccounted, before.free, before.budget, before.coming_back, before.returning
     );
     for lease in &before.leases {
-        let used = lease
-            .used
-            .map_or_else(|| "unknown".to_owned(), |used: Bytes| used.to_string());
+        let used = lease.used.map_or_else(|| "unknown".to_owned(), |used: Bytes| used.to_string());
         let _ = writeln!(
             text,
             "                {:<16} {:<15} holds {}, uses {used} ({})",

@@ -41,11 +41,7 @@ impl Checker {
     pub(super) fn given<'a>(&mut self, path: &str, text: &'a Text) -> Option<&'a str> {
         let written = text.0.as_deref()?;
         if matches!(written, "" | "~" | "null") {
-            self.fault(
-                path,
-                "has no value",
-                Some("write a value, or remove the key to have its default"),
-            );
+            self.fault(path, "has no value", Some("write a value, or remove the key to have its default"));
             return None;
         }
         Some(written)
@@ -137,11 +133,7 @@ impl Checker {
             Some(near) => format!("did you mean `{near}`?"),
             None => format!("write one of {}", raw::list(&known)),
         };
-        self.fault(
-            path,
-            format!("`{written}` is none of {}", raw::list(&known)),
-            Some(&hint),
-        );
+        self.fault(path, format!("`{written}` is none of {}", raw::list(&known)), Some(&hint));
         None
     }
 
@@ -184,11 +176,7 @@ impl Checker {
             } else {
                 "write the path from `/`"
             };
-            self.fault(
-                path,
-                format!("`{}` is not an absolute path", written.escape_debug()),
-                Some(hint),
-            );
+            self.fault(path, format!("`{}` is not an absolute path", written.escape_debug()), Some(hint));
             return None;
         }
         Some(file.to_owned())
@@ -208,11 +196,7 @@ impl Checker {
                 "the socket path `{}` has {length} bytes, the kernel takes {SOCKET_PATH_MAX}",
                 socket.display()
             );
-            self.fault(
-                path,
-                message,
-                Some("use a shorter directory, for example `/run/cotenant`"),
-            );
+            self.fault(path, message, Some("use a shorter directory, for example `/run/cotenant`"));
         }
         length <= SOCKET_PATH_MAX
     }
@@ -222,9 +206,7 @@ impl Checker {
         let written = self.given(path, text)?;
         let plain = written.len() <= NAME_MAX
             && written.starts_with(|c: char| c.is_ascii_lowercase())
-            && written
-                .bytes()
-                .all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || matches!(b, b'-' | b'_'));
+            && written.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || matches!(b, b'-' | b'_'));
         if plain {
             return Some(written.to_owned());
         }
@@ -266,24 +248,15 @@ impl Checker {
 pub(super) fn humane(duration: Duration) -> String {
     let mut rest = duration.as_micros();
     let mut parts = Vec::new();
-    for (unit, micros) in [
-        ("d", 86_400_000_000),
-        ("h", 3_600_000_000),
-        ("m", 60_000_000),
-        ("s", 1_000_000),
-        ("ms", 1_000),
-        ("us", 1),
-    ] {
+    for (unit, micros) in
+        [("d", 86_400_000_000), ("h", 3_600_000_000), ("m", 60_000_000), ("s", 1_000_000), ("ms", 1_000), ("us", 1)]
+    {
         if rest >= micros {
             parts.push(format!("{}{unit}", rest / micros));
             rest %= micros;
         }
     }
-    if parts.is_empty() {
-        "0s".to_owned()
-    } else {
-        parts.join(" ")
-    }
+    if parts.is_empty() { "0s".to_owned() } else { parts.join(" ") }
 }
 
 /// Placeholders of `argv` and `env`: `${NAME}`; each is named once.

@@ -79,11 +79,7 @@ pub fn load_clients(path: &Path) -> Result<Vec<ClientConfig>, LoadError> {
 fn check(raw: &RawClients, text: &str) -> Result<Vec<ClientConfig>, LoadErrorKind> {
     let mut checker = Checker::default();
     if raw.clients.len() > CLIENTS_MAX {
-        checker.fault(
-            "clients",
-            format!("has {} clients, at most {CLIENTS_MAX} are read", raw.clients.len()),
-            None,
-        );
+        checker.fault("clients", format!("has {} clients, at most {CLIENTS_MAX} are read", raw.clients.len()), None);
     }
     let mut clients = Vec::new();
     let (mut names, mut keys): (BTreeMap<String, usize>, BTreeMap<String, usize>) = Default::default();
@@ -108,12 +104,8 @@ fn check(raw: &RawClients, text: &str) -> Result<Vec<ClientConfig>, LoadErrorKin
             name,
             key: Secret(key),
             class: checker.class(&at("class"), &raw.class).unwrap_or(Class::Interactive),
-            requests_max: checker
-                .number(&at("requests_max"), &raw.requests_max, 1..=1000)
-                .unwrap_or(16),
-            tokens_max: checker
-                .number(&at("tokens_max"), &raw.tokens_max, 1..=1 << 20)
-                .map(Tokens::new),
+            requests_max: checker.number(&at("requests_max"), &raw.requests_max, 1..=1000).unwrap_or(16),
+            tokens_max: checker.number(&at("tokens_max"), &raw.tokens_max, 1..=1 << 20).map(Tokens::new),
         });
     }
     if checker.faults.is_empty() {
@@ -166,10 +158,7 @@ mod tests {
     fn a_file_that_others_may_read_is_refused() {
         for mode in [0o644, 0o640, 0o604, 0o660, 0o601] {
             let report = load(KITCHEN, mode).unwrap_err();
-            assert!(
-                report.contains(&format!("mode {mode:04o}")) && report.contains("chmod 600"),
-                "{report}"
-            );
+            assert!(report.contains(&format!("mode {mode:04o}")) && report.contains("chmod 600"), "{report}");
         }
     }
 

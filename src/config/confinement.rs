@@ -12,9 +12,7 @@ use crate::units::Bytes;
 /// Checks who holds the lease.
 pub(super) fn lease(checker: &mut Checker, raw: &RawWorker, at: &str) -> LeaseHolder {
     let words = [("own", LeaseHolder::Own), ("supervisor", LeaseHolder::Supervisor)];
-    checker
-        .one_of(&format!("{at}.lease"), &raw.lease, &words)
-        .unwrap_or_default()
+    checker.one_of(&format!("{at}.lease"), &raw.lease, &words).unwrap_or_default()
 }
 
 /// Checks what happens when there is nothing to do.
@@ -38,19 +36,13 @@ pub(super) fn idle(checker: &mut Checker, raw: &RawIdle, at: &str, has_variants:
 /// Checks what it may use and touch.
 pub(super) fn confinement(checker: &mut Checker, raw: &RawWorker, at: &str) -> Confinement {
     let limits = format!("{at}.limits");
-    let (user, group) = (
-        checker.word(&format!("{at}.user"), &raw.user),
-        checker.word(&format!("{at}.group"), &raw.group),
-    );
+    let (user, group) =
+        (checker.word(&format!("{at}.user"), &raw.user), checker.word(&format!("{at}.group"), &raw.group));
     Confinement {
         user,
         group,
         resources: resources(checker, &raw.limits, &limits),
-        memory: checker.size(
-            &format!("{limits}.memory"),
-            &raw.limits.memory,
-            Bytes::from_mib(1)..=SIZE_MAX,
-        ),
+        memory: checker.size(&format!("{limits}.memory"), &raw.limits.memory, Bytes::from_mib(1)..=SIZE_MAX),
         ..sandbox(checker, &raw.sandbox, &format!("{at}.sandbox"))
     }
 }
@@ -67,10 +59,9 @@ fn resources(checker: &mut Checker, raw: &RawLimits, at: &str) -> BTreeMap<Resou
         let limit = or_none(text, || checker.size(&key, text, least..=SIZE_MAX).map(Bytes::get));
         resources.extend(limit.map(|limit| (resource, limit)));
     }
-    for (resource, text, least) in [
-        (Resource::OpenFiles, &raw.open_files, 16),
-        (Resource::Processes, &raw.processes, 1),
-    ] {
+    for (resource, text, least) in
+        [(Resource::OpenFiles, &raw.open_files, 16), (Resource::Processes, &raw.processes, 1)]
+    {
         let key = format!("{at}.{}", resource.name());
         let limit = or_none(text, || checker.number(&key, text, least..=COUNT_MAX));
         resources.extend(limit.map(|limit| (resource, limit)));
@@ -94,19 +85,12 @@ fn sandbox(checker: &mut Checker, raw: &RawSandbox, at: &str) -> Confinement {
             .filter_map(|(index, path)| checker.directory(&format!("{at}.{name}[{index}]"), &Text(Some(path.clone()))))
             .collect()
     };
-    let access = FileAccess {
-        read: paths("read", &raw.read),
-        write: paths("write", &raw.write),
-    };
+    let access = FileAccess { read: paths("read", &raw.read), write: paths("write", &raw.write) };
     let calls = [("all", SyscallFilter::All), ("restricted", SyscallFilter::Restricted)];
     Confinement {
         files: Some(access).filter(|access| *access != FileAccess::default()),
-        syscalls: checker
-            .one_of(&format!("{at}.syscalls"), &raw.syscalls, &calls)
-            .unwrap_or_default(),
-        required: checker
-            .switch(&format!("{at}.required"), &raw.required)
-            .unwrap_or(false),
+        syscalls: checker.one_of(&format!("{at}.syscalls"), &raw.syscalls, &calls).unwrap_or_default(),
+        required: checker.switch(&format!("{at}.required"), &raw.required).unwrap_or(false),
         ..Confinement::default()
     }
 }
@@ -114,11 +98,7 @@ fn sandbox(checker: &mut Checker, raw: &RawSandbox, at: &str) -> Confinement {
 /// How long a request waits for a worker that does not run.
 pub(super) fn wake_timeout(checker: &mut Checker, raw: &RawWorker, at: &str) -> Duration {
     checker
-        .duration(
-            &format!("{at}.wake_timeout"),
-            &raw.wake_timeout,
-            Duration::ZERO..=Duration::from_secs(600),
-        )
+        .duration(&format!("{at}.wake_timeout"), &raw.wake_timeout, Duration::ZERO..=Duration::from_secs(600))
         .unwrap_or(WAKE_TIMEOUT)
 }
 
@@ -208,14 +188,12 @@ impl Config {
 
     /// The way from a worker back to itself, if there is one.
     fn circle(&self, name: &str) -> Option<Vec<String>> {
-        self.all_before(self.after_of(name))
-            .contains(&name.to_owned())
-            .then(|| {
-                let mut round: Vec<String> = self.all_before(self.after_of(name));
-                round.retain(|other| self.all_before(self.after_of(other)).iter().any(|found| found == name));
-                round.sort();
-                round.into_iter().map(|name| format!("`{name}`")).collect()
-            })
+        self.all_before(self.after_of(name)).contains(&name.to_owned()).then(|| {
+            let mut round: Vec<String> = self.all_before(self.after_of(name));
+            round.retain(|other| self.all_before(self.after_of(other)).iter().any(|found| found == name));
+            round.sort();
+            round.into_iter().map(|name| format!("`{name}`")).collect()
+        })
     }
 }
 

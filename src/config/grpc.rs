@@ -49,12 +49,8 @@ pub(super) fn check(checker: &mut Checker, raw: &RawGrpc, runtime_dir: &Path) ->
 }
 
 fn tcp(checker: &mut Checker, raw: &RawTcp) -> Option<TcpConfig> {
-    for (key, text) in [
-        ("listen", &raw.listen),
-        ("cert", &raw.cert),
-        ("key", &raw.key),
-        ("client_ca", &raw.client_ca),
-    ] {
+    for (key, text) in [("listen", &raw.listen), ("cert", &raw.cert), ("key", &raw.key), ("client_ca", &raw.client_ca)]
+    {
         checker.require(&format!("grpc.tcp.{key}"), text, TCP_HINT);
     }
     let listen = checker.given("grpc.tcp.listen", &raw.listen).and_then(|written| {
@@ -70,24 +66,11 @@ fn tcp(checker: &mut Checker, raw: &RawTcp) -> Option<TcpConfig> {
         address
     });
     let mut file = |key: &str, text| checker.directory(&format!("grpc.tcp.{key}"), text);
-    let (cert, key, client_ca) = (
-        file("cert", &raw.cert),
-        file("key", &raw.key),
-        file("client_ca", &raw.client_ca),
-    );
-    let roles = [
-        ("operator", RemoteRole::Operator),
-        ("viewer", RemoteRole::Viewer),
-        ("watchdog", RemoteRole::Watchdog),
-    ];
+    let (cert, key, client_ca) = (file("cert", &raw.cert), file("key", &raw.key), file("client_ca", &raw.client_ca));
+    let roles =
+        [("operator", RemoteRole::Operator), ("viewer", RemoteRole::Viewer), ("watchdog", RemoteRole::Watchdog)];
     let role = checker.one_of("grpc.tcp.role", &raw.role, &roles).unwrap_or_default();
-    Some(TcpConfig {
-        listen: listen?,
-        cert: cert?,
-        key: key?,
-        client_ca: client_ca?,
-        role,
-    })
+    Some(TcpConfig { listen: listen?, cert: cert?, key: key?, client_ca: client_ca?, role })
 }
 
 const TCP_HINT: &str =
@@ -107,11 +90,7 @@ fn roles(checker: &mut Checker, raw: &RawRoles) -> RolesConfig {
             .one_of(
                 "grpc.roles.others",
                 &raw.others,
-                &[
-                    ("none", OthersRole::None),
-                    ("tenant", OthersRole::Tenant),
-                    ("viewer", OthersRole::Viewer),
-                ],
+                &[("none", OthersRole::None), ("tenant", OthersRole::Tenant), ("viewer", OthersRole::Viewer)],
             )
             .unwrap_or_default(),
     }
@@ -127,16 +106,13 @@ fn numbers(checker: &mut Checker, at: &str, raw: &[Text]) -> Vec<u32> {
         );
     }
     let ids = raw.iter().take(IDS_MAX).enumerate();
-    ids.filter_map(|(index, text)| checker.number(&format!("{at}[{index}]"), text, 0..=u32::MAX - 1))
-        .collect()
+    ids.filter_map(|(index, text)| checker.number(&format!("{at}[{index}]"), text, 0..=u32::MAX - 1)).collect()
 }
 
 fn limits(checker: &mut Checker, raw: &RawGrpcLimits) -> GrpcLimits {
     let mut bounds = |what: &str, raw: &RawBounds| {
         let mut bound = |name: &str, text: &Text, default: u32| {
-            checker
-                .number(&format!("grpc.limits.{what}.{name}"), text, 1..=BOUND_MAX)
-                .unwrap_or(default)
+            checker.number(&format!("grpc.limits.{what}.{name}"), text, 1..=BOUND_MAX).unwrap_or(default)
         };
         PeerBounds {
             per_process: bound("per_process", &raw.per_process, 32),
@@ -148,25 +124,13 @@ fn limits(checker: &mut Checker, raw: &RawGrpcLimits) -> GrpcLimits {
         connections: bounds("connections", &raw.connections),
         streams: bounds("streams", &raw.streams),
         message_max: checker
-            .size(
-                "grpc.limits.message_max",
-                &raw.message_max,
-                Bytes::from_kib(4)..=Bytes::from_mib(64),
-            )
+            .size("grpc.limits.message_max", &raw.message_max, Bytes::from_kib(4)..=Bytes::from_mib(64))
             .unwrap_or(Bytes::from_mib(1)),
         calls_per_connection: checker
-            .number(
-                "grpc.limits.calls_per_connection",
-                &raw.calls_per_connection,
-                1..=10_000,
-            )
+            .number("grpc.limits.calls_per_connection", &raw.calls_per_connection, 1..=10_000)
             .unwrap_or(64),
         reader_patience: checker
-            .duration(
-                "grpc.limits.reader_patience",
-                &raw.reader_patience,
-                SECOND..=MINUTE * 10,
-            )
+            .duration("grpc.limits.reader_patience", &raw.reader_patience, SECOND..=MINUTE * 10)
             .unwrap_or(Duration::from_secs(20)),
     }
 }
@@ -203,10 +167,7 @@ mod tests {
         for (text, expected) in [
             ("roles: {tenants: {uids: [alice]}}", "grpc.roles.tenants.uids[0]"),
             ("roles: {viewers: {gids: [1, -1]}}", "grpc.roles.viewers.gids[1]"),
-            (
-                "roles: {operators: {uids: [4294967295]}}",
-                "grpc.roles.operators.uids[0]",
-            ),
+            ("roles: {operators: {uids: [4294967295]}}", "grpc.roles.operators.uids[0]"),
             ("roles: {others: operator}", "grpc.roles.others"),
             ("limits: {streams: {per_user: 0}}", "grpc.limits.streams.per_user"),
             ("limits: {message_max: 1GiB}", "grpc.limits.message_max"),

@@ -94,14 +94,12 @@ impl Config {
             "pressure.elevated_below" => ("budget.watermarks.elevated".to_owned(), WATERMARK_HINT),
             "pressure.critical_below" => ("budget.watermarks.critical".to_owned(), WATERMARK_HINT),
             "pressure.last_resort_below" => ("budget.watermarks.last_resort".to_owned(), WATERMARK_HINT),
-            "pressure.hysteresis" => (
-                "budget.hysteresis".to_owned(),
-                "lower `budget.hysteresis` or raise `shedding.reclaim_min`",
-            ),
-            "shed.minimum_reclaim" => (
-                "shedding.reclaim_min".to_owned(),
-                "lower `shedding.reclaim_min` or `budget.watermarks.elevated`",
-            ),
+            "pressure.hysteresis" => {
+                ("budget.hysteresis".to_owned(), "lower `budget.hysteresis` or raise `shedding.reclaim_min`")
+            }
+            "shed.minimum_reclaim" => {
+                ("shedding.reclaim_min".to_owned(), "lower `shedding.reclaim_min` or `budget.watermarks.elevated`")
+            }
             other => match other.split_once('.') {
                 Some(("pressure", key)) => (format!("budget.{key}"), ""),
                 Some(("shed", key)) => (format!("shedding.{key}"), ""),
@@ -124,12 +122,7 @@ impl Config {
         };
         let steps: Vec<&str> = steps.collect();
         let variants = self.workers.get(index).map(|worker| worker.memory.variants.as_slice());
-        let variant = |name: &str| {
-            variants
-                .unwrap_or_default()
-                .iter()
-                .position(|variant| variant.name == name)
-        };
+        let variant = |name: &str| variants.unwrap_or_default().iter().position(|variant| variant.name == name);
         match steps.as_slice() {
             [size @ ("steady" | "peak")] => format!("workers[{index}].memory.{size}"),
             [name, size] => match variant(name) {

@@ -105,9 +105,7 @@ pub(super) fn position(text: &str, path: &str) -> Option<(usize, usize)> {
     let steps: Vec<&str> = path.split(['.', '[']).map(|step| step.trim_end_matches(']')).collect();
     (1..=steps.len()).rev().find_map(|depth| {
         let steps = steps.get(..depth)?;
-        let error = Walk(steps)
-            .deserialize(serde_yaml::Deserializer::from_str(text))
-            .err()?;
+        let error = Walk(steps).deserialize(serde_yaml::Deserializer::from_str(text)).err()?;
         if !error.to_string().contains(FOUND) {
             return None;
         }
@@ -117,8 +115,7 @@ pub(super) fn position(text: &str, path: &str) -> Option<(usize, usize)> {
 
 /// Comments and white space alone.
 fn is_blank(text: &str) -> bool {
-    text.lines()
-        .all(|line| line.trim().is_empty() || line.trim_start().starts_with('#'))
+    text.lines().all(|line| line.trim().is_empty() || line.trim_start().starts_with('#'))
 }
 
 /// Turns an error of the YAML reader into a fault of ours.
@@ -135,12 +132,7 @@ fn fault(path: String, error: &serde_yaml::Error) -> Fault {
         _ => &message,
     };
     let (message, hint) = explain(message);
-    Fault {
-        path,
-        position,
-        message,
-        hint,
-    }
+    Fault { path, position, message, hint }
 }
 
 /// Puts the reader's words into ours, with a remedy where we know one.
@@ -169,16 +161,10 @@ fn explain(message: &str) -> (String, Option<String>) {
         );
     }
     if message.contains("repetition limit") || message.contains("recursion limit") {
-        return (
-            message.to_owned(),
-            Some("write the values out instead of `&` and `*`".to_owned()),
-        );
+        return (message.to_owned(), Some("write the values out instead of `&` and `*`".to_owned()));
     }
     if message.contains("more than one document") {
-        return (
-            "there is more than one document".to_owned(),
-            Some("remove what follows the second `---`".to_owned()),
-        );
+        return ("there is more than one document".to_owned(), Some("remove what follows the second `---`".to_owned()));
     }
     if message.contains("unknown anchor") {
         return (
@@ -357,11 +343,7 @@ impl<'de> Visitor<'de> for Walk<'_> {
 
 impl Walk<'_> {
     fn scalar<E: de::Error>(&self) -> Result<(), E> {
-        if self.0.is_empty() {
-            Err(E::custom(FOUND))
-        } else {
-            Ok(())
-        }
+        if self.0.is_empty() { Err(E::custom(FOUND)) } else { Ok(()) }
     }
 }
 

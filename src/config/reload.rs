@@ -232,8 +232,7 @@ mod tests {
         };
         let of = |wanted: bool| -> BTreeSet<String> {
             let keys = keys().into_iter().filter(|(_, live)| *live == wanted);
-            keys.map(|(key, _)| key.replace("workers.name.", "workers.NAME."))
-                .collect()
+            keys.map(|(key, _)| key.replace("workers.name.", "workers.NAME.")).collect()
         };
         assert_eq!(listed("| taken over |"), of(true));
         assert_eq!(listed("| needs a restart |"), of(false));
@@ -246,10 +245,7 @@ mod tests {
             format!("workers: [{}, {}]", worker(names[0]), worker(names[1]))
         };
         let running = Config::parse(&text(["a", "b"])).unwrap();
-        for (names, restart) in [
-            (["a", "c"], vec!["workers.b", "workers.c"]),
-            (["b", "a"], vec!["workers"]),
-        ] {
+        for (names, restart) in [(["a", "c"], vec!["workers.b", "workers.c"]), (["b", "a"], vec!["workers"])] {
             let (next, changes) = running.reloaded(&Config::parse(&text(names)).unwrap());
             assert_eq!(next, running);
             assert_eq!(

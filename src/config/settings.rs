@@ -454,8 +454,7 @@ impl Config {
             WyomingListen::Unix(_) => None,
         });
         let all = http.into_iter().chain(wyoming);
-        all.filter(|(_, address)| !address.ip().to_canonical().is_loopback())
-            .collect()
+        all.filter(|(_, address)| !address.ip().to_canonical().is_loopback()).collect()
     }
 }
 

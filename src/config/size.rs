@@ -126,17 +126,13 @@ pub fn parse_duration(text: &str) -> Result<Duration, SizeError> {
         return Err(SizeError::Empty(DURATION));
     }
     while !rest.is_empty() {
-        let number_end = rest
-            .find(|c: char| !c.is_ascii_digit() && c != '.')
-            .unwrap_or(rest.len());
+        let number_end = rest.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(rest.len());
         let (number, tail) = rest.split_at(number_end);
         if !is_number(number) {
             return Err(SizeError::Malformed(text.to_owned(), DURATION));
         }
         let tail = tail.trim_start();
-        let unit_end = tail
-            .find(|c: char| c.is_ascii_digit() || c.is_whitespace())
-            .unwrap_or(tail.len());
+        let unit_end = tail.find(|c: char| c.is_ascii_digit() || c.is_whitespace()).unwrap_or(tail.len());
         let (unit, tail) = tail.split_at(unit_end);
         let scale = match unit {
             "" => return Err(SizeError::NoUnit(text.to_owned(), DURATION)),
@@ -158,9 +154,7 @@ pub fn parse_duration(text: &str) -> Result<Duration, SizeError> {
         if fraction {
             return Err(SizeError::Fraction(text.to_owned(), DURATION, "nanoseconds"));
         }
-        total = total
-            .checked_add(nanos)
-            .ok_or_else(|| SizeError::TooLarge(text.to_owned(), DURATION))?;
+        total = total.checked_add(nanos).ok_or_else(|| SizeError::TooLarge(text.to_owned(), DURATION))?;
         rest = tail.trim_start();
     }
     Ok(Duration::from_nanos(total))
@@ -193,15 +187,9 @@ fn split<'a>(text: &'a str, kind: &'static str) -> Result<(&'a str, &'a str), Si
     if text.is_empty() {
         return Err(SizeError::Empty(kind));
     }
-    let end = text
-        .find(|c: char| !c.is_ascii_digit() && c != '.')
-        .unwrap_or(text.len());
+    let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(end);
-    if is_number(number) {
-        Ok((number, unit.trim_start()))
-    } else {
-        Err(SizeError::Malformed(text.to_owned(), kind))
-    }
+    if is_number(number) { Ok((number, unit.trim_start())) } else { Err(SizeError::Malformed(text.to_owned(), kind)) }
 }
 
 /// A number of bytes in the largest unit that divides it: `1GiB`, `1000B`.
@@ -334,17 +322,7 @@ mod tests {
             let error = parse_size(text).unwrap_err();
             told += &format!("{text:>14}: {error} | {}\n", error.hint());
         }
-        for text in [
-            "",
-            "90",
-            "5 parsecs",
-            "-1s",
-            "1s1",
-            "s",
-            "9999999999d",
-            "0.0001us",
-            "1.s",
-        ] {
+        for text in ["", "90", "5 parsecs", "-1s", "1s1", "s", "9999999999d", "0.0001us", "1.s"] {
             let error = parse_duration(text).unwrap_err();
             told += &format!("{text:>14}: {error} | {}\n", error.hint());
         }

@@ -46,28 +46,17 @@ fn an_empty_file_gives_the_defaults_and_the_example_says_the_same() {
     // Watermarks are written out in the example and left to policy otherwise: compare what follows from them.
     let total = Bytes::from_mib(15_656);
     assert_eq!(example.params(total), defaults.params(total));
-    let same = Config {
-        budget: defaults.budget.clone(),
-        ..example
-    };
+    let same = Config { budget: defaults.budget.clone(), ..example };
     assert_eq!(same, defaults);
     insta::assert_debug_snapshot!(defaults);
 }
 
 #[test]
 fn grpc_on_an_address_is_refused_with_what_to_do_instead() {
-    for address in [
-        "tcp://0.0.0.0:9000",
-        "127.0.0.1:9000",
-        "\"[::1]:9000\"",
-        "https://host:9000",
-    ] {
+    for address in ["tcp://0.0.0.0:9000", "127.0.0.1:9000", "\"[::1]:9000\"", "https://host:9000"] {
         let told = report(&format!("grpc: {{socket: {address}}}\n"));
         assert!(told.contains("grpc.socket"), "{told}");
-        assert!(
-            told.contains("`grpc.tcp` with certificates") && told.contains("ssh -L"),
-            "{told}"
-        );
+        assert!(told.contains("`grpc.tcp` with certificates") && told.contains("ssh -L"), "{told}");
     }
     let told = report("journal: {path: \"http://host/journal\"}\n");
     assert!(!told.contains("gRPC"), "{told}");
@@ -88,9 +77,7 @@ fn every_key_of_the_example_is_read_when_it_is_switched_on() {
 fn the_example_names_every_key() {
     let (_, keys) = include_str!("raw.rs").split_once("\nraw! {").unwrap();
     let (keys, _) = keys.split_once("\n}").unwrap();
-    let keys = keys
-        .split(['{', '}', ',', '\n'])
-        .map(|key| key.split(':').next().unwrap().trim());
+    let keys = keys.split(['{', '}', ',', '\n']).map(|key| key.split(':').next().unwrap().trim());
     for key in keys.filter(|key| !key.is_empty() && !key.starts_with(|c: char| c == '#' || c.is_uppercase())) {
         let written = [format!("{key}:"), format!("{}:", key.replace('_', "-"))];
         let special = ["port", "text", "path", "kind", "status", "pattern"].contains(&key)
@@ -112,10 +99,7 @@ fn host_names_have_no_port_and_aliases_stand_for_models_that_are_there() {
         assert!(told.contains("http.allowed_hosts"), "{told}");
     }
     let told = report("http: {models: {gpt-4o: nothing}}\n");
-    assert!(
-        told.contains("`gpt-4o: nothing` stands for a model that is not configured"),
-        "{told}"
-    );
+    assert!(told.contains("`gpt-4o: nothing` stands for a model that is not configured"), "{told}");
 }
 
 #[test]
@@ -167,10 +151,7 @@ fn faults_of_form_name_line_key_and_remedy() {
         ("value for a list", "workers:\n  - name: a\n    argv: piper --uri x\n"),
         ("value for a mapping", "budget: 12GiB\n"),
         ("list for a mapping", "budget: [12GiB]\n"),
-        (
-            "norway",
-            "workers: [{name: a, argv: [x], memory: {steady: 1MiB}, autostart: no}]\n",
-        ),
+        ("norway", "workers: [{name: a, argv: [x], memory: {steady: 1MiB}, autostart: no}]\n"),
         ("no value", "state_dir:\n"),
         ("null", "state_dir: ~\n"),
         ("unclosed", "budget: {total: 1GiB\n"),
@@ -190,10 +171,8 @@ fn an_alias_bomb_is_refused_and_not_unfolded() {
     for (letter, before) in ('b'..='j').zip('a'..) {
         bomb += &format!("{letter}: &{letter} [{}]\n", vec![format!("*{before}"); 10].join(","));
     }
-    for text in [
-        format!("{bomb}workers: *j\n"),
-        format!("http: {{voices: {{{}}}}}\n", bomb.trim().replace('\n', ", ")),
-    ] {
+    for text in [format!("{bomb}workers: *j\n"), format!("http: {{voices: {{{}}}}}\n", bomb.trim().replace('\n', ", "))]
+    {
         assert!(Config::parse(&text).is_err());
     }
 }
@@ -215,10 +194,7 @@ workers:
     assert!(report("budget: {total: 100MiB, reserve: 100MiB}").contains("leaves nothing"));
     let config = Config::parse("workers: [{name: a, argv: [x], memory: {steady: 1GiB}}]").unwrap();
     assert!(config.params(Bytes::from_gib(8)).is_ok());
-    assert_eq!(
-        config.params(Bytes::from_gib(1)).unwrap_err()[0].path,
-        "workers[0].memory.peak"
-    );
+    assert_eq!(config.params(Bytes::from_gib(1)).unwrap_err()[0].path, "workers[0].memory.peak");
 }
 
 #[test]
@@ -246,26 +222,14 @@ workers:
 ";
     let [asr, tts, vision, batch] = Config::parse(text).unwrap().workers.try_into().unwrap();
     assert_eq!(asr.listen, Listen::Socket("/tmp/run/asr.sock".into()));
-    assert_eq!(
-        (&asr.ready.check, asr.class),
-        (&Readiness::Describe, Class::AudioRealtime)
-    );
+    assert_eq!((&asr.ready.check, asr.class), (&Readiness::Describe, Class::AudioRealtime));
     assert_eq!(asr.memory.peak, Bytes::from_mib(125));
-    assert_eq!(
-        (&tts.listen, &tts.ready.check),
-        (&Listen::FreePort, &Readiness::Connect)
-    );
+    assert_eq!((&tts.listen, &tts.ready.check), (&Listen::FreePort, &Readiness::Connect));
     assert_eq!(tts.memory.peak, Bytes::from_mib(101));
-    assert_eq!(
-        (&vision.listen, &vision.ready.check),
-        (&Listen::Port(8080), &Readiness::Connect)
-    );
+    assert_eq!((&vision.listen, &vision.ready.check), (&Listen::Port(8080), &Readiness::Connect));
     assert_eq!(vision.argv, ["a", "8080"]);
     assert_eq!(vision.env["B"], "no");
-    assert_eq!(
-        (&batch.listen, &batch.ready.check),
-        (&Listen::Nowhere, &Readiness::Started)
-    );
+    assert_eq!((&batch.listen, &batch.ready.check), (&Listen::Nowhere, &Readiness::Started));
     assert_eq!(batch.class, Class::Batch);
 }
 
@@ -279,15 +243,9 @@ fn a_worker_of_another_user_listens_on_a_port_unless_it_has_a_place_for_a_socket
     let endpoint = |text: &str| Config::parse(text).unwrap().workers.remove(0).listen;
     assert_eq!(endpoint(&with("tcp://127.0.0.1:${PORT}", "")), Listen::FreePort);
     let place = "/srv/speech/asr.sock";
-    assert_eq!(
-        endpoint(&with("unix://${SOCKET}", &format!(", socket: {place}"))),
-        Listen::Socket(place.into())
-    );
+    assert_eq!(endpoint(&with("unix://${SOCKET}", &format!(", socket: {place}"))), Listen::Socket(place.into()));
     let told = report(&with("unix://${SOCKET}", ""));
-    assert!(
-        told.contains("the worker has no socket") && told.contains("in which its `user` may create one"),
-        "{told}"
-    );
+    assert!(told.contains("the worker has no socket") && told.contains("in which its `user` may create one"), "{told}");
 }
 
 #[test]
@@ -380,11 +338,7 @@ workers:
 fn deep_nesting_is_refused_before_it_is_parsed() {
     for open in ["[", "{a: ", "- ", "{? "] {
         let text = format!("workers: {}", open.repeat(50_000));
-        let text = if open == "- " {
-            format!("workers:\n  {}x", open.repeat(50_000))
-        } else {
-            text
-        };
+        let text = if open == "- " { format!("workers:\n  {}x", open.repeat(50_000)) } else { text };
         assert!(matches!(Config::parse(&text), Err(LoadErrorKind::TooDeep)), "{open:?}");
     }
     // Brackets in text and comments are no nesting.

@@ -29,12 +29,8 @@ use crate::{
 /// Checks every value of the file whose text is `text`.
 pub(super) fn check(raw: RawConfig, text: &str) -> Result<Config, LoadErrorKind> {
     let mut checker = Checker::default();
-    let state_dir = checker
-        .directory("state_dir", &raw.state_dir)
-        .unwrap_or_else(|| PathBuf::from(STATE_DIR));
-    let runtime_dir = checker
-        .directory("runtime_dir", &raw.runtime_dir)
-        .unwrap_or_else(|| PathBuf::from(RUNTIME_DIR));
+    let state_dir = checker.directory("state_dir", &raw.state_dir).unwrap_or_else(|| PathBuf::from(STATE_DIR));
+    let runtime_dir = checker.directory("runtime_dir", &raw.runtime_dir).unwrap_or_else(|| PathBuf::from(RUNTIME_DIR));
     let config = Config {
         budget: checker.budget(&raw.budget),
         shedding: checker.shedding(&raw.shedding),
@@ -46,9 +42,7 @@ pub(super) fn check(raw: RawConfig, text: &str) -> Result<Config, LoadErrorKind>
         grpc: grpc::check(&mut checker, &raw.grpc, &runtime_dir),
         journal: checker.journal(&raw.journal, &state_dir),
         safe_profile: SafeProfileConfig {
-            crashes: checker
-                .number("safe_profile.crashes", &raw.safe_profile.crashes, 0..=100)
-                .unwrap_or(3),
+            crashes: checker.number("safe_profile.crashes", &raw.safe_profile.crashes, 0..=100).unwrap_or(3),
             within: checker
                 .duration("safe_profile.within", &raw.safe_profile.within, SECOND..=DAY)
                 .unwrap_or(MINUTE * 10),
@@ -109,10 +103,7 @@ impl Config {
                     claim(format!("port `{}`", address.port()), format!("wyoming.listen[{index}]"));
                 }
                 WyomingListen::Unix(path) => {
-                    claim(
-                        format!("socket `{}`", path.display()),
-                        format!("wyoming.listen[{index}]"),
-                    );
+                    claim(format!("socket `{}`", path.display()), format!("wyoming.listen[{index}]"));
                 }
             }
         }
@@ -123,10 +114,7 @@ impl Config {
             claim(format!("name `{}`", worker.name), format!("workers[{index}].name"));
             match &worker.listen {
                 Listen::Socket(socket) => {
-                    claim(
-                        format!("socket `{}`", socket.display()),
-                        format!("workers[{index}].socket"),
-                    );
+                    claim(format!("socket `{}`", socket.display()), format!("workers[{index}].socket"));
                 }
                 Listen::Port(port) => claim(format!("port `{port}`"), format!("workers[{index}].port")),
                 Listen::FreePort | Listen::Nowhere => {}
@@ -167,11 +155,7 @@ impl Checker {
             total: self.size("budget.total", &raw.total, Bytes::from_mib(1)..=SIZE_MAX),
             reserve: self.size("budget.reserve", &raw.reserve, Bytes::ZERO..=SIZE_MAX),
             scope: self
-                .one_of(
-                    "budget.scope",
-                    &raw.scope,
-                    &[("machine", Scope::Machine), ("session", Scope::Session)],
-                )
+                .one_of("budget.scope", &raw.scope, &[("machine", Scope::Machine), ("session", Scope::Session)])
                 .unwrap_or_default(),
             watermarks: Watermarks {
                 elevated: self.watermark("budget.watermarks.elevated", &raw.watermarks.elevated),
@@ -179,18 +163,10 @@ impl Checker {
                 last_resort: self.watermark("budget.watermarks.last_resort", &raw.watermarks.last_resort),
             },
             hysteresis: self.watermark("budget.hysteresis", &raw.hysteresis),
-            dwell: self
-                .duration("budget.dwell", &raw.dwell, Duration::ZERO..=HOUR)
-                .unwrap_or(defaults.dwell),
-            grace: self
-                .duration("budget.grace", &raw.grace, Duration::ZERO..=MINUTE)
-                .unwrap_or(defaults.grace),
+            dwell: self.duration("budget.dwell", &raw.dwell, Duration::ZERO..=HOUR).unwrap_or(defaults.dwell),
+            grace: self.duration("budget.grace", &raw.grace, Duration::ZERO..=MINUTE).unwrap_or(defaults.grace),
             fill_rate_mib_per_s: self
-                .size(
-                    "budget.fill_rate_max",
-                    &raw.fill_rate_max,
-                    Bytes::from_mib(1)..=Bytes::from_gib(1024),
-                )
+                .size("budget.fill_rate_max", &raw.fill_rate_max, Bytes::from_mib(1)..=Bytes::from_gib(1024))
                 .and_then(|rate| u32::try_from(rate.whole_mib()).ok())
                 .unwrap_or(defaults.fill_rate_mib_per_s),
             sample_min: self
@@ -225,9 +201,7 @@ impl Checker {
         };
         SheddingConfig {
             reclaim_min: self.size("shedding.reclaim_min", &raw.reclaim_min, Bytes::ZERO..=SIZE_MAX),
-            settle: self
-                .duration("shedding.settle", &raw.settle, Duration::ZERO..=MINUTE)
-                .unwrap_or(defaults.settle),
+            settle: self.duration("shedding.settle", &raw.settle, Duration::ZERO..=MINUTE).unwrap_or(defaults.settle),
             deadlines,
             verify_timeout: self
                 .duration("shedding.verify_timeout", &raw.verify_timeout, MILLIS_100..=MINUTE * 10)
@@ -238,18 +212,12 @@ impl Checker {
     fn leases(&mut self, raw: &RawLeases) -> LeaseConfig {
         let defaults = LeaseParams::default();
         let config = LeaseConfig {
-            term_min: self
-                .duration("leases.term_min", &raw.term_min, MILLIS_100..=HOUR)
-                .unwrap_or(defaults.term_min),
-            term_max: self
-                .duration("leases.term_max", &raw.term_max, MILLIS_100..=DAY)
-                .unwrap_or(defaults.term_max),
+            term_min: self.duration("leases.term_min", &raw.term_min, MILLIS_100..=HOUR).unwrap_or(defaults.term_min),
+            term_max: self.duration("leases.term_max", &raw.term_max, MILLIS_100..=DAY).unwrap_or(defaults.term_max),
             wait_max: self
                 .duration("leases.wait_max", &raw.wait_max, Duration::ZERO..=HOUR)
                 .unwrap_or(defaults.wait_max),
-            queue_max: self
-                .number("leases.queue_max", &raw.queue_max, 1..=1000)
-                .unwrap_or(defaults.queue_max),
+            queue_max: self.number("leases.queue_max", &raw.queue_max, 1..=1000).unwrap_or(defaults.queue_max),
             per_user_max: self
                 .number("leases.per_user_max", &raw.per_user_max, 1..=1000)
                 .unwrap_or(defaults.leases_per_uid),
@@ -266,34 +234,18 @@ impl Checker {
     }
 
     fn device(&mut self, raw: &RawLlm) -> DeviceSettings {
-        let choices = [
-            ("auto", DeviceChoice::Auto),
-            ("cpu", DeviceChoice::Cpu),
-            ("cuda", DeviceChoice::Cuda),
-        ];
-        let memories = [
-            ("auto", CudaMemory::Auto),
-            ("mapped", CudaMemory::Mapped),
-            ("device", CudaMemory::Device),
-        ];
+        let choices = [("auto", DeviceChoice::Auto), ("cpu", DeviceChoice::Cpu), ("cuda", DeviceChoice::Cuda)];
+        let memories = [("auto", CudaMemory::Auto), ("mapped", CudaMemory::Mapped), ("device", CudaMemory::Device)];
         let kernels = [("auto", CudaKernels::Auto), ("plain", CudaKernels::Plain)];
         DeviceSettings {
             choice: self.one_of("llm.device", &raw.device, &choices).unwrap_or_default(),
-            memory: self
-                .one_of("llm.cuda.memory", &raw.cuda.memory, &memories)
-                .unwrap_or_default(),
-            kernels: self
-                .one_of("llm.cuda.kernels", &raw.cuda.kernels, &kernels)
-                .unwrap_or_default(),
+            memory: self.one_of("llm.cuda.memory", &raw.cuda.memory, &memories).unwrap_or_default(),
+            kernels: self.one_of("llm.cuda.kernels", &raw.cuda.kernels, &kernels).unwrap_or_default(),
         }
     }
 
     fn llm(&mut self, raw: &RawLlm) -> LlmConfig {
-        self.require(
-            "llm.path",
-            &raw.path,
-            "write `llm.path: /path/to/model.gguf`, or no `llm` at all",
-        );
+        self.require("llm.path", &raw.path, "write `llm.path: /path/to/model.gguf`, or no `llm` at all");
         let path = self.directory("llm.path", &raw.path);
         let name = match &raw.name.0 {
             Some(name) if name.trim().is_empty() || name.len() > 128 || name.chars().any(char::is_control) => {
@@ -301,15 +253,10 @@ impl Checker {
                 None
             }
             Some(name) => Some(name.clone()),
-            None => path
-                .as_deref()
-                .and_then(Path::file_stem)
-                .map(|stem| stem.to_string_lossy().into_owned()),
+            None => path.as_deref().and_then(Path::file_stem).map(|stem| stem.to_string_lossy().into_owned()),
         };
         let defaults = EngineParams::default();
-        let context = self
-            .number("llm.context", &raw.context, 64..=1 << 20)
-            .unwrap_or(defaults.kv_wanted.get());
+        let context = self.number("llm.context", &raw.context, 64..=1 << 20).unwrap_or(defaults.kv_wanted.get());
         let kv_floor = self.number("llm.kv_floor", &raw.kv_floor, 64..=1 << 20);
         if let Some(floor) = kv_floor.filter(|floor| *floor > context) {
             self.fault(
@@ -319,9 +266,7 @@ impl Checker {
             );
         }
         let kinds = KvType::ALL.map(|kind| (kind.word(), kind));
-        let kv_type = self
-            .one_of("llm.kv_type", &raw.kv_type, &kinds)
-            .unwrap_or(defaults.kv_type);
+        let kv_type = self.one_of("llm.kv_type", &raw.kv_type, &kinds).unwrap_or(defaults.kv_type);
         let kv_type_least = self.one_of("llm.kv_type_least", &raw.kv_type_least, &kinds);
         if let Some(least) = kv_type_least.filter(|least| *least > kv_type) {
             self.fault(
@@ -331,8 +276,7 @@ impl Checker {
             );
         }
         let prefill_chunk = Tokens::new(
-            self.number("llm.prefill_chunk", &raw.prefill_chunk, 1..=CHUNK_MAX)
-                .unwrap_or(defaults.prefill_chunk.get()),
+            self.number("llm.prefill_chunk", &raw.prefill_chunk, 1..=CHUNK_MAX).unwrap_or(defaults.prefill_chunk.get()),
         );
         LlmConfig {
             path: path.unwrap_or_default(),
@@ -342,8 +286,7 @@ impl Checker {
             context: Tokens::new(context),
             vocabulary: self.vocabulary(&raw.vocabulary),
             answer_tokens_max: Tokens::new(
-                self.number("llm.answer_tokens_max", &raw.answer_tokens_max, 1..=1 << 20)
-                    .unwrap_or(ANSWER_TOKENS_MAX),
+                self.number("llm.answer_tokens_max", &raw.answer_tokens_max, 1..=1 << 20).unwrap_or(ANSWER_TOKENS_MAX),
             ),
             answer_time_max: self
                 .duration("llm.answer_time_max", &raw.answer_time_max, SECOND..=DAY)
@@ -360,12 +303,8 @@ impl Checker {
             kv_type_least: kv_type_least.unwrap_or(kv_type).min(kv_type),
             prefill_chunk,
             prefill_chunk_max: Tokens::new(
-                self.number(
-                    "llm.prefill_chunk_max",
-                    &raw.prefill_chunk_max,
-                    prefill_chunk.get()..=CHUNK_MAX,
-                )
-                .unwrap_or_else(|| defaults.prefill_chunk_max.get().max(prefill_chunk.get())),
+                self.number("llm.prefill_chunk_max", &raw.prefill_chunk_max, prefill_chunk.get()..=CHUNK_MAX)
+                    .unwrap_or_else(|| defaults.prefill_chunk_max.get().max(prefill_chunk.get())),
             ),
             mode: self
                 .one_of(
@@ -398,12 +337,10 @@ impl Checker {
         const PATH: &str = "llm.vocabulary";
         match raw.0.as_deref() {
             None | Some("all") => VocabularyConfig::All,
-            Some(text) if text.starts_with('/') => self
-                .directory(PATH, raw)
-                .map_or(VocabularyConfig::All, VocabularyConfig::Text),
-            Some(_) => self
-                .number(PATH, raw, 256..=1 << 24)
-                .map_or(VocabularyConfig::All, VocabularyConfig::First),
+            Some(text) if text.starts_with('/') => {
+                self.directory(PATH, raw).map_or(VocabularyConfig::All, VocabularyConfig::Text)
+            }
+            Some(_) => self.number(PATH, raw, 256..=1 << 24).map_or(VocabularyConfig::All, VocabularyConfig::First),
         }
     }
 
@@ -447,9 +384,8 @@ impl Checker {
         };
         let words = [("health", Keyless::Health), ("metrics", Keyless::Metrics)];
         let keyless = raw.keyless.iter().flatten().enumerate();
-        let mut keyless: Vec<Keyless> = keyless
-            .filter_map(|(index, text)| self.one_of(&format!("http.keyless[{index}]"), text, &words))
-            .collect();
+        let mut keyless: Vec<Keyless> =
+            keyless.filter_map(|(index, text)| self.one_of(&format!("http.keyless[{index}]"), text, &words)).collect();
         if raw.keyless.is_none() {
             keyless.push(Keyless::Health);
         }
@@ -470,11 +406,7 @@ impl Checker {
             None => Some(state_dir.join("journal.ndjson")),
         };
         let max_size = self
-            .size(
-                "journal.max_size",
-                &raw.max_size,
-                Bytes::from_kib(64)..=Bytes::from_gib(64),
-            )
+            .size("journal.max_size", &raw.max_size, Bytes::from_kib(64)..=Bytes::from_gib(64))
             .unwrap_or(Bytes::from_mib(64));
         path.map(|path| JournalConfig { path, max_size })
     }
@@ -494,11 +426,7 @@ impl Checker {
                 .one_of(
                     "log.format",
                     &raw.format,
-                    &[
-                        ("auto", LogFormat::Auto),
-                        ("json", LogFormat::Json),
-                        ("text", LogFormat::Text),
-                    ],
+                    &[("auto", LogFormat::Auto), ("json", LogFormat::Json), ("text", LogFormat::Text)],
                 )
                 .unwrap_or_default(),
         }

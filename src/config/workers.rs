@@ -35,21 +35,13 @@ fn worker(checker: &mut Checker, raw: &RawWorker, at: &str, runtime_dir: &Path) 
     checker.require(&key("name"), &raw.name, "write `name: asr`");
     let name = checker.name(&key("name"), &raw.name).unwrap_or_default();
     if RESERVED.contains(&name.as_str()) {
-        checker.fault(
-            &key("name"),
-            format!("`{name}` is the supervisor's own"),
-            Some("choose another name"),
-        );
+        checker.fault(&key("name"), format!("`{name}` is the supervisor's own"), Some("choose another name"));
     }
     let role = checker
         .one_of(
             &key("role"),
             &raw.role,
-            &[
-                ("asr", WorkerRole::Asr),
-                ("other", WorkerRole::Other),
-                ("tts", WorkerRole::Tts),
-            ],
+            &[("asr", WorkerRole::Asr), ("other", WorkerRole::Other), ("tts", WorkerRole::Tts)],
         )
         .unwrap_or(WorkerRole::Other);
     let protocol = checker
@@ -107,15 +99,9 @@ fn worker(checker: &mut Checker, raw: &RawWorker, at: &str, runtime_dir: &Path) 
         pressure: pressure(checker, &raw.pressure, &key("pressure"), &memory),
         restart: restart(checker, &raw.restart, &key("restart")),
         stop_grace: checker
-            .duration(
-                &key("stop_grace"),
-                &raw.stop_grace,
-                Duration::ZERO..=Duration::from_secs(600),
-            )
+            .duration(&key("stop_grace"), &raw.stop_grace, Duration::ZERO..=Duration::from_secs(600))
             .unwrap_or(SECOND),
-        oom_score_adj: checker
-            .number(&key("oom_score_adj"), &raw.oom_score_adj, -1000..=1000)
-            .unwrap_or(300),
+        oom_score_adj: checker.number(&key("oom_score_adj"), &raw.oom_score_adj, -1000..=1000).unwrap_or(300),
         autostart: checker.switch(&key("autostart"), &raw.autostart).unwrap_or(true),
         pinned: checker.switch(&key("pinned"), &raw.pinned).unwrap_or(false),
         after: raw.after.clone(),
@@ -139,11 +125,7 @@ fn worker(checker: &mut Checker, raw: &RawWorker, at: &str, runtime_dir: &Path) 
 fn model(checker: &mut Checker, raw: &RawWorker, at: &str, protocol: WorkerProtocol) -> Option<String> {
     let key = format!("{at}.model");
     if raw.model.0.is_some() && protocol != WorkerProtocol::OpenaiHttp {
-        checker.fault(
-            &key,
-            "only `openai-http` asks for a model",
-            Some("remove it, or write `protocol: openai-http`"),
-        );
+        checker.fault(&key, "only `openai-http` asks for a model", Some("remove it, or write `protocol: openai-http`"));
     }
     checker.word(&key, &raw.model)
 }
@@ -167,31 +149,19 @@ fn endpoint(
 ) -> Listen {
     let (socket_key, port_key) = (format!("{at}.socket"), format!("{at}.port"));
     if raw.socket.0.is_some() && raw.port.0.is_some() {
-        checker.fault(
-            &port_key,
-            "there is a `socket` and a `port`",
-            Some("keep one: a worker listens in one place"),
-        );
+        checker.fault(&port_key, "there is a `socket` and a `port`", Some("keep one: a worker listens in one place"));
         return Listen::Nowhere;
     }
     if raw.socket.0.is_some() {
         if protocol.is_http() {
-            checker.fault(
-                &socket_key,
-                "a worker that speaks HTTP is reached by a port",
-                Some("write `port: auto`"),
-            );
+            checker.fault(&socket_key, "a worker that speaks HTTP is reached by a port", Some("write `port: auto`"));
         }
-        return checker
-            .socket(&socket_key, &raw.socket)
-            .map_or(Listen::Nowhere, Listen::Socket);
+        return checker.socket(&socket_key, &raw.socket).map_or(Listen::Nowhere, Listen::Socket);
     }
     match (raw.port.0.as_deref(), protocol) {
         (Some("auto"), _) => Listen::FreePort,
         (None, protocol) if protocol.is_http() => Listen::FreePort,
-        (Some(_), _) => checker
-            .number(&port_key, &raw.port, 1..=u16::MAX)
-            .map_or(Listen::Nowhere, Listen::Port),
+        (Some(_), _) => checker.number(&port_key, &raw.port, 1..=u16::MAX).map_or(Listen::Nowhere, Listen::Port),
         // Another user may not create a socket in a folder of ours.
         (None, WorkerProtocol::Wyoming) if raw.user.0.is_some() => Listen::FreePort,
         (None, WorkerProtocol::Wyoming) => {
@@ -207,22 +177,14 @@ fn endpoint(
 fn command(checker: &mut Checker, raw: &RawWorker, at: &str, endpoint: &Listen) {
     let key = format!("{at}.argv");
     match raw.argv.first() {
-        None => checker.fault(
-            &key,
-            "is empty",
-            Some("write the program and its arguments: `[piper, --uri, …]`"),
-        ),
+        None => checker.fault(&key, "is empty", Some("write the program and its arguments: `[piper, --uri, …]`")),
         Some(program) if program.trim().is_empty() => {
             checker.fault(&format!("{key}[0]"), "the program is empty", None);
         }
         Some(_) => {}
     }
     let mut mentioned = BTreeSet::new();
-    let arguments = raw
-        .argv
-        .iter()
-        .enumerate()
-        .map(|(i, text)| (format!("{key}[{i}]"), text));
+    let arguments = raw.argv.iter().enumerate().map(|(i, text)| (format!("{key}[{i}]"), text));
     let variables = raw.env.0.iter().map(|(name, text)| (format!("{at}.env.{name}"), text));
     for (path, text) in arguments.chain(variables) {
         if text.contains('\0') {
@@ -241,11 +203,7 @@ fn command(checker: &mut Checker, raw: &RawWorker, at: &str, endpoint: &Listen) 
     }
     for name in raw.env.0.keys() {
         if name.is_empty() || name.contains(['=', '\0']) {
-            checker.fault(
-                &format!("{at}.env"),
-                format!("`{}` is not a variable", name.escape_debug()),
-                None,
-            );
+            checker.fault(&format!("{at}.env"), format!("`{}` is not a variable", name.escape_debug()), None);
         }
     }
     let has_port = matches!(endpoint, Listen::FreePort | Listen::Port(_));
@@ -257,11 +215,7 @@ fn command(checker: &mut Checker, raw: &RawWorker, at: &str, endpoint: &Listen) 
         );
     }
     if mentioned.contains("PORT") && !has_port {
-        checker.fault(
-            &key,
-            "`${PORT}` is used, but the worker has no port",
-            Some("write `port: auto`"),
-        );
+        checker.fault(&key, "`${PORT}` is used, but the worker has no port", Some("write `port: auto`"));
     }
     if mentioned.contains("SOCKET") && !matches!(endpoint, Listen::Socket(_)) {
         checker.fault(
@@ -275,11 +229,7 @@ fn command(checker: &mut Checker, raw: &RawWorker, at: &str, endpoint: &Listen) 
         );
     }
     if mentioned.contains("VARIANT") && raw.memory.variants.is_empty() {
-        checker.fault(
-            &key,
-            "`${VARIANT}` is used, but the worker has no variants",
-            Some("write `memory.variants`"),
-        );
+        checker.fault(&key, "`${VARIANT}` is used, but the worker has no variants", Some("write `memory.variants`"));
     }
 }
 
@@ -314,38 +264,22 @@ fn ready(checker: &mut Checker, raw: &RawReady, at: &str, protocol: WorkerProtoc
         )
         .unwrap_or(default);
     if kind == Kind::Describe && protocol != WorkerProtocol::Wyoming {
-        checker.fault(
-            &kind_key,
-            "`describe` is asked of Wyoming workers only",
-            Some("write `protocol: wyoming`"),
-        );
+        checker.fault(&kind_key, "`describe` is asked of Wyoming workers only", Some("write `protocol: wyoming`"));
     }
     if kind == Kind::Http && !matches!(endpoint, Listen::FreePort | Listen::Port(_)) {
         checker.fault(&kind_key, "`http` needs a port", Some("write `port: auto`"));
     }
     if kind == Kind::Connect && *endpoint == Listen::Nowhere {
-        checker.fault(
-            &kind_key,
-            "`connect` needs a socket or a port",
-            Some("write `socket` or `port`"),
-        );
+        checker.fault(&kind_key, "`connect` needs a socket or a port", Some("write `socket` or `port`"));
     }
     for (name, text) in [("path", &raw.path), ("status", &raw.status)] {
         if text.0.is_some() && kind != Kind::Http {
-            checker.fault(
-                &format!("{at}.{name}"),
-                "belongs to `kind: http`",
-                Some("remove it, or write `kind: http`"),
-            );
+            checker.fault(&format!("{at}.{name}"), "belongs to `kind: http`", Some("remove it, or write `kind: http`"));
         }
     }
     for (name, text) in [("text", &raw.text), ("pattern", &raw.pattern)] {
         if text.0.is_some() && kind != Kind::Log {
-            checker.fault(
-                &format!("{at}.{name}"),
-                "belongs to `kind: log`",
-                Some("remove it, or write `kind: log`"),
-            );
+            checker.fault(&format!("{at}.{name}"), "belongs to `kind: log`", Some("remove it, or write `kind: log`"));
         }
     }
     let check = match kind {
@@ -361,10 +295,7 @@ fn ready(checker: &mut Checker, raw: &RawReady, at: &str, protocol: WorkerProtoc
                 );
             }
             let status = checker.number(&format!("{at}.status"), &raw.status, 100..=599);
-            Readiness::Http {
-                path,
-                status: status.unwrap_or(200),
-            }
+            Readiness::Http { path, status: status.unwrap_or(200) }
         }
         Kind::Log if raw.pattern.0.is_some() => {
             let key = format!("{at}.pattern");
@@ -400,11 +331,7 @@ fn ready(checker: &mut Checker, raw: &RawReady, at: &str, protocol: WorkerProtoc
     ReadyConfig {
         check,
         timeout: checker
-            .duration(
-                &format!("{at}.timeout"),
-                &raw.timeout,
-                MILLIS_100..=Duration::from_secs(1800),
-            )
+            .duration(&format!("{at}.timeout"), &raw.timeout, MILLIS_100..=Duration::from_secs(1800))
             .unwrap_or(Duration::from_secs(60)),
     }
 }
@@ -421,26 +348,14 @@ fn memory(checker: &mut Checker, raw: &RawMemory, at: &str) -> WorkerMemory {
         let bytes = checker.size(&bytes_key, &variant.bytes, WORKER_SIZES);
         let peak = peak(checker, &format!("{at}.peak"), &variant.peak, bytes);
         if !name.is_empty() && variants.iter().any(|other| other.name == name) {
-            checker.fault(
-                &name_key,
-                format!("`{name}` is there twice"),
-                Some("give each variant its own name"),
-            );
+            checker.fault(&name_key, format!("`{name}` is there twice"), Some("give each variant its own name"));
         }
-        variants.push(VariantParams {
-            name,
-            steady: bytes.unwrap_or_default(),
-            peak,
-        });
+        variants.push(VariantParams { name, steady: bytes.unwrap_or_default(), peak });
     }
     if let Some(first) = variants.first() {
         for (key, text) in [(&steady_key, &raw.steady), (&peak_key, &raw.peak)] {
             if text.0.is_some() {
-                checker.fault(
-                    key,
-                    "there are variants with sizes of their own",
-                    Some("keep one of the two"),
-                );
+                checker.fault(key, "there are variants with sizes of their own", Some("keep one of the two"));
             }
         }
         let largest = variants.iter().map(|variant| variant.peak).max().unwrap_or_default();
@@ -472,22 +387,14 @@ fn pressure(checker: &mut Checker, raw: &RawPressure, at: &str, memory: &WorkerM
         .one_of(
             &format!("{at}.watch"),
             &raw.watch,
-            &[
-                ("fifo", PressureWatch::Fifo),
-                ("none", PressureWatch::None),
-                ("socket", PressureWatch::Socket),
-            ],
+            &[("fifo", PressureWatch::Fifo), ("none", PressureWatch::None), ("socket", PressureWatch::Socket)],
         )
         .unwrap_or_default();
     let key = format!("{at}.shrinks_to");
     let shrinks_to = checker.size(&key, &raw.shrinks_to, WORKER_SIZES);
     if let Some(least) = shrinks_to {
         if watch == PressureWatch::None {
-            checker.fault(
-                &key,
-                "a worker with `watch: none` is never told",
-                Some("remove one of the two"),
-            );
+            checker.fault(&key, "a worker with `watch: none` is never told", Some("remove one of the two"));
         } else if !memory.variants.is_empty() {
             checker.fault(
                 &key,
@@ -525,24 +432,14 @@ fn peak(checker: &mut Checker, at: &str, raw: &Text, steady: Option<Bytes>) -> B
 pub(super) fn restart(checker: &mut Checker, raw: &RawRestart, at: &str) -> RestartParams {
     let key = |name: &str| format!("{at}.{name}");
     let defaults = RestartParams::default();
-    let backoff = checker
-        .duration(&key("backoff"), &raw.backoff, MILLI..=HOUR)
-        .unwrap_or(defaults.backoff_min);
+    let backoff = checker.duration(&key("backoff"), &raw.backoff, MILLI..=HOUR).unwrap_or(defaults.backoff_min);
     let backoff_max = checker.duration(&key("backoff_max"), &raw.backoff_max, MILLI..=DAY);
     if backoff_max.is_some_and(|longest| longest < backoff) {
-        checker.fault(
-            &key("backoff_max"),
-            "is below `backoff`",
-            Some("raise `backoff_max` or lower `backoff`"),
-        );
+        checker.fault(&key("backoff_max"), "is below `backoff`", Some("raise `backoff_max` or lower `backoff`"));
     }
     RestartParams {
-        intensity: checker
-            .number(&key("intensity"), &raw.intensity, 0..=100)
-            .unwrap_or(defaults.intensity),
-        window: checker
-            .duration(&key("window"), &raw.window, SECOND..=DAY)
-            .unwrap_or(defaults.window),
+        intensity: checker.number(&key("intensity"), &raw.intensity, 0..=100).unwrap_or(defaults.intensity),
+        window: checker.duration(&key("window"), &raw.window, SECOND..=DAY).unwrap_or(defaults.window),
         stable_after: checker
             .duration(&key("stable_after"), &raw.stable_after, Duration::ZERO..=DAY)
             .unwrap_or(defaults.stable_after),

@@ -62,8 +62,7 @@ impl TokenizerBackend for Llm {
     }
 
     fn tokenize(&self, text: String, begin: bool, control: bool) -> BoxFuture<'_, Result<Vec<u32>, Refusal>> {
-        self.of_text(move |engine| engine.tokenize(&text, begin, control))
-            .boxed()
+        self.of_text(move |engine| engine.tokenize(&text, begin, control)).boxed()
     }
 
     fn pieces(&self, tokens: Vec<u32>) -> BoxFuture<'_, Result<Vec<Vec<u8>>, Refusal>> {
@@ -103,10 +102,7 @@ fn limited(asked: Option<Tokens>, limit: Option<Tokens>) -> Option<Tokens> {
     }
 }
 
-#[expect(
-    clippy::cast_possible_truncation,
-    reason = "a factor near 1; f32 is what logits have"
-)]
+#[expect(clippy::cast_possible_truncation, reason = "a factor near 1; f32 is what logits have")]
 fn narrow(value: Option<f64>, default: f32) -> f32 {
     value.map_or(default, |value| value as f32)
 }
@@ -154,24 +150,18 @@ impl Answer {
 
     fn take(&mut self, event: engine::GenerateEvent) {
         match event {
-            engine::GenerateEvent::Started {
-                prompt_tokens,
-                cached_tokens,
-            } => self.events.push_back(ChatEvent::Started {
-                prompt_tokens,
-                cached_tokens,
-            }),
+            engine::GenerateEvent::Started { prompt_tokens, cached_tokens } => {
+                self.events.push_back(ChatEvent::Started { prompt_tokens, cached_tokens })
+            }
             engine::GenerateEvent::Delta { text, .. } => {
                 let parts = self.reader.push(&text);
                 self.parts(parts);
             }
-            engine::GenerateEvent::Finished {
-                reason: engine::FinishReason::KvReclaimed,
-                usage,
-            } if usage.completion_tokens == Tokens::ZERO => self.end(ChatEvent::Failed(Refusal::KvReclaimed {
-                generated: Tokens::ZERO,
-                retry_after: RETRY_SOON,
-            })),
+            engine::GenerateEvent::Finished { reason: engine::FinishReason::KvReclaimed, usage }
+                if usage.completion_tokens == Tokens::ZERO =>
+            {
+                self.end(ChatEvent::Failed(Refusal::KvReclaimed { generated: Tokens::ZERO, retry_after: RETRY_SOON }))
+            }
             engine::GenerateEvent::Finished { reason, usage } => {
                 let parts = self.reader.finish(reason.is_cut());
                 self.parts(parts);

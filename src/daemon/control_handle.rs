@@ -141,9 +141,7 @@ impl ControlHandle {
     /// Processes of workers that run, and whose they are.
     fn mains(&self) -> BTreeMap<u32, String> {
         let processes = self.processes.lock().unwrap_or_else(PoisonError::into_inner);
-        let running = processes
-            .iter()
-            .filter_map(|(name, process)| Some((process.pid()?, name.clone())));
+        let running = processes.iter().filter_map(|(name, process)| Some((process.pid()?, name.clone())));
         running.collect()
     }
 
@@ -203,10 +201,7 @@ impl ControlHandle {
             let count = counts.entry(worker.to_owned()).or_default();
             *count = count.saturating_add(1);
         });
-        AtWork {
-            control: Arc::clone(self),
-            worker: worker.to_owned(),
-        }
+        AtWork { control: Arc::clone(self), worker: worker.to_owned() }
     }
 
     /// Requests in flight at each worker, and every change of them. The loop makes events of it: sent from where they
@@ -281,12 +276,10 @@ impl Supervisor for ControlHandle {
     }
 
     fn submit(&self, event: Event, caller: Option<(Ticket, oneshot::Sender<Answer>)>) -> Result<(), SubmitError> {
-        self.inbox
-            .try_send(Inbound { event, caller })
-            .map_err(|error| match error {
-                TrySendError::Full(_) => SubmitError::Full,
-                TrySendError::Closed(_) => SubmitError::Stopped,
-            })
+        self.inbox.try_send(Inbound { event, caller }).map_err(|error| match error {
+            TrySendError::Full(_) => SubmitError::Full,
+            TrySendError::Closed(_) => SubmitError::Stopped,
+        })
     }
 
     fn reload(&self) -> Result<oneshot::Receiver<Result<ChangedKeys, String>>, SubmitError> {
@@ -317,10 +310,7 @@ impl Supervisor for ControlHandle {
 
     fn locked(&self) -> Vec<String> {
         let all = self.locked.lock().unwrap_or_else(PoisonError::into_inner);
-        all.iter()
-            .chain(&emergency::stacks())
-            .map(ToString::to_string)
-            .collect()
+        all.iter().chain(&emergency::stacks()).map(ToString::to_string).collect()
     }
 
     fn emergency_reserve(&self) -> (u64, u64) {
@@ -341,15 +331,9 @@ impl Supervisor for ControlHandle {
         let main = main.and_then(|pid| leader_of(&ProbeRoot::default().proc, &ids, pid));
         let of = main.and_then(|main| mains.get(&main)).map(String::as_str);
         let Some(worker) = state.workers.iter().find(|worker| worker.name == tenant) else {
-            return main.zip(of).map(|(runs_as, worker)| Bar::OfWorker {
-                worker: worker.to_owned(),
-                runs_as,
-            });
+            return main.zip(of).map(|(runs_as, worker)| Bar::OfWorker { worker: worker.to_owned(), runs_as });
         };
-        let runs_as = mains
-            .iter()
-            .find(|(_, name)| name.as_str() == tenant)
-            .map(|(pid, _)| *pid);
+        let runs_as = mains.iter().find(|(_, name)| name.as_str() == tenant).map(|(pid, _)| *pid);
         let is_it = match runs_as {
             Some(_) => of == Some(tenant),
             // It is about to run: its process may ask before it is reported here, and descends from ours.

@@ -105,14 +105,7 @@ impl From<Event> for Inbound {
 impl<C: Clock, P: Perform> ControlLoop<C, P> {
     /// A loop that has handled nothing yet.
     pub fn new(arbiter: Arbiter, clock: C, device: P) -> Self {
-        Self {
-            arbiter,
-            clock,
-            device,
-            callers: BTreeMap::new(),
-            decided: Vec::new(),
-            free: Bytes::ZERO,
-        }
+        Self { arbiter, clock, device, callers: BTreeMap::new(), decided: Vec::new(), free: Bytes::ZERO }
     }
 
     /// The state machine.
@@ -385,12 +378,7 @@ mod tests {
 
         fn renew(&mut self, lease: &LeaseView) -> oneshot::Receiver<Answer> {
             let (lease, generation) = (lease.id, lease.generation);
-            self.send(|ticket| Event::LeaseRenewed {
-                ticket,
-                lease,
-                generation,
-                peer: Peer::default(),
-            })
+            self.send(|ticket| Event::LeaseRenewed { ticket, lease, generation, peer: Peer::default() })
         }
 
         /// The engine carries out the plan that it was given last.
@@ -436,13 +424,7 @@ mod tests {
         scene.sample(Duration::from_millis(10), Bytes::ZERO);
         scene.apply();
         let lease = scene.granted(mib(1));
-        scene.after(
-            Duration::from_millis(10),
-            Event::OperatorShed {
-                ticket: Ticket(99),
-                bytes: mib(60),
-            },
-        );
+        scene.after(Duration::from_millis(10), Event::OperatorShed { ticket: Ticket(99), bytes: mib(60) });
         scene.apply();
         // Samples go on, and the dwell ends between two of them: what comes next is a renewal.
         let mut answers = Vec::new();
@@ -461,15 +443,10 @@ mod tests {
                 break;
             }
         }
-        let decided = scene
-            .control_loop
-            .device
-            .performed
-            .iter()
-            .filter_map(|action| match action {
-                Action::ApplyPlan { revision, .. } => Some(*revision),
-                _ => None,
-            });
+        let decided = scene.control_loop.device.performed.iter().filter_map(|action| match action {
+            Action::ApplyPlan { revision, .. } => Some(*revision),
+            _ => None,
+        });
         let decided: Vec<u64> = decided.collect();
         assert!(decided.len() >= 2, "a shed and a growth are planned: {decided:?}");
         assert_eq!(scene.control_loop.device.planned, decided);
@@ -525,10 +502,7 @@ mod tests {
         assert!(waits.try_recv().is_err(), "{lease:?} leaves no room");
         assert_eq!(scene.control_loop.callers.len(), 1);
         let ticket = Ticket(scene.tickets);
-        scene
-            .inbox
-            .try_send(Event::LeaseRequestCancelled { ticket }.into())
-            .unwrap();
+        scene.inbox.try_send(Event::LeaseRequestCancelled { ticket }.into()).unwrap();
         scene.run();
         assert!(scene.control_loop.callers.is_empty());
     }
@@ -539,16 +513,9 @@ mod tests {
         scene.sample(Duration::from_secs(1), Bytes::ZERO);
         let woken = scene.control_loop.device.woken.len();
         scene.clock.0.set(Timestamp::START + Duration::from_secs(9));
-        assert_eq!(
-            scene.control_loop.device.woken.len(),
-            woken,
-            "time alone is no sign of life"
-        );
+        assert_eq!(scene.control_loop.device.woken.len(), woken, "time alone is no sign of life");
         scene.inbox.try_send(Event::DeadlineReached.into()).unwrap();
         scene.run();
-        assert_eq!(
-            scene.control_loop.device.woken.last(),
-            Some(&(Timestamp::START + Duration::from_secs(9)))
-        );
+        assert_eq!(scene.control_loop.device.woken.last(), Some(&(Timestamp::START + Duration::from_secs(9))));
     }
 }

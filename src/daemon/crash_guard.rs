@@ -33,21 +33,15 @@ pub(super) struct CrashGuard {
 impl CrashGuard {
     /// Counts this run as one that may crash. Returns why the LLM stays off, if enough have crashed before it.
     pub(super) fn begin(state_dir: &Path, limits: SafeProfileConfig) -> (Self, Option<String>) {
-        let started = SystemTime::now()
-            .duration_since(SystemTime::UNIX_EPOCH)
-            .map_or(0, |time| time.as_secs());
+        let started = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |time| time.as_secs());
         Self::begin_at(state_dir, limits, started)
     }
 
     fn begin_at(state_dir: &Path, limits: SafeProfileConfig, started: u64) -> (Self, Option<String>) {
-        let guard = Self {
-            file: state_dir.join(FILE),
-            started,
-        };
+        let guard = Self { file: state_dir.join(FILE), started };
         let mut runs = guard.read();
         // A clock that was set back makes a start later than now: it is of no known age.
-        runs.open
-            .retain(|start| started.saturating_sub(*start) <= limits.within.as_secs() && *start <= started);
+        runs.open.retain(|start| started.saturating_sub(*start) <= limits.within.as_secs() && *start <= started);
         let crashes = runs.open.len();
         runs.open.push(started);
         guard.write(&runs);
@@ -85,9 +79,7 @@ impl CrashGuard {
     fn write(&self, runs: &Runs) {
         let new = self.file.with_extension("json.new");
         let written = serde_json::to_vec(runs).map_err(io::Error::from);
-        let written = written
-            .and_then(|text| fs::write(&new, text))
-            .and_then(|()| fs::rename(&new, &self.file));
+        let written = written.and_then(|text| fs::write(&new, text)).and_then(|()| fs::rename(&new, &self.file));
         if let Err(error) = written {
             tracing::warn!(file = %self.file.display(), %error, "cannot keep count of crashes");
         }
@@ -103,22 +95,12 @@ mod tests {
     #[test]
     fn crashes_within_the_time_count_and_runs_that_ended_in_order_do_not() {
         let folder = tempfile::tempdir().unwrap();
-        let limits = SafeProfileConfig {
-            crashes: 2,
-            within: Duration::from_secs(600),
-        };
+        let limits = SafeProfileConfig { crashes: 2, within: Duration::from_secs(600) };
         let begin = |at| CrashGuard::begin_at(folder.path(), limits, at);
         let (first, reason) = begin(1000);
         assert_eq!(reason, None);
         first.ended();
-        for (at, safe) in [
-            (1100, false),
-            (1200, false),
-            (1300, true),
-            (1301, true),
-            (1801, true),
-            (2500, false),
-        ] {
+        for (at, safe) in [(1100, false), (1200, false), (1300, true), (1301, true), (1801, true), (2500, false)] {
             let (_crashes, reason) = begin(at);
             assert_eq!(reason.is_some(), safe, "{at}: {reason:?}");
         }

@@ -60,17 +60,12 @@ pub(super) struct Upkeep {
 impl Upkeep {
     /// Periodic work that was last done at `now`.
     pub(super) const fn new(now: Timestamp, notify_every: Option<Duration>) -> Self {
-        Self {
-            measured: now,
-            notified: now,
-            notify_every,
-        }
+        Self { measured: now, notified: now, notify_every }
     }
 
     fn next(&self) -> Timestamp {
         let measure = self.measured + ROUND_MAX;
-        self.notify_every
-            .map_or(measure, |every| measure.min(self.notified + every))
+        self.notify_every.map_or(measure, |every| measure.min(self.notified + every))
     }
 }
 
@@ -114,33 +109,18 @@ impl Perform for Device {
 
     fn perform(&mut self, action: Action) {
         match action {
-            Action::SetTarget {
-                lease,
-                nonce,
-                bytes,
-                deadline,
-                reason,
-            } => {
+            Action::SetTarget { lease, nonce, bytes, deadline, reason } => {
                 let state = self.control.state();
                 let of_worker = |view: &&LeaseView| view.id == lease && view.kind == LeaseKind::Worker;
                 if let Some(view) = state.leases.iter().find(of_worker) {
                     self.workers.tell_memory_is_short(&view.tenant);
                 }
-                self.control.notify(Notice::Target {
-                    lease,
-                    nonce,
-                    bytes,
-                    deadline,
-                    reason: reason.to_string(),
-                });
+                self.control.notify(Notice::Target { lease, nonce, bytes, deadline, reason: reason.to_string() });
             }
             Action::EndLease { lease, end } => {
                 let reason = journal::render_lease_end(&lease, &end);
                 tracing::warn!(lease = lease.id.0, "{reason}");
-                self.control.notify(Notice::Ended {
-                    lease: lease.id,
-                    reason,
-                });
+                self.control.notify(Notice::Ended { lease: lease.id, reason });
             }
             Action::LoadEngine { revision, plan } => {
                 tracing::info!(

@@ -72,10 +72,7 @@ impl Inspector {
             }
             let Inspected { mut shape, unused, .. } = Engine::inspect_with(&path, vocabulary.as_ref(), compute)?;
             if !unused.is_empty() {
-                tracing::info!(
-                    unused = unused.join(", "),
-                    "parts that are not used stay in the model's file"
-                );
+                tracing::info!(unused = unused.join(", "), "parts that are not used stay in the model's file");
             }
             shape.name.clone_from(&name);
             Ok(shape)
@@ -84,11 +81,7 @@ impl Inspector {
     }
 
     fn by(inspect: Arc<dyn Fn() -> Result<ModelShape, OpenError> + Send + Sync>, control: &Arc<ControlHandle>) -> Self {
-        Self {
-            inspect,
-            control: Arc::clone(control),
-            expected: Expected::default(),
-        }
+        Self { inspect, control: Arc::clone(control), expected: Expected::default() }
     }
 
     /// What a load of it is to find.
@@ -207,10 +200,7 @@ impl EngineDriver {
     /// When the system gives no thread.
     pub(super) fn new(start: Starter, path: PathBuf, inspector: Inspector, parts: &Parts) -> io::Result<Self> {
         let (engine, loads) = launch(&start, &inspector, parts)?;
-        parts.spawn(
-            "watching the model's file",
-            retry_when_changed(path.clone(), inspector.clone()),
-        );
+        parts.spawn("watching the model's file", retry_when_changed(path.clone(), inspector.clone()));
         Ok(Self {
             current: CurrentEngine(Arc::new(RwLock::new(engine.handle()))),
             start,
@@ -247,11 +237,7 @@ impl EngineDriver {
                 }
             }
         }
-        let _ = self.loads.send(Asked {
-            at: self.control.clock().now(),
-            revision,
-            plan: plan.clone(),
-        });
+        let _ = self.loads.send(Asked { at: self.control.clock().now(), revision, plan: plan.clone() });
         self.engine.handle().load(&self.path, plan);
     }
 
@@ -294,10 +280,7 @@ fn launch(start: &Starter, inspector: &Inspector, parts: &Parts) -> io::Result<(
     let engine = start(sink)?;
     inspector.control.note_engine(engine.handle());
     let (loads, asked) = mpsc::unbounded_channel();
-    parts.spawn(
-        "the bridge to the engine",
-        forward(events, asked, engine.handle(), inspector.clone()),
-    );
+    parts.spawn("the bridge to the engine", forward(events, asked, engine.handle(), inspector.clone()));
     Ok((engine, loads))
 }
 
@@ -330,10 +313,8 @@ pub(super) fn start_engine(
         };
         Engine::start_expecting(EngineOptions::default(), model, expected.clone(), sink)
     });
-    EngineDriver::new(start, llm.path.clone(), inspector, parts).map_err(|source| RunError::System {
-        what: "the engine's thread",
-        source,
-    })
+    EngineDriver::new(start, llm.path.clone(), inspector, parts)
+        .map_err(|source| RunError::System { what: "the engine's thread", source })
 }
 
 /// What this process runs, also after another version was installed in its place.
@@ -350,10 +331,7 @@ pub(crate) fn sayable(llm: &LlmConfig) -> Option<Sayable> {
 
 /// What the LLM computes on.
 pub(crate) fn compute(llm: &LlmConfig) -> Compute {
-    Compute {
-        threads: threads(llm),
-        device: llm.device,
-    }
+    Compute { threads: threads(llm), device: llm.device }
 }
 
 /// Threads that the LLM computes on: half of the cores unless configured, for ASR and TTS need the others meanwhile.
@@ -383,9 +361,8 @@ pub(super) fn activity(handle: &EngineHandle) -> Event {
         let marks = u32::try_from(marks.div_ceil(per_token.max(1))).unwrap_or(u32::MAX);
         (0, position.saturating_add(marks))
     };
-    let (kv_droppable, kv_dropped) = snapshot
-        .running
-        .map_or((0, 0), |running| (running.droppable.get(), running.dropped.get()));
+    let (kv_droppable, kv_dropped) =
+        snapshot.running.map_or((0, 0), |running| (running.droppable.get(), running.dropped.get()));
     Event::EngineActivity {
         requests: u32::try_from(snapshot.queued.saturating_add(running)).unwrap_or(u32::MAX),
         kv_used,
@@ -424,18 +401,10 @@ async fn forward(
     // The plan that was put into force last.
     let mut last = 0;
     while let Some(event) = events.recv().await {
-        if let EngineEvent::RequestFinished {
-            outcome: Ok(_),
-            usage,
-            prompt_took: Some(prompt_took),
-            took,
-            ..
-        } = &event
+        if let EngineEvent::RequestFinished { outcome: Ok(_), usage, prompt_took: Some(prompt_took), took, .. } = &event
             && !changed
         {
-            control
-                .tell(Event::EngineTimed(timing(*usage, *prompt_took, *took)))
-                .await;
+            control.tell(Event::EngineTimed(timing(*usage, *prompt_took, *took))).await;
         }
         match &event {
             EngineEvent::RequestStarted { .. } => changed = false,
@@ -464,32 +433,19 @@ async fn forward(
                 }
             }
             EngineEvent::Calibrated { calibration } => Event::EngineCalibrated(calibration),
-            EngineEvent::LoadFailed {
-                message,
-                hint,
-                hung: left,
-                replaced: another,
-                ..
-            } => {
+            EngineEvent::LoadFailed { message, hint, hung: left, replaced: another, .. } => {
                 replaced = another;
                 let _ = asked.try_recv();
                 let hint = hint.map_or_else(String::new, |hint| format!(" (hint: {hint})"));
                 hung = left;
-                Event::EngineFailed {
-                    reason: format!("{message}{hint}"),
-                    left: hung.as_ref().map(Retained::bytes),
-                }
+                Event::EngineFailed { reason: format!("{message}{hint}"), left: hung.as_ref().map(Retained::bytes) }
             }
             EngineEvent::Applied { revision, report, .. } => {
                 last = revision;
                 applied(revision, report)
             }
             EngineEvent::Rechunked { report } => applied(last, report),
-            EngineEvent::Receded {
-                plan,
-                breakdown,
-                message,
-            } => {
+            EngineEvent::Receded { plan, breakdown, message } => {
                 tracing::warn!("the engine holds less than it was asked to: {message}");
                 Event::EngineApplied {
                     revision: last,
@@ -501,35 +457,26 @@ async fn forward(
                     took: Duration::ZERO,
                 }
             }
-            EngineEvent::ApplyFailed { revision, error } => Event::EngineApplyFailed {
-                revision,
-                reason: in_one_line(&error),
-            },
+            EngineEvent::ApplyFailed { revision, error } => {
+                Event::EngineApplyFailed { revision, reason: in_one_line(&error) }
+            }
             EngineEvent::Failed { message, hung: left } => {
                 hung = left;
-                Event::EngineFailed {
-                    reason: message,
-                    left: hung.as_ref().map(Retained::bytes),
-                }
+                Event::EngineFailed { reason: message, left: hung.as_ref().map(Retained::bytes) }
             }
             EngineEvent::RequestStarted { .. } => activity(&handle),
             EngineEvent::RequestFinished { usage, .. } => match activity(&handle) {
                 // What the answer lost in its last moments was not reported yet.
-                Event::EngineActivity {
-                    requests,
-                    kv_used,
-                    kv_kept,
-                    kv_droppable,
-                    untouched,
-                    ..
-                } => Event::EngineActivity {
-                    requests,
-                    kv_used,
-                    kv_kept,
-                    kv_droppable,
-                    kv_dropped: usage.dropped_tokens.get(),
-                    untouched,
-                },
+                Event::EngineActivity { requests, kv_used, kv_kept, kv_droppable, untouched, .. } => {
+                    Event::EngineActivity {
+                        requests,
+                        kv_used,
+                        kv_kept,
+                        kv_droppable,
+                        kv_dropped: usage.dropped_tokens.get(),
+                        untouched,
+                    }
+                }
                 other => other,
             },
             EngineEvent::Stopped => break,

@@ -51,13 +51,7 @@ struct Asked {
 impl Figures {
     /// Figures of a supervisor in which nothing has happened, which go into `metrics`.
     pub(super) fn new(metrics: &Arc<Metrics>) -> Self {
-        Self {
-            metrics: Arc::clone(metrics),
-            asked: BTreeMap::new(),
-            in_force: None,
-            sheds: 0,
-            fallen: BTreeMap::new(),
-        }
+        Self { metrics: Arc::clone(metrics), asked: BTreeMap::new(), in_force: None, sheds: 0, fallen: BTreeMap::new() }
     }
 
     /// Takes one turn of the loop: the state after it, and what is to be done. `last_end` says in one word how a worker
@@ -71,20 +65,18 @@ impl Figures {
         let shed = after.sheds > self.sheds;
         for action in actions {
             match action {
-                Action::Answer {
-                    answer: Answer::Denied { denial, .. },
-                    ..
-                } => self.metrics.lease_denied(name_of(denial)),
+                Action::Answer { answer: Answer::Denied { denial, .. }, .. } => {
+                    self.metrics.lease_denied(name_of(denial))
+                }
                 Action::ApplyPlan { revision, reason, .. } => {
                     if let Some(reason) = shed_by(reason) {
                         self.ask(Holder::Plan(*revision), reason, after);
                     }
                 }
                 Action::SetTarget { lease, reason, .. } => self.ask(Holder::Lease(*lease), word(reason), after),
-                Action::StopWorker {
-                    worker,
-                    reason: StopReason::Reclaim { reclaim, .. },
-                } => self.ask(Holder::Worker(worker.clone()), word(reclaim), after),
+                Action::StopWorker { worker, reason: StopReason::Reclaim { reclaim, .. } } => {
+                    self.ask(Holder::Worker(worker.clone()), word(reclaim), after)
+                }
                 Action::EndLease { lease, end } => {
                     self.asked.remove(&Holder::Lease(lease.id));
                     if let LeaseEnd::NotReduced { .. } = end {
@@ -116,11 +108,7 @@ impl Figures {
                 let asked = self.plan_answered(*revision);
                 let old = std::mem::replace(&mut self.in_force, after.engine.in_force.clone());
                 if let PlanOutcome::Shed { credited, .. } | PlanOutcome::ChunkEnded { credited, .. } = outcome {
-                    let plans = after
-                        .engine
-                        .shape
-                        .as_ref()
-                        .zip(old.as_ref().zip(self.in_force.as_ref()));
+                    let plans = after.engine.shape.as_ref().zip(old.as_ref().zip(self.in_force.as_ref()));
                     let parts = plans.map(|(shape, (old, new))| parts_of(shape, old, new, *credited));
                     self.count_shed(asked, after, &parts.unwrap_or_default());
                 }
@@ -137,21 +125,14 @@ impl Figures {
                 let asked = self.asked.remove(&Holder::Lease(lease.id));
                 self.count_shed(asked, after, &[(what, *freed)]);
             }
-            Decision::Worker(WorkerDecision::Changing {
-                worker,
-                cause: ChangeCause::Room { reason },
-                ..
-            }) => self.ask(Holder::Worker(worker.clone()), word(reason), after),
+            Decision::Worker(WorkerDecision::Changing { worker, cause: ChangeCause::Room { reason }, .. }) => {
+                self.ask(Holder::Worker(worker.clone()), word(reason), after)
+            }
             Decision::Worker(WorkerDecision::Settled { worker, freed, .. }) if shed => {
                 let asked = self.asked.remove(&Holder::Worker(worker.clone()));
                 self.count_shed(asked, after, &[("worker", *freed)]);
             }
-            Decision::Worker(WorkerDecision::Exited {
-                worker,
-                expected,
-                freed,
-                ..
-            }) => {
+            Decision::Worker(WorkerDecision::Exited { worker, expected, freed, .. }) => {
                 for kind in ["pss", "rss", "cgroup"] {
                     self.metrics.set_worker_memory(worker, kind, None);
                 }
@@ -169,21 +150,13 @@ impl Figures {
     }
 
     fn ask(&mut self, holder: Holder, reason: &'static str, after: &Snapshot) {
-        self.asked.entry(holder).or_insert(Asked {
-            at: after.at,
-            level: after.level,
-            reason,
-        });
+        self.asked.entry(holder).or_insert(Asked { at: after.at, level: after.level, reason });
     }
 
     /// The first of the questions that the answer to a plan answers: it has waited longest.
     fn plan_answered(&mut self, revision: u64) -> Option<Asked> {
         let answered = |holder: &Holder| matches!(holder, Holder::Plan(asked) if *asked <= revision);
-        let first = self
-            .asked
-            .iter()
-            .find(|(holder, _)| answered(holder))
-            .map(|(_, asked)| *asked);
+        let first = self.asked.iter().find(|(holder, _)| answered(holder)).map(|(_, asked)| *asked);
         self.asked.retain(|holder, _| !answered(holder));
         first
     }
@@ -329,11 +302,7 @@ mod tests {
         fn measured(&mut self, tenant: &str, used: Bytes) {
             self.now = self.now + Duration::from_millis(10);
             let taken_at = self.now;
-            self.tell(Event::Measured {
-                tenant: tenant.to_owned(),
-                used: Some(used),
-                taken_at,
-            });
+            self.tell(Event::Measured { tenant: tenant.to_owned(), used: Some(used), taken_at });
         }
 
         /// The engine carries out what it was just asked for.
@@ -360,20 +329,14 @@ mod tests {
         /// The sum of all series of a metric whose labels contain `labels`.
         fn figure(&self, name: &str, labels: &str) -> u64 {
             let text = self.metrics.encode();
-            let lines = text
-                .lines()
-                .filter(|line| line.starts_with(name) && line.contains(labels));
-            lines
-                .map(|line| line.rsplit(' ').next().unwrap().parse::<u64>().unwrap())
-                .sum()
+            let lines = text.lines().filter(|line| line.starts_with(name) && line.contains(labels));
+            lines.map(|line| line.rsplit(' ').next().unwrap().parse::<u64>().unwrap()).sum()
         }
 
         /// The target that was set last.
         fn target(&self) -> (LeaseId, u64, Bytes) {
             let set = self.actions.iter().find_map(|action| match action {
-                Action::SetTarget {
-                    lease, nonce, bytes, ..
-                } => Some((*lease, *nonce, *bytes)),
+                Action::SetTarget { lease, nonce, bytes, .. } => Some((*lease, *nonce, *bytes)),
                 _ => None,
             });
             set.unwrap_or_else(|| panic!("no target in {:#?}", self.actions))
@@ -419,10 +382,7 @@ mod tests {
     fn a_shed_of_the_engine_is_counted_by_what_came_back_and_why() {
         let mut scene = with_engine();
         assert_eq!(scene.figure("cotenant_shed_events_total", ""), 0, "a load is no shed");
-        scene.tell(Event::OperatorShed {
-            ticket: Ticket(1),
-            bytes: mib(60),
-        });
+        scene.tell(Event::OperatorShed { ticket: Ticket(1), bytes: mib(60) });
         scene.apply();
         let credited = scene.arbiter.snapshot().shed_bytes;
         assert!(credited >= mib(60));
@@ -448,10 +408,7 @@ mod tests {
         scene.request("asr", Class::AudioRealtime, mib(300));
         scene.apply();
         assert!(scene.figure("cotenant_shed_bytes_total", r#"reason="lease""#) > 0);
-        assert_eq!(
-            scene.figure("cotenant_shed_events_total", ""),
-            scene.arbiter.snapshot().sheds
-        );
+        assert_eq!(scene.figure("cotenant_shed_events_total", ""), scene.arbiter.snapshot().sheds);
     }
 
     /// A request of class batch, which does not wait.
@@ -459,10 +416,7 @@ mod tests {
         LeaseRequest {
             tenant: tenant.to_owned(),
             request_id: String::new(),
-            peer: Peer {
-                pid: Some(pid),
-                ..Peer::default()
-            },
+            peer: Peer { pid: Some(pid), ..Peer::default() },
             class: Class::Batch,
             min: mib(min),
             max: mib(max),
@@ -479,35 +433,21 @@ mod tests {
             scene.sample(Bytes::ZERO);
             // The second process of its name; figures go by the name.
             for (size, pid) in [((1, 1), 1), ((10, 300), 2)] {
-                scene.tell(Event::LeaseRequested {
-                    ticket: Ticket(1),
-                    request: batch("cache", size, pid),
-                });
+                scene.tell(Event::LeaseRequested { ticket: Ticket(1), request: batch("cache", size, pid) });
             }
             scene.measured("cache (pid 2)", mib(300));
             scene.request("asr", Class::AudioRealtime, mib(200));
             let (lease, nonce, bytes) = scene.target();
             if obeys {
-                scene.tell(Event::TargetAnswered {
-                    lease,
-                    nonce,
-                    answer: TargetAnswer::Applied,
-                    claimed: None,
-                });
+                scene.tell(Event::TargetAnswered { lease, nonce, answer: TargetAnswer::Applied, claimed: None });
                 scene.measured("cache (pid 2)", bytes);
-                assert_eq!(
-                    scene.figure("cotenant_shed_bytes_total", r#"what="tenant""#),
-                    (mib(300) - bytes).get()
-                );
+                assert_eq!(scene.figure("cotenant_shed_bytes_total", r#"what="tenant""#), (mib(300) - bytes).get());
             } else {
                 scene.now = scene.now + Duration::from_secs(5);
                 scene.tell(Event::DeadlineReached);
             }
             assert_eq!(scene.figure("cotenant_reclaim_seconds_count", ""), sheds);
-            assert_eq!(
-                scene.figure("cotenant_reclaim_missed_total", r#"tenant="cache""#),
-                missed
-            );
+            assert_eq!(scene.figure("cotenant_reclaim_missed_total", r#"tenant="cache""#), missed);
         }
     }
 
@@ -516,11 +456,8 @@ mod tests {
         let mut scene = Scene::new(params());
         let took = |scene: &Scene| {
             let text = scene.metrics.encode();
-            let line = text
-                .lines()
-                .find(|line| line.starts_with("cotenant_reclaim_seconds_sum"));
-            line.and_then(|line| line.rsplit(' ').next()?.parse::<f64>().ok())
-                .unwrap()
+            let line = text.lines().find(|line| line.starts_with("cotenant_reclaim_seconds_sum"));
+            line.and_then(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).unwrap()
         };
         for round in 0..2 {
             scene.sample(Bytes::ZERO);
@@ -539,22 +476,14 @@ mod tests {
             assert_eq!(scene.figures.asked.keys().collect::<Vec<_>>(), [&Holder::Lease(lease)]);
             scene.now = scene.now + Duration::from_millis(500);
             if round == 1 {
-                scene.tell(Event::TargetAnswered {
-                    lease,
-                    nonce,
-                    answer: TargetAnswer::Applied,
-                    claimed: None,
-                });
+                scene.tell(Event::TargetAnswered { lease, nonce, answer: TargetAnswer::Applied, claimed: None });
                 scene.measured(&holder, bytes);
                 assert_eq!(scene.figure("cotenant_reclaim_seconds_count", ""), 1);
                 assert!((0.5..0.6).contains(&took(&scene)), "{}", took(&scene));
             }
             let leases = scene.arbiter.snapshot().leases;
             for lease in leases {
-                scene.tell(Event::HolderLost {
-                    lease: lease.id,
-                    pid: None,
-                });
+                scene.tell(Event::HolderLost { lease: lease.id, pid: None });
             }
             assert!(scene.figures.asked.is_empty(), "{:?}", scene.figures.asked);
             scene.now = scene.now + Duration::from_secs(60);
@@ -578,17 +507,11 @@ mod tests {
             let used = scene.arbiter.snapshot().held;
             scene.sample(used);
             scene.tell(Event::DeadlineReached);
-            scene.tell(Event::WorkerReady {
-                worker: "asr".to_owned(),
-                pid: 7,
-            });
+            scene.tell(Event::WorkerReady { worker: "asr".to_owned(), pid: 7 });
             assert_eq!(scene.arbiter.snapshot().workers[0].pid, Some(7), "it is up");
         };
-        let exited = |intended| Event::WorkerExited {
-            worker: "asr".to_owned(),
-            intended,
-            cause: "as planted".to_owned(),
-        };
+        let exited =
+            |intended| Event::WorkerExited { worker: "asr".to_owned(), intended, cause: "as planted".to_owned() };
         up(&mut scene);
         scene.metrics.set_worker_memory("asr", "pss", Some(mib(40)));
         assert_eq!(scene.figure("cotenant_worker_restarts_total", ""), 0, "the first start");
@@ -610,11 +533,8 @@ mod tests {
     #[test]
     fn only_a_variant_that_was_given_up_is_a_shed() {
         let mut params = params();
-        let variant = |name: &str, steady| VariantParams {
-            name: name.to_owned(),
-            steady: mib(steady),
-            peak: mib(steady),
-        };
+        let variant =
+            |name: &str, steady| VariantParams { name: name.to_owned(), steady: mib(steady), peak: mib(steady) };
         params.workers = vec![WorkerParams {
             name: "asr".to_owned(),
             steady: mib(40),
@@ -624,10 +544,7 @@ mod tests {
         }];
         let mut scene = Scene::new(params);
         scene.sample(Bytes::ZERO);
-        scene.tell(Event::WorkerReady {
-            worker: "asr".to_owned(),
-            pid: 7,
-        });
+        scene.tell(Event::WorkerReady { worker: "asr".to_owned(), pid: 7 });
         scene.measured("asr", mib(40));
         for (variant, used) in [("open", 110), ("grammar", 40)] {
             scene.sample(mib(40));
@@ -649,9 +566,6 @@ mod tests {
         assert_eq!(scene.figure("cotenant_shed_events_total", ""), 0);
         assert!(scene.figures.asked.is_empty(), "{:?}", scene.figures.asked);
         scene.request("cache", Class::Batch, Bytes::from_gib(1));
-        assert_eq!(
-            scene.figure("cotenant_lease_denied_total", r#"reason="exceeds_budget""#),
-            1
-        );
+        assert_eq!(scene.figure("cotenant_lease_denied_total", r#"reason="exceeds_budget""#), 1);
     }
 }

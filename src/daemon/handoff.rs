@@ -61,14 +61,8 @@ pub(super) struct Inheritance {
 
 /// Where the supervisors of this configuration follow one another.
 pub(super) fn heir_of(config: &Config) -> Heir {
-    let folder = config
-        .runtime_dir
-        .canonicalize()
-        .unwrap_or_else(|_| config.runtime_dir.clone());
-    Heir {
-        lock: folder.join("supervisor.lock"),
-        place: folder.to_string_lossy().into_owned(),
-    }
+    let folder = config.runtime_dir.canonicalize().unwrap_or_else(|_| config.runtime_dir.clone());
+    Heir { lock: folder.join("supervisor.lock"), place: folder.to_string_lossy().into_owned() }
 }
 
 impl Place {
@@ -81,10 +75,7 @@ impl Place {
     /// When another supervisor is there, or the file cannot be used.
     pub(super) async fn take(config: &Config) -> Result<Self, RunError> {
         let heir = heir_of(config);
-        let failed = |source| RunError::Place {
-            path: heir.lock.clone(),
-            source,
-        };
+        let failed = |source| RunError::Place { path: heir.lock.clone(), source };
         let end = Instant::now() + GONE_PATIENCE;
         loop {
             match lock(&heir.lock) {
@@ -92,10 +83,7 @@ impl Place {
                 Err(error) => {
                     let taken = matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES));
                     if taken && let Some(pid) = living_owner(&heir.lock) {
-                        return Err(RunError::Running {
-                            pid,
-                            folder: heir.place,
-                        });
+                        return Err(RunError::Running { pid, folder: heir.place });
                     }
                     if !taken || Instant::now() > end {
                         return Err(failed(error));
@@ -126,13 +114,7 @@ impl Handoff {
         let handoff = Self {
             _lock: lock,
             file,
-            saved: SavedBook {
-                boot_ids,
-                kernel_boot_id,
-                written_at_ticks: 0,
-                closed: false,
-                book: Book::default(),
-            },
+            saved: SavedBook { boot_ids, kernel_boot_id, written_at_ticks: 0, closed: false, book: Book::default() },
             written: None,
             failing: false,
         };
@@ -228,10 +210,7 @@ impl Inheritance {
         if self.book.is_none() && adopted.is_empty() {
             return None;
         }
-        Some(Event::Recovered {
-            book: self.book.unwrap_or_default(),
-            adopted,
-        })
+        Some(Event::Recovered { book: self.book.unwrap_or_default(), adopted })
     }
 }
 
@@ -241,13 +220,8 @@ fn lock(path: &Path) -> io::Result<File> {
     options.read(true).write(true).create(true).truncate(false).mode(0o640);
     let file = open_own(path, &mut options)?;
     let short = |number| libc::c_short::try_from(number).map_err(io::Error::other);
-    let wanted = libc::flock {
-        l_type: short(libc::F_WRLCK)?,
-        l_whence: short(libc::SEEK_SET)?,
-        l_start: 0,
-        l_len: 0,
-        l_pid: 0,
-    };
+    let wanted =
+        libc::flock { l_type: short(libc::F_WRLCK)?, l_whence: short(libc::SEEK_SET)?, l_start: 0, l_len: 0, l_pid: 0 };
     // SAFETY: the descriptor is open, and `wanted` is a valid `flock` that the kernel reads.
     if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const wanted) } != 0 {
         return Err(io::Error::last_os_error());
@@ -272,10 +246,7 @@ fn living_owner(path: &Path) -> Option<u32> {
 
 /// The kernel's own name for the time since it booted; empty where it cannot be read, which then equals itself.
 fn kernel_boot_id() -> String {
-    std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
-        .unwrap_or_default()
-        .trim()
-        .to_owned()
+    std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
 }
 
 /// Runs before the last whose leases are still recognised: a tenant that has not spoken for as many restarts has lost
@@ -355,29 +326,18 @@ mod tests {
             kernel_boot_id: kernel_boot_id(),
             written_at_ticks: boot_ticks().unwrap() + 1,
             closed: false,
-            book: Book {
-                ended: vec![ended(Some(silent.id()), 1), ended(None, 2)],
-                ..Book::default()
-            },
+            book: Book { ended: vec![ended(Some(silent.id()), 1), ended(None, 2)], ..Book::default() },
         };
         let taken = |found: &SavedBook| {
             let mut inheritance = Inheritance::default();
             inheritance.take(found.clone());
-            let watched: Vec<_> = inheritance
-                .holders
-                .iter()
-                .map(|(id, process)| (id.0, process.pid()))
-                .collect();
+            let watched: Vec<_> = inheritance.holders.iter().map(|(id, process)| (id.0, process.pid())).collect();
             let ended: Vec<_> = inheritance.book.unwrap().ended.iter().map(|lease| lease.id.0).collect();
             (ended, watched)
         };
         assert_eq!(taken(&found), (vec![1, 2], vec![(1, silent.id())]));
         silent.kill().unwrap();
         silent.wait().unwrap();
-        assert_eq!(
-            taken(&found),
-            (vec![2], vec![]),
-            "only the term tells of one that cannot be seen"
-        );
+        assert_eq!(taken(&found), (vec![2], vec![]), "only the term tells of one that cannot be seen");
     }
 }

@@ -49,12 +49,7 @@ pub(super) struct HangDetector {
 impl HangDetector {
     /// A detector that reports to `control`.
     pub(super) fn new(worker: WorkerHandle, protocol: WorkerProtocol, control: &Arc<ControlHandle>) -> Self {
-        Self {
-            worker,
-            protocol,
-            control: Arc::clone(control),
-            unanswered: Unanswered::default(),
-        }
+        Self { worker, protocol, control: Arc::clone(control), unanswered: Unanswered::default() }
     }
 
     /// Notes that a request was answered to its end.
@@ -110,9 +105,7 @@ async fn examine(worker: &WorkerHandle, late: String, timeouts: ClientTimeouts, 
         }
         tokio::time::sleep(pause).await;
     }
-    Some(format!(
-        "{late}, and {QUESTIONS} questions after it went unanswered ({last})"
-    ))
+    Some(format!("{late}, and {QUESTIONS} questions after it went unanswered ({last})"))
 }
 
 /// Questions that a worker may leave unanswered after a late request: one slow answer under thrash is no death.
@@ -151,30 +144,17 @@ mod tests {
         assert!(worker.ready().await);
         // Connections are taken, and nothing is answered.
         let _listener = UnixListener::bind(&socket).unwrap();
-        let short = ClientTimeouts {
-            describe: Duration::from_millis(50),
-            ..ClientTimeouts::default()
-        };
+        let short = ClientTimeouts { describe: Duration::from_millis(50), ..ClientTimeouts::default() };
         let late = "`unix:///asr` did not transcribe within 30.0 s".to_owned();
         let found = examine(&worker, late, short, Duration::from_millis(1)).await.unwrap();
-        assert!(
-            found.contains("did not transcribe within 30.0 s") && found.contains("3 questions"),
-            "{found}"
-        );
+        assert!(found.contains("did not transcribe within 30.0 s") && found.contains("3 questions"), "{found}");
         let (control, mut inbox) = ControlHandle::new("boot".to_owned(), Vec::new(), MonotonicClock::start(), 8);
         let life = worker.starts();
         report(&control, &worker, life + 1, found.clone()).await;
         report(&control, &worker, life, found.clone()).await;
-        let expected = Event::WorkerUnresponsive {
-            worker: "asr".to_owned(),
-            pid: started,
-            evidence: found,
-        };
+        let expected = Event::WorkerUnresponsive { worker: "asr".to_owned(), pid: started, evidence: found };
         assert_eq!(inbox.recv().await.unwrap().event, expected);
-        assert!(
-            inbox.try_recv().is_err(),
-            "a worker that was restarted since is left alone"
-        );
+        assert!(inbox.try_recv().is_err(), "a worker that was restarted since is left alone");
         worker.kill().await;
     }
 }

@@ -70,12 +70,7 @@ impl Generator for NoModel {
         &self,
         _request: GenerateRequest,
     ) -> futures_util::future::BoxFuture<'_, Result<tokio::sync::mpsc::Receiver<GenerateEvent>, Refusal>> {
-        Box::pin(async {
-            Err(Refusal::NotConfigured {
-                act: "generate".to_owned(),
-                what: "model".to_owned(),
-            })
-        })
+        Box::pin(async { Err(Refusal::NotConfigured { act: "generate".to_owned(), what: "model".to_owned() }) })
     }
 }
 
@@ -92,17 +87,11 @@ impl Bound {
         };
         if let Some(path) = &config.grpc.socket {
             make_parent(path)?;
-            bound
-                .sockets
-                .bind_path(path, SOCKET_MODE)
-                .map_err(|source| RunError::Socket { source })?;
+            bound.sockets.bind_path(path, SOCKET_MODE).map_err(|source| RunError::Socket { source })?;
             bound.names.push(format!("unix://{}", path.display()));
         }
         if let Some(name) = &config.grpc.abstract_name {
-            bound
-                .sockets
-                .bind_abstract(name)
-                .map_err(|source| RunError::Socket { source })?;
+            bound.sockets.bind_abstract(name).map_err(|source| RunError::Socket { source })?;
             bound.names.push(format!("unix-abstract:{name}"));
         }
         if let Some(tcp) = &config.grpc.tcp {
@@ -120,10 +109,9 @@ impl Bound {
             tracing::warn!(%address, "`{key}` serves {networks} without a password; listen on 127.0.0.1, or keep others out");
         }
         if let Some(address) = config.http.listen {
-            let listener = TcpListener::bind(address).await.map_err(|source| RunError::Listen {
-                listener: format!("http {address}"),
-                source,
-            })?;
+            let listener = TcpListener::bind(address)
+                .await
+                .map_err(|source| RunError::Listen { listener: format!("http {address}"), source })?;
             bound.http = Some(listener);
         }
         Ok(bound)
@@ -153,9 +141,7 @@ impl Listeners {
         if !bound.names.is_empty() {
             listeners.grpc = bound.names.join(", ");
             let generator = clients.generator.unwrap_or_else(|| Arc::new(NoModel));
-            listeners
-                .open_grpc(bound, control, generator, holders, on_control)
-                .await;
+            listeners.open_grpc(bound, control, generator, holders, on_control).await;
         }
         if let Some(listener) = http {
             listeners.open_http(listener, (clients.backends, clients.access), parts)?;
@@ -191,10 +177,8 @@ impl Listeners {
         (backends, access): (Backends, watch::Receiver<Arc<Access>>),
         parts: &Parts,
     ) -> Result<(), RunError> {
-        let address = listener.local_addr().map_err(|source| RunError::Listen {
-            listener: "http".to_owned(),
-            source,
-        })?;
+        let address =
+            listener.local_addr().map_err(|source| RunError::Listen { listener: "http".to_owned(), source })?;
         self.http = Some(address);
         let api = http::Api::with_access(backends, http::Limits::default(), access);
         let (stop, reporter) = (self.stop.clone(), parts.clone());
@@ -214,8 +198,7 @@ impl Listeners {
 
     /// Where HTTP listens, for people.
     pub(super) fn http_address(&self) -> String {
-        self.http
-            .map_or_else(|| "none".to_owned(), |address| address.to_string())
+        self.http.map_or_else(|| "none".to_owned(), |address| address.to_string())
     }
 
     /// Where Wyoming listens, for people.
@@ -267,10 +250,7 @@ async fn remote_of(tcp: &TcpConfig) -> Result<Remote, RunError> {
 
 /// The roles of the configuration.
 fn roles_of(config: &RolesConfig) -> Roles {
-    let ids = |ids: &IdsConfig| Ids {
-        uids: ids.uids.clone(),
-        gids: ids.gids.clone(),
-    };
+    let ids = |ids: &IdsConfig| Ids { uids: ids.uids.clone(), gids: ids.gids.clone() };
     let mut roles = Roles::new(nix::unistd::geteuid().as_raw());
     roles.operators = ids(&config.operators);
     roles.watchdogs = ids(&config.watchdogs);
@@ -340,12 +320,7 @@ fn health_of(snapshot: &Snapshot, sample_age: Option<Duration>) -> impl Iterator
         (health::PRESSURE, snapshot.level < PressureLevel::Critical),
         (health::REBOOT, snapshot.reboot.is_empty()),
     ];
-    let workers = snapshot
-        .workers
-        .iter()
-        .map(|worker| (health::worker(&worker.name), worker.state == WorkerState::Ready));
-    parts
-        .into_iter()
-        .map(|(name, serves)| (name.to_owned(), serves))
-        .chain(workers)
+    let workers =
+        snapshot.workers.iter().map(|worker| (health::worker(&worker.name), worker.state == WorkerState::Ready));
+    parts.into_iter().map(|(name, serves)| (name.to_owned(), serves)).chain(workers)
 }

@@ -96,10 +96,7 @@ impl Llm {
         request.max_tokens.get_or_insert(self.0.answer_tokens_max);
         request.time_max = Some(self.0.answer_time_max);
         if self.0.control.state().draining {
-            return Err(Refusal::Draining {
-                act: "start an answer".to_owned(),
-                retry_after: RETRY_SOON,
-            });
+            return Err(Refusal::Draining { act: "start an answer".to_owned(), retry_after: RETRY_SOON });
         }
         let (id, engine) = (request.id, self.0.engine.handle());
         let place = match &request.form {
@@ -211,20 +208,11 @@ impl Llm {
     fn refuse(&self, error: &SubmitError) -> Refusal {
         let act = || "start an answer".to_owned();
         if let (SubmitError::NotReady { .. }, Some(reason)) = (error, self.failure()) {
-            return Refusal::EngineLost {
-                reason,
-                retry_after: RETRY_SOON,
-            };
+            return Refusal::EngineLost { reason, retry_after: RETRY_SOON };
         }
         match error {
-            SubmitError::Draining => Refusal::Draining {
-                act: act(),
-                retry_after: RETRY_SOON,
-            },
-            SubmitError::Failed { message } => Refusal::EngineLost {
-                reason: message.clone(),
-                retry_after: RETRY_SOON,
-            },
+            SubmitError::Draining => Refusal::Draining { act: act(), retry_after: RETRY_SOON },
+            SubmitError::Failed { message } => Refusal::EngineLost { reason: message.clone(), retry_after: RETRY_SOON },
             SubmitError::NotReady { phase } => Refusal::Starting {
                 act: act(),
                 who: "the engine".to_owned(),
@@ -237,11 +225,9 @@ impl Llm {
                 limit: u64::try_from(*limit).unwrap_or(u64::MAX),
                 retry_after: RETRY_SOON,
             },
-            SubmitError::Prompt(PromptError::BeyondContext { tokens, limit }) => Refusal::ContextLengthExceeded {
-                model: self.0.name.clone(),
-                prompt: *tokens,
-                limit: *limit,
-            },
+            SubmitError::Prompt(PromptError::BeyondContext { tokens, limit }) => {
+                Refusal::ContextLengthExceeded { model: self.0.name.clone(), prompt: *tokens, limit: *limit }
+            }
             SubmitError::Prompt(PromptError::Constraint { field, value, source }) => Refusal::Invalid {
                 field: field.clone(),
                 value: value.clone(),
@@ -249,32 +235,19 @@ impl Llm {
             },
             SubmitError::Prompt(PromptError::Sampling(error)) => {
                 let (field, value, problem) = error.parts();
-                Refusal::Invalid {
-                    field: field.to_owned(),
-                    value,
-                    problem,
-                }
+                Refusal::Invalid { field: field.to_owned(), value, problem }
             }
-            SubmitError::Prompt(error) => Refusal::Invalid {
-                field: "messages".to_owned(),
-                value: String::new(),
-                problem: in_one_line(error),
-            },
-            SubmitError::Duplicate { .. } => Refusal::EngineLost {
-                reason: error.to_string(),
-                retry_after: RETRY_SOON,
-            },
+            SubmitError::Prompt(error) => {
+                Refusal::Invalid { field: "messages".to_owned(), value: String::new(), problem: in_one_line(error) }
+            }
+            SubmitError::Duplicate { .. } => Refusal::EngineLost { reason: error.to_string(), retry_after: RETRY_SOON },
         }
     }
 
     /// A prompt that does not fit now fits later only if it fits what is wanted when memory is ample.
     fn beyond_kv(&self, prompt: Tokens, capacity: Tokens) -> Refusal {
         if prompt > self.0.context {
-            return Refusal::ContextLengthExceeded {
-                model: self.0.name.clone(),
-                prompt,
-                limit: self.0.context,
-            };
+            return Refusal::ContextLengthExceeded { model: self.0.name.clone(), prompt, limit: self.0.context };
         }
         Refusal::KvCapacityShed {
             model: self.0.name.clone(),
@@ -296,16 +269,10 @@ impl Llm {
                 value: String::new(),
                 problem: format!("cannot be followed any further: {message}"),
             },
-            E::Stopping => Refusal::Draining {
-                act: "finish the answer".to_owned(),
-                retry_after: RETRY_SOON,
-            },
+            E::Stopping => Refusal::Draining { act: "finish the answer".to_owned(), retry_after: RETRY_SOON },
             // Only gRPC sets a deadline, and reports it itself.
             error @ (E::DeadlinePassed { .. } | E::EngineLost { .. } | E::Model { .. } | E::NotFinite { .. }) => {
-                Refusal::EngineLost {
-                    reason: in_one_line(&error),
-                    retry_after: RETRY_SOON,
-                }
+                Refusal::EngineLost { reason: in_one_line(&error), retry_after: RETRY_SOON }
             }
         }
     }
@@ -364,12 +331,7 @@ impl Generator for Llm {
                         deadline: time_left.and_then(|left| admitted.checked_add(left)),
                         ..engine::GenerateRequest::new(self.next_id(), prompt)
                     },
-                    &Wanted {
-                        patience: time_left,
-                        whole: true,
-                        context: None,
-                        client: None,
-                    },
+                    &Wanted { patience: time_left, whole: true, context: None, client: None },
                 )
                 .await?;
             let (sender, receiver) = mpsc::channel(STREAM_BUFFER);
@@ -384,10 +346,9 @@ impl Generator for Llm {
                     };
                     let Some(event) = event else { return };
                     let event = match event {
-                        engine::GenerateEvent::Started { prompt_tokens, .. } => llm::GenerateEvent::Started {
-                            model: llm.0.name.clone(),
-                            prompt: prompt_tokens,
-                        },
+                        engine::GenerateEvent::Started { prompt_tokens, .. } => {
+                            llm::GenerateEvent::Started { model: llm.0.name.clone(), prompt: prompt_tokens }
+                        }
                         engine::GenerateEvent::Delta { text, .. } => {
                             first_token.get_or_insert_with(|| admitted.elapsed());
                             llm::GenerateEvent::Delta { text }

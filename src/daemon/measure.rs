@@ -195,8 +195,7 @@ impl Shared {
                 let worker = holder.to_owned();
                 self.control.tell(Event::PeakMeasured { worker, peak }).await;
             }
-            self.report(holder, reading.map(|reading| reading.used()), taken_at)
-                .await;
+            self.report(holder, reading.map(|reading| reading.used()), taken_at).await;
         } else {
             let reading = self.read_tenant(holder, listing);
             let used = self.within_limit(holder, taken_at, reading, READING_MAX).await;
@@ -312,11 +311,7 @@ fn tenant_memory(root: &ProbeRoot, table: &ProcessTable, pids: &[u32], holders: 
         return None;
     }
     let gpu = Nvmap::find(root).and_then(|nvmap| nvmap.clients()?.of_all(tree.iter().copied()));
-    Some(
-        processes::sum(&root.proc, tree)
-            .used
-            .saturating_add(gpu.unwrap_or_default()),
-    )
+    Some(processes::sum(&root.proc, tree).used.saturating_add(gpu.unwrap_or_default()))
 }
 
 /// Whether there is no such process. One that `/proc` does not show may only be hidden from us (`hidepid`).
@@ -335,18 +330,12 @@ mod tests {
         units::Timestamp,
     };
 
-    fn measurer() -> (
-        Measurer,
-        tokio::sync::mpsc::Receiver<crate::daemon::control_loop::Inbound>,
-    ) {
+    fn measurer() -> (Measurer, tokio::sync::mpsc::Receiver<crate::daemon::control_loop::Inbound>) {
         let (control, inbox) = ControlHandle::new("boot".to_owned(), Vec::new(), MonotonicClock::start(), 64);
         let (parts, _losses) = Parts::new();
         let root = ProbeRoot::default();
         let metrics = Arc::new(Metrics::new());
-        (
-            Measurer::new(&control, root, BTreeMap::new(), None, &metrics, &parts),
-            inbox,
-        )
+        (Measurer::new(&control, root, BTreeMap::new(), None, &metrics, &parts), inbox)
     }
 
     #[tokio::test]
@@ -356,10 +345,7 @@ mod tests {
         let shared = &measurer.shared;
         assert_eq!(shared.depart(["a".to_owned(), "a".to_owned()]), names(&["a"]));
         for _ in 0..3 {
-            assert!(
-                !shared.depart(["a".to_owned(), "b".to_owned()]).contains("a"),
-                "it is under way"
-            );
+            assert!(!shared.depart(["a".to_owned(), "b".to_owned()]).contains("a"), "it is under way");
         }
         assert!(shared.is_wanted_again("a"));
         assert!(!shared.is_wanted_again("a"));
@@ -463,10 +449,7 @@ mod tests {
         child.wait().unwrap();
         assert_eq!(measure(&[pid]), Some(Bytes::ZERO));
         // A process of somebody else that is there.
-        assert!(
-            measure(&[1]).is_some_and(|used| used > Bytes::ZERO),
-            "the first process"
-        );
+        assert!(measure(&[1]).is_some_and(|used| used > Bytes::ZERO), "the first process");
         // One that is there and that this list does not show is hidden, not gone.
         assert_eq!(tenant_memory(&root, &ProcessTable::default(), &[1], &none), None);
     }
@@ -489,11 +472,7 @@ mod tests {
         let measure = |pids: &[u32]| tenant_memory(&root, &table, pids, &holders);
         assert_eq!(measure(&[100]), Some(Bytes::from_kib(30)));
         assert_eq!(measure(&[102]), Some(Bytes::from_kib(120)));
-        assert_eq!(
-            measure(&[100, 102]),
-            Some(Bytes::from_kib(150)),
-            "one tenant with two leases"
-        );
+        assert_eq!(measure(&[100, 102]), Some(Bytes::from_kib(150)), "one tenant with two leases");
         // What the GPU of a Jetson holds for each, and for others.
         let clients = root.sys("kernel/debug/nvmap/iovmm/clients");
         std::fs::create_dir_all(clients.parent().unwrap()).unwrap();

@@ -24,10 +24,7 @@ impl Parts {
 
     /// The same on another runtime.
     pub(super) fn on(&self, runtime: &Handle) -> Self {
-        Self {
-            lost: self.lost.clone(),
-            runtime: runtime.clone(),
-        }
+        Self { lost: self.lost.clone(), runtime: runtime.clone() }
     }
 
     /// Starts a task that may end; breaking down is a loss.

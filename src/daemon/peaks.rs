@@ -89,10 +89,7 @@ fn read(path: &Path) -> Result<Peaks, PeaksErrorKind> {
 }
 
 fn write(path: &Path, peaks: &Peaks) -> io::Result<()> {
-    let stored = Stored {
-        version: VERSION,
-        peaks: peaks.iter().cloned().collect(),
-    };
+    let stored = Stored { version: VERSION, peaks: peaks.iter().cloned().collect() };
     let text = serde_json::to_vec_pretty(&stored)?;
     let new = path.with_extension("json.new");
     let mut file = File::create(&new)?;
@@ -163,10 +160,7 @@ mod tests {
             assert!(error.to_string().contains(FILE));
         }
         fs::write(&path, vec![b' '; 2 << 20]).unwrap();
-        assert!(matches!(
-            learned_peaks(folder.path()).unwrap_err().kind,
-            PeaksErrorKind::TooLong
-        ));
+        assert!(matches!(learned_peaks(folder.path()).unwrap_err().kind, PeaksErrorKind::TooLong));
     }
 
     #[tokio::test]

@@ -50,8 +50,7 @@ impl Recorder {
     pub(super) fn checkpoint_if_wanted(&mut self, at: Timestamp, arbiter: &Arbiter) {
         if self.journal.wants_checkpoint() {
             let checkpoint = Box::new(arbiter.checkpoint());
-            self.journal
-                .record(at, SystemTime::now(), Content::Checkpoint(checkpoint));
+            self.journal.record(at, SystemTime::now(), Content::Checkpoint(checkpoint));
         }
     }
 
@@ -68,8 +67,7 @@ impl Recorder {
         emergency::outside(|| {
             self.record_handled();
             for action in actions {
-                self.journal
-                    .record(at, SystemTime::now(), Content::Action(action.clone()));
+                self.journal.record(at, SystemTime::now(), Content::Action(action.clone()));
             }
         });
     }

@@ -92,11 +92,7 @@ async fn every_refusal_is_what_each_protocol_calls_it() {
         let codes = [&openai, &ollama, &anthropic].map(|answer| answer.status().as_u16());
         assert_eq!(codes[0], codes[1], "{refusal:?}");
         let (openai, ollama, anthropic) = (body(openai).await, body(ollama).await, body(anthropic).await);
-        for message in [
-            &openai["error"]["message"],
-            &ollama["error"],
-            &anthropic["error"]["message"],
-        ] {
+        for message in [&openai["error"]["message"], &ollama["error"], &anthropic["error"]["message"]] {
             assert!(message.as_str().unwrap().starts_with(&text), "{message}");
         }
         assert!(anthropic["type"] == "error" && anthropic["error"]["code"] == openai["error"]["code"]);
@@ -110,10 +106,7 @@ async fn every_refusal_is_what_each_protocol_calls_it() {
         let handled = if not_handled.is_some() { " not-handled" } else { "" };
 
         let retry = retries(should_retry == "true");
-        let found = format!(
-            "{grpc}, {} {code}{retry}, {} {kind}, {}{handled}",
-            codes[0], codes[2], error.code
-        );
+        let found = format!("{grpc}, {} {code}{retry}, {} {kind}, {}{handled}", codes[0], codes[2], error.code);
         assert_eq!(found, expected(&refusal), "{refusal:?}");
     }
     insta::assert_snapshot!(messages.join("\n"));

@@ -107,19 +107,13 @@ impl Reloader {
         });
         let (new, clients) = read.await.map_err(|_ending| ReloadError::Stopping)??;
         let (next, changes) = self.running.reloaded(&new);
-        let params = next.params(self.machine).map_err(|faults| ReloadError::Settings {
-            file: self.file.clone(),
-            faults,
-        })?;
+        let params =
+            next.params(self.machine).map_err(|faults| ReloadError::Settings { file: self.file.clone(), faults })?;
         // A worker may start as soon as the arbiter has its settings.
         self.change_workers(&next);
         let ticket = self.control.ticket();
         let (caller, answer) = oneshot::channel();
-        let event = Event::Reconfigured {
-            ticket,
-            params: Box::new(params),
-            changes: changes.clone(),
-        };
+        let event = Event::Reconfigured { ticket, params: Box::new(params), changes: changes.clone() };
         let asked = self.control.submit(event, Some((ticket, caller)));
         let answer = match asked {
             Ok(()) => answer.await.map_err(|_closed| ReloadError::Stopping),
@@ -185,10 +179,7 @@ pub(super) fn access_of(config: &Config, clients: Option<Vec<ClientConfig>>, bef
     Access {
         hosts: config.http.allowed_hosts.clone(),
         clients: clients.map(|clients| clients.into_iter().map(client).collect()),
-        keyless: Keyless {
-            health: keyless(config::Keyless::Health),
-            metrics: keyless(config::Keyless::Metrics),
-        },
+        keyless: Keyless { health: keyless(config::Keyless::Health), metrics: keyless(config::Keyless::Metrics) },
     }
 }
 

@@ -100,10 +100,7 @@ pub async fn run(
     control_runtime: Handle,
 ) -> Result<(), RunError> {
     let clock = MonotonicClock::start();
-    let signals = Signals::install().map_err(|source| RunError::System {
-        what: "signals",
-        source,
-    })?;
+    let signals = Signals::install().map_err(|source| RunError::System { what: "signals", source })?;
     for (key, folder) in [("runtime_dir", &config.runtime_dir), ("state_dir", &config.state_dir)] {
         make_folder(folder)?;
         is_ours(key, folder)?;
@@ -149,14 +146,7 @@ pub async fn run(
     let current = engine.as_ref().map(EngineDriver::current);
     let status = Arc::new(Status::new(&control, &metrics, &config, current.clone(), dropped));
     let access = watch::Sender::new(Arc::new(access_of(&config, keys, &Access::default())));
-    let clients = clients_of(
-        &config,
-        &control,
-        &workers,
-        current.as_ref(),
-        (&status, &metrics),
-        access.subscribe(),
-    );
+    let clients = clients_of(&config, &control, &workers, current.as_ref(), (&status, &metrics), access.subscribe());
     let reloader = Reloader {
         file: absolute(&source.file),
         log: source.log,
@@ -171,21 +161,9 @@ pub async fn run(
     // The loop.
     let (pace, interval) = Pace::new();
     let device = Device {
-        measurer: Measurer::new(
-            &control,
-            root.clone(),
-            workers.handles(),
-            current.clone(),
-            &metrics,
-            &parts,
-        ),
+        measurer: Measurer::new(&control, root.clone(), workers.handles(), current.clone(), &metrics, &parts),
         watchdog: Watchdog::new(&control, current),
-        accounts: Accounts {
-            recorder,
-            handoff,
-            figures: Figures::new(&metrics),
-            metrics,
-        },
+        accounts: Accounts { recorder, handoff, figures: Figures::new(&metrics), metrics },
         upkeep: Upkeep::new(clock.now(), notify::watchdog_interval()),
         peaks: PeakStore::new(&config.state_dir, &parts),
         control: Arc::clone(&control),
@@ -220,10 +198,7 @@ pub async fn run(
     );
     tokio::spawn(settle(Arc::clone(&control), config.llm.is_some()));
     let watchdog = &control_loop.device().watchdog;
-    watchdog.start().map_err(|source| RunError::System {
-        what: "the watchdog's thread",
-        source,
-    })?;
+    watchdog.start().map_err(|source| RunError::System { what: "the watchdog's thread", source })?;
     parts.spawn_for_good("reload", reloader.open());
     notify::ready();
     let running = run_to_the_end(control_loop, inbox, signals, losses, listeners);
@@ -236,9 +211,7 @@ pub async fn run(
         }
         Err(broken) => match broken.try_into_panic() {
             Ok(panic) => std::panic::resume_unwind(panic),
-            Err(cancelled) => Err(RunError::Lost {
-                what: format!("the loop has ended: {cancelled}"),
-            }),
+            Err(cancelled) => Err(RunError::Lost { what: format!("the loop has ended: {cancelled}") }),
         },
     }
 }
@@ -271,13 +244,7 @@ fn clients_of(
             status: Arc::clone(status) as Arc<dyn StatusBackend>,
         },
         access,
-        wyoming: wyoming::Backends {
-            speech,
-            chat,
-            asr,
-            tts,
-            metrics: Arc::clone(metrics),
-        },
+        wyoming: wyoming::Backends { speech, chat, asr, tts, metrics: Arc::clone(metrics) },
         generator: llm.map(|(llm, _)| llm as Arc<dyn Generator>),
     }
 }
@@ -350,48 +317,29 @@ async fn take_listeners(config: &Config, has_place: bool) -> Result<Bound, RunEr
 }
 
 fn make_folder(path: &Path) -> Result<(), RunError> {
-    fs::create_dir_all(path).map_err(|source| RunError::Folder {
-        path: path.to_owned(),
-        source,
-    })
+    fs::create_dir_all(path).map_err(|source| RunError::Folder { path: path.to_owned(), source })
 }
 
 /// Refuses a folder in which others could replace our files, locks and sockets.
 fn is_ours(key: &'static str, path: &Path) -> Result<(), RunError> {
-    let found = fs::metadata(path).map_err(|source| RunError::Folder {
-        path: path.to_owned(),
-        source,
-    })?;
-    let open = |why, remedy| RunError::Open {
-        path: path.to_owned(),
-        key,
-        why,
-        remedy,
-    };
+    let found = fs::metadata(path).map_err(|source| RunError::Folder { path: path.to_owned(), source })?;
+    let open = |why, remedy| RunError::Open { path: path.to_owned(), key, why, remedy };
     if found.mode() & 0o002 != 0 {
         let why = format!("everybody may write to it (mode {:04o})", found.mode() & 0o7777);
-        return Err(open(
-            why,
-            format!("chmod o-w {}, or set `{key}` to a folder below it", path.display()),
-        ));
+        return Err(open(why, format!("chmod o-w {}, or set `{key}` to a folder below it", path.display())));
     }
     let us = nix::unistd::geteuid().as_raw();
     let owner = found.uid();
     // The state may lie in a volume of another owner; sockets and locks are trusted for where they are.
     if key == "runtime_dir" && ![us, 0].contains(&owner) {
         let why = format!("it belongs to uid {owner}, and the supervisor runs as uid {us}");
-        return Err(open(
-            why,
-            format!("chown {us} {}, or set `{key}` to another folder", path.display()),
-        ));
+        return Err(open(why, format!("chown {us} {}, or set `{key}` to another folder", path.display())));
     }
     Ok(())
 }
 
 /// A name for this run that no other run has: the kernel's random UUID, or the time where that cannot be read.
 fn boot_id() -> String {
-    fs::read_to_string("/proc/sys/kernel/random/uuid").map_or_else(
-        |_| format!("{:?}", std::time::SystemTime::now()),
-        |text| text.trim().to_owned(),
-    )
+    fs::read_to_string("/proc/sys/kernel/random/uuid")
+        .map_or_else(|_| format!("{:?}", std::time::SystemTime::now()), |text| text.trim().to_owned())
 }

@@ -76,12 +76,7 @@ fn drained(control_loop: &DaemonLoop) -> impl Future<Output = ()> + use<> {
 async fn stop(control_loop: DaemonLoop, listeners: Listeners) {
     let (arbiter, device) = control_loop.into_parts();
     device.watchdog.stand_down();
-    let Device {
-        engine,
-        workers,
-        accounts,
-        ..
-    } = device;
+    let Device { engine, workers, accounts, .. } = device;
     let engine = async {
         if let Some(engine) = engine {
             engine.stop(STOP_GRACE).await;

@@ -11,10 +11,7 @@ pub(super) fn make_parent(path: &Path) -> Result<(), RunError> {
             .recursive(true)
             .mode(0o750)
             .create(folder)
-            .map_err(|source| RunError::Folder {
-                path: folder.to_owned(),
-                source,
-            }),
+            .map_err(|source| RunError::Folder { path: folder.to_owned(), source }),
         _ => Ok(()),
     }
 }

@@ -25,10 +25,7 @@ pub(super) fn drop_program() {
         }
         let (begin, end) = map.address;
         let length = usize::try_from(end.saturating_sub(begin)).unwrap_or(0);
-        let Some(address) = usize::try_from(begin)
-            .ok()
-            .and_then(|begin| NonNull::new(begin as *mut c_void))
-        else {
+        let Some(address) = usize::try_from(begin).ok().and_then(|begin| NonNull::new(begin as *mut c_void)) else {
             continue;
         };
         // SAFETY: the range is a private, read-only mapping of a file, and none of its pages has been changed since it was

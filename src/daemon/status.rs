@@ -43,9 +43,7 @@ impl Status {
         engine: Option<CurrentEngine>,
         dropped: LinesDropped,
     ) -> Self {
-        let created = SystemTime::now()
-            .duration_since(SystemTime::UNIX_EPOCH)
-            .map_or(0, |time| time.as_secs());
+        let created = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |time| time.as_secs());
         Self {
             control: Arc::clone(control),
             metrics: Arc::clone(metrics),
@@ -104,10 +102,7 @@ impl Names {
         for (alias, name) in &config.http.voices {
             match voices.iter_mut().find(|voice| voice.name == *name) {
                 Some(voice) => voice.aliases.push(alias.clone()),
-                None => voices.push(Voice {
-                    name: name.clone(),
-                    aliases: vec![alias.clone()],
-                }),
+                None => voices.push(Voice { name: name.clone(), aliases: vec![alias.clone()] }),
             }
         }
         // The first one speaks when none is named, or one that there is not.
@@ -140,8 +135,7 @@ impl StatusBackend for Status {
             self.metrics.set_command_gap(snapshot.command_gap_max);
             if let (Some(shape), Some(plan)) = (&snapshot.shape, &snapshot.plan) {
                 let per_token = shape.kv.bytes_per_token(plan.kv_type);
-                self.metrics
-                    .set_kv_used(per_token.saturating_mul(u64::from(snapshot.position.get())));
+                self.metrics.set_kv_used(per_token.saturating_mul(u64::from(snapshot.position.get())));
             }
         }
         self.metrics.encode()
@@ -162,8 +156,7 @@ impl StatusBackend for Status {
     fn tokens(&self, usage: Usage) {
         self.metrics.tokens("prompt", u64::from(usage.prompt_tokens.get()));
         self.metrics.tokens("cached", u64::from(usage.cached_tokens.get()));
-        self.metrics
-            .tokens("completion", u64::from(usage.completion_tokens.get()));
+        self.metrics.tokens("completion", u64::from(usage.completion_tokens.get()));
     }
 
     fn models(&self) -> Vec<ModelInfo> {

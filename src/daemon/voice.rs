@@ -100,11 +100,7 @@ enum Outcome {
 
 impl Queue {
     fn new(act: &'static str, control: &Arc<ControlHandle>) -> Arc<Self> {
-        Arc::new(Self {
-            act,
-            control: Arc::clone(control),
-            backlog: Mutex::default(),
-        })
+        Arc::new(Self { act, control: Arc::clone(control), backlog: Mutex::default() })
     }
 
     /// A place in the queue, if the answer, up to its end where there is a `rest` of so many parts, is to be expected while
@@ -119,20 +115,13 @@ impl Queue {
         let patience = patience.map(|patience| patience.saturating_sub(TO_ANSWER));
         let mut backlog = self.backlog.lock().unwrap_or_else(PoisonError::into_inner);
         let with_others =
-            backlog
-                .admit_whole(now, work, rest, patience)
-                .map_err(|expected| Refusal::DeadlineUnreachable {
-                    act: self.act.to_owned(),
-                    patience_ms: millis(patience.unwrap_or_default()),
-                    expected_ms: millis(expected),
-                    retry_after: expected.saturating_sub(patience.unwrap_or_default()).max(RETRY_SOON),
-                })?;
-        Ok(Queued {
-            queue: Arc::clone(self),
-            work,
-            with_others,
-            outcome: Outcome::Dropped,
-        })
+            backlog.admit_whole(now, work, rest, patience).map_err(|expected| Refusal::DeadlineUnreachable {
+                act: self.act.to_owned(),
+                patience_ms: millis(patience.unwrap_or_default()),
+                expected_ms: millis(expected),
+                retry_after: expected.saturating_sub(patience.unwrap_or_default()).max(RETRY_SOON),
+            })?;
+        Ok(Queued { queue: Arc::clone(self), work, with_others, outcome: Outcome::Dropped })
     }
 }
 
@@ -177,17 +166,12 @@ impl Voice {
         meta: &RequestMeta,
     ) -> Result<(SpeechClient, AtWork, String), Refusal> {
         let Some(speaker) = speaker else {
-            return Err(Refusal::NotConfigured {
-                act: act.to_owned(),
-                what: what.to_owned(),
-            });
+            return Err(Refusal::NotConfigured { act: act.to_owned(), what: what.to_owned() });
         };
         let name = speaker.handle.name().to_owned();
         let limit = speaker.way.wake_timeout;
         // What has not begun before the client gives up is of no use to it; a refusal in time is.
-        let limit = meta
-            .patience
-            .map_or(limit, |patience| limit.min(patience.saturating_sub(TO_ANSWER)));
+        let limit = meta.patience.map_or(limit, |patience| limit.min(patience.saturating_sub(TO_ANSWER)));
         let deadline = Instant::now() + limit;
         let mut states = self.control.snapshot();
         let mut asked = false;
@@ -242,10 +226,7 @@ enum Look {
 fn look(state: &Snapshot, speaker: &Speaker, act: &str) -> Look {
     let act = act.to_owned();
     if state.draining {
-        return Look::Never(Refusal::Draining {
-            act,
-            retry_after: RETRY_SOON,
-        });
+        return Look::Never(Refusal::Draining { act, retry_after: RETRY_SOON });
     }
     let name = speaker.handle.name();
     let Some(view) = state.workers.iter().find(|view| view.name == name) else {
@@ -257,10 +238,7 @@ fn look(state: &Snapshot, speaker: &Speaker, act: &str) -> Look {
             reason: view.last_exit.clone().unwrap_or_default(),
             retry_after: RETRY_SOON,
         }),
-        (_, Some(Rest::Operator)) => Look::Never(Refusal::Stopped {
-            act,
-            worker: name.to_owned(),
-        }),
+        (_, Some(Rest::Operator)) => Look::Never(Refusal::Stopped { act, worker: name.to_owned() }),
         (snapshot::WorkerState::Ready, _) if view.winding_up => Look::Wait("about to be restarted"),
         (snapshot::WorkerState::Ready, _) => match (speaker.handle.state(), speaker.handle.endpoint()) {
             (WorkerState::Ready { .. }, Some(endpoint)) => Look::Go(endpoint),
@@ -289,11 +267,8 @@ fn look(state: &Snapshot, speaker: &Speaker, act: &str) -> Look {
 
 /// How a worker that listens there is asked.
 fn client_of(endpoint: Endpoint, way: &Way) -> SpeechClient {
-    let timeouts = ClientTimeouts {
-        transcribe: way.answer_timeout,
-        synthesize: way.answer_timeout,
-        ..ClientTimeouts::default()
-    };
+    let timeouts =
+        ClientTimeouts { transcribe: way.answer_timeout, synthesize: way.answer_timeout, ..ClientTimeouts::default() };
     let shape = match way.protocol {
         WorkerProtocol::OpenaiHttp => HttpShape::Openai,
         WorkerProtocol::PiperHttp => HttpShape::Piper,
@@ -312,23 +287,15 @@ fn client_of(endpoint: Endpoint, way: &Way) -> SpeechClient {
 }
 
 fn lost(worker: String) -> impl FnOnce(ClientError) -> Refusal {
-    move |error| Refusal::WorkerLost {
-        worker,
-        reason: in_one_line(&error),
-        retry_after: RETRY_SOON,
-    }
+    move |error| Refusal::WorkerLost { worker, reason: in_one_line(&error), retry_after: RETRY_SOON }
 }
 
 /// The refusal for a worker's failure. Input that the worker will never accept is a final error, which clients do not repeat.
 fn refusal_of(error: ClientError, worker: String, field: &str) -> Refusal {
     match error {
-        ClientError::Refused {
-            text, code: Some(code), ..
-        } if matches!(code.as_str(), BAD_REQUEST | TOO_LONG) => Refusal::Invalid {
-            field: field.to_owned(),
-            value: worker,
-            problem: format!("does not take it: {text}"),
-        },
+        ClientError::Refused { text, code: Some(code), .. } if matches!(code.as_str(), BAD_REQUEST | TOO_LONG) => {
+            Refusal::Invalid { field: field.to_owned(), value: worker, problem: format!("does not take it: {text}") }
+        }
         error => lost(worker)(error),
     }
 }
@@ -359,22 +326,17 @@ fn check_language(wanted: &str, known: &[&str]) -> Result<(), Refusal> {
 impl SpeechBackend for Voice {
     fn transcribe(&self, request: TranscribeRequest) -> BoxFuture<'_, Result<Transcript, Refusal>> {
         async move {
-            let mut queued = self
-                .recordings
-                .admit(request.audio.duration(), NO_REST, request.meta.patience)?;
+            let mut queued = self.recordings.admit(request.audio.duration(), NO_REST, request.meta.patience)?;
             // It is never closed.
             let _place = self.places.acquire().await.ok();
-            let (client, at_work, name) = self
-                .client(self.asr.as_ref(), TRANSCRIBE, "speech recogniser", &request.meta)
-                .await?;
+            let (client, at_work, name) =
+                self.client(self.asr.as_ref(), TRANSCRIBE, "speech recogniser", &request.meta).await?;
             if let Some(language) = &request.language {
                 let known = client.languages().await.map_err(lost(name.clone()))?;
                 let known: Vec<&str> = known.iter().map(String::as_str).collect();
                 check_language(language, &known)?;
             }
-            let heard = client
-                .hear(&request.audio, request.language.as_deref(), request.pieces.as_ref())
-                .await;
+            let heard = client.hear(&request.audio, request.language.as_deref(), request.pieces.as_ref()).await;
             drop(at_work);
             if heard.is_ok() {
                 queued.outcome = Outcome::Answered;
@@ -390,10 +352,7 @@ impl SpeechBackend for Voice {
             if let Some(ears) = &self.asr {
                 ears.hangs.answered();
             }
-            Ok(Transcript {
-                text: heard.text,
-                language: heard.language.or(request.language),
-            })
+            Ok(Transcript { text: heard.text, language: heard.language.or(request.language) })
         }
         .boxed()
     }
@@ -414,10 +373,7 @@ impl SpeechBackend for Voice {
             // Of a text without words the worker makes what it will.
             let first = texts.pop_front().unwrap_or_else(|| request.text.clone());
             let rest = match request.whole {
-                true => (
-                    texts.iter().map(|text| spoken(text)).sum(),
-                    u32::try_from(texts.len()).unwrap_or(u32::MAX),
-                ),
+                true => (texts.iter().map(|text| spoken(text)).sum(), u32::try_from(texts.len()).unwrap_or(u32::MAX)),
                 false => NO_REST,
             };
             let queued = self.texts.admit(spoken(&first), rest, request.meta.patience)?;
@@ -436,10 +392,7 @@ impl SpeechBackend for Voice {
             };
             let speech = speaking.begin(&first).await?;
             let rate = speech.sample_rate_hz();
-            let sound = Sound {
-                speech,
-                resampler: None,
-            };
+            let sound = Sound { speech, resampler: None };
             let chunks = stream::unfold(Some((speaking, sound)), move |state| async move {
                 let (mut speaking, mut sound) = state?;
                 match speaking.next(&mut sound, rate).await {
@@ -448,10 +401,7 @@ impl SpeechBackend for Voice {
                     Err(refusal) => Some((Err(refusal), None)),
                 }
             });
-            Ok(SpeechStream {
-                rate,
-                chunks: chunks.boxed(),
-            })
+            Ok(SpeechStream { rate, chunks: chunks.boxed() })
         }
         .boxed()
     }
@@ -482,10 +432,7 @@ struct Sound {
 impl Speaking {
     async fn begin(&mut self, text: &str) -> Result<client::SpeechStream, Refusal> {
         let since = Instant::now();
-        let begun = self
-            .client
-            .synthesize(text, self.voice.as_deref(), self.speaker.as_deref())
-            .await;
+        let begun = self.client.synthesize(text, self.voice.as_deref(), self.speaker.as_deref()).await;
         self.waited += since.elapsed();
         begun.map_err(|error| self.failed(error))
     }
@@ -500,10 +447,7 @@ impl Speaking {
                 let samples = samples.map_err(|error| self.failed(error))?;
                 return match &mut sound.resampler {
                     None => Ok(Some(samples)),
-                    Some(resampler) => resampler
-                        .push(&samples)
-                        .map(Some)
-                        .map_err(|error| self.unusable(&error)),
+                    Some(resampler) => resampler.push(&samples).map(Some).map_err(|error| self.unusable(&error)),
                 };
             }
             if let Some(resampler) = sound.resampler.take() {
@@ -555,20 +499,13 @@ mod tests {
         }
         check_language("de", &[]).unwrap();
         let refusal = check_language("de", &["en", "en-US"]).unwrap_err();
-        assert_eq!(
-            refusal.to_string(),
-            "language: `de` is not one of those that the recogniser knows: en, en-US"
-        );
+        assert_eq!(refusal.to_string(), "language: `de` is not one of those that the recogniser knows: en, en-US");
     }
 
     #[tokio::test]
     async fn a_speed_that_no_voice_has_is_refused() {
-        let (control, _inbox) = ControlHandle::new(
-            "boot".to_owned(),
-            Vec::new(),
-            crate::daemon::clock::MonotonicClock::start(),
-            64,
-        );
+        let (control, _inbox) =
+            ControlHandle::new("boot".to_owned(), Vec::new(), crate::daemon::clock::MonotonicClock::start(), 64);
         let request = SpeechRequest {
             meta: RequestMeta::default(),
             model: String::new(),
@@ -579,9 +516,6 @@ mod tests {
             whole: false,
         };
         let refusal = Voice::new(control, None, None).synthesize(request).await.err().unwrap();
-        assert!(
-            matches!(refusal, Refusal::Invalid { ref field, .. } if field == "speed"),
-            "{refusal}"
-        );
+        assert!(matches!(refusal, Refusal::Invalid { ref field, .. } if field == "speed"), "{refusal}");
     }
 }

@@ -55,13 +55,10 @@ impl Watchdog {
     pub(super) fn start(&self) -> io::Result<()> {
         let watched = Arc::clone(&self.shared);
         watched.control.beat(watched.control.clock().now());
-        std::thread::Builder::new()
-            .name("watchdog".to_owned())
-            .stack_size(STACK)
-            .spawn(move || {
-                emergency::lock_stack();
-                watched.watch();
-            })?;
+        std::thread::Builder::new().name("watchdog".to_owned()).stack_size(STACK).spawn(move || {
+            emergency::lock_stack();
+            watched.watch();
+        })?;
         Ok(())
     }
 
@@ -156,11 +153,7 @@ impl Stall {
     /// Judges a loop that last ran `idle` ago.
     fn observe(&mut self, idle: Duration) -> Reaction {
         if idle < STALL_MIN {
-            return if std::mem::take(&mut self.noticed) {
-                Reaction::Resumed
-            } else {
-                Reaction::None
-            };
+            return if std::mem::take(&mut self.noticed) { Reaction::Resumed } else { Reaction::None };
         }
         if !std::mem::replace(&mut self.noticed, true) {
             Reaction::Shed
@@ -198,10 +191,7 @@ mod tests {
     use super::*;
 
     fn observed(stall: &mut Stall, millis: &[u64]) -> Vec<Reaction> {
-        millis
-            .iter()
-            .map(|millis| stall.observe(Duration::from_millis(*millis)))
-            .collect()
+        millis.iter().map(|millis| stall.observe(Duration::from_millis(*millis))).collect()
     }
 
     #[test]
@@ -219,9 +209,6 @@ mod tests {
         let mut stall = Stall::default();
         // The machine was suspended, or the detector itself had no processor: the engine still sheds first.
         assert_eq!(observed(&mut stall, &[60_000, 60_125]), [Reaction::Shed, Reaction::End]);
-        assert_eq!(
-            observed(&mut Stall::default(), &[1750, 5000]),
-            [Reaction::Shed, Reaction::End]
-        );
+        assert_eq!(observed(&mut Stall::default(), &[1750, 5000]), [Reaction::Shed, Reaction::End]);
     }
 }

@@ -86,11 +86,8 @@ impl Workers {
         let ends = Ends::default();
         let heir = heir_of(config);
         let roots = KernelRoots::default();
-        let groups = if config.workers.is_empty() {
-            Groups::none("there are no workers")
-        } else {
-            Groups::open(&roots)
-        };
+        let groups =
+            if config.workers.is_empty() { Groups::none("there are no workers") } else { Groups::open(&roots) };
         let mut workers = Self {
             handles: BTreeMap::new(),
             orders: BTreeMap::new(),
@@ -122,10 +119,7 @@ impl Workers {
             };
             workers.roles.insert(name, (worker.role, way));
         }
-        parts.spawn(
-            "the bridge to the workers",
-            forward(receiver, Arc::clone(control), ends),
-        );
+        parts.spawn("the bridge to the workers", forward(receiver, Arc::clone(control), ends));
         workers
     }
 
@@ -136,10 +130,7 @@ impl Workers {
 
     /// What all of them were made from.
     pub(super) fn specs(&self) -> Vec<WorkerSpec> {
-        self.handles
-            .values()
-            .map(|worker| WorkerSpec::clone(&worker.spec()))
-            .collect()
+        self.handles.values().map(|worker| WorkerSpec::clone(&worker.spec())).collect()
     }
 
     /// Where their supervisors follow one another.
@@ -268,10 +259,7 @@ impl Workers {
 
 /// The specification of a worker that may outlive this supervisor.
 pub(super) fn supervised(worker: &WorkerConfig, config: &Config) -> WorkerSpec {
-    WorkerSpec {
-        heir: Some(heir_of(config)),
-        ..spec_of(worker, &config.runtime_dir)
-    }
+    WorkerSpec { heir: Some(heir_of(config)), ..spec_of(worker, &config.runtime_dir) }
 }
 
 /// Turns changes in the requests in flight at each worker into events. One task does so: sent from where requests begin
@@ -353,11 +341,7 @@ async fn forward(mut reports: mpsc::Receiver<WorkerEvent>, control: Arc<ControlH
             WorkerEventKind::Failed { reason } => match reason {
                 FailureReason::NotStarted { error } => {
                     note(&worker, "not_started");
-                    Event::WorkerExited {
-                        worker,
-                        intended: false,
-                        cause: error,
-                    }
+                    Event::WorkerExited { worker, intended: false, cause: error }
                 }
                 FailureReason::NotReady { waited, last_attempt } => {
                     let last = last_attempt.map_or_else(String::new, |text| format!(" ({text})"));
@@ -411,16 +395,8 @@ fn end_of(exit: &ExitReport) -> &'static str {
 
 /// What the book has of a worker at its end.
 fn lease_of(state: &Snapshot, worker: &str) -> Option<LeaseAtDeath> {
-    let lease = state
-        .leases
-        .iter()
-        .find(|lease| lease.tenant == worker && lease.kind == LeaseKind::Worker)?;
-    Some(LeaseAtDeath {
-        held: lease.held,
-        min: lease.min,
-        max: lease.max,
-        free: state.free,
-    })
+    let lease = state.leases.iter().find(|lease| lease.tenant == worker && lease.kind == LeaseKind::Worker)?;
+    Some(LeaseAtDeath { held: lease.held, min: lease.min, max: lease.max, free: state.free })
 }
 
 fn tell_death(certificate: &DeathCertificate) {

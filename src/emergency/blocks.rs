@@ -27,16 +27,8 @@ struct Class {
 /// Sizes and numbers, 704 KiB in all. A decision over 32 layers asks some 150 times for 125 KB in all, most of it below 512
 /// bytes and never more than a few KiB at once; this is room for several at a time, for the words that wait to be written,
 /// and for what some leases leave that are granted by a shed. Our choice: a daemon without a model is to stay small.
-const SIZES: [(usize, u32); CLASSES] = [
-    (64, 1024),
-    (128, 1024),
-    (256, 512),
-    (512, 256),
-    (1024, 64),
-    (4096, 16),
-    (16_384, 4),
-    (65_536, 1),
-];
+const SIZES: [(usize, u32); CLASSES] =
+    [(64, 1024), (128, 1024), (256, 512), (512, 256), (1024, 64), (4096, 16), (16_384, 4), (65_536, 1)];
 
 const CLASSES: usize = 8;
 
@@ -68,10 +60,7 @@ const fn totals() -> (usize, usize) {
     (bytes, blocks)
 }
 
-#[expect(
-    clippy::indexing_slicing,
-    reason = "computed by the compiler, which refuses what is out of bounds"
-)]
+#[expect(clippy::indexing_slicing, reason = "computed by the compiler, which refuses what is out of bounds")]
 const fn classes() -> [Class; CLASSES] {
     let mut classes = [const {
         Class {
@@ -121,11 +110,7 @@ pub(super) fn take(layout: Layout) -> Option<*mut u8> {
     // Each starts at a multiple of its size or of a page.
     let (size, align) = (layout.size(), layout.align());
     let mut fitting = CLASS.iter().filter(|class| class.size >= size.max(align));
-    if align > PAGE {
-        None
-    } else {
-        fitting.find_map(Class::take)
-    }
+    if align > PAGE { None } else { fitting.find_map(Class::take) }
 }
 
 /// Takes a block back; false if this is none.
@@ -201,9 +186,7 @@ impl Class {
     /// Puts `first` at the head of the list, if it is still as it was.
     fn change(&self, list: u64, first: u32) -> Result<(), u64> {
         let changed = ((list >> 32).wrapping_add(1) << 32) | u64::from(first);
-        self.list
-            .compare_exchange_weak(list, changed, Ordering::AcqRel, Ordering::Acquire)
-            .map(drop)
+        self.list.compare_exchange_weak(list, changed, Ordering::AcqRel, Ordering::Acquire).map(drop)
     }
 
     fn link(&self, number: u32) -> Option<&'static AtomicU32> {
@@ -227,25 +210,14 @@ mod tests {
     #[test]
     fn blocks_are_large_enough_aligned_and_apart() {
         let mut taken: Vec<(usize, usize)> = Vec::new();
-        for (size, align) in [
-            (1, 1),
-            (64, 64),
-            (65, 1),
-            (100, 128),
-            (4128, 8),
-            (40, 4096),
-            (65_536, 16),
-        ] {
+        for (size, align) in [(1, 1), (64, 64), (65, 1), (100, 128), (4128, 8), (40, 4096), (65_536, 16)] {
             let start = take(Layout::from_size_align(size, align).unwrap()).unwrap();
             let room = room_of(start).unwrap();
             assert!(room >= size && start.addr().is_multiple_of(align));
             taken.push((start.addr(), room));
         }
         taken.sort_unstable();
-        assert!(
-            taken.windows(2).all(|pair| pair[0].0 + pair[0].1 <= pair[1].0),
-            "{taken:?}"
-        );
+        assert!(taken.windows(2).all(|pair| pair[0].0 + pair[0].1 <= pair[1].0), "{taken:?}");
         for (start, _) in taken {
             assert!(give_back(start as *mut u8));
         }

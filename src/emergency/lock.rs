@@ -85,11 +85,7 @@ pub(super) fn range(what: &'static str, start: *const u8, length: usize, when: W
 /// Only mappings of files that can be executed, and those of the program's own file: never memory of the engine.
 #[must_use]
 pub fn lock_program() -> Locked {
-    let mut sum = Locked {
-        what: "the program",
-        bytes: Bytes::ZERO,
-        refused: None,
-    };
+    let mut sum = Locked { what: "the program", bytes: Bytes::ZERO, refused: None };
     let (Ok(program), Ok(maps)) = (env::current_exe(), Process::myself().and_then(|own| own.maps())) else {
         sum.refused = Some("its mappings cannot be read".to_owned());
         return sum;
@@ -103,10 +99,7 @@ pub fn lock_program() -> Locked {
         let (Ok(start), Ok(length)) = (usize::try_from(begin), usize::try_from(end.saturating_sub(begin))) else {
             continue;
         };
-        sum = sum.and(
-            "the program",
-            range("the program", start as *const u8, length, When::Touched),
-        );
+        sum = sum.and("the program", range("the program", start as *const u8, length, When::Touched));
     }
     sum
 }
@@ -150,19 +143,9 @@ mod tests {
 
     #[test]
     fn a_sum_is_locked_when_all_of_it_is() {
-        let good = Locked {
-            what: "a",
-            bytes: Bytes::from_mib(1),
-            refused: None,
-        };
-        let bad = Locked {
-            refused: Some("no".to_owned()),
-            ..good.clone()
-        };
-        assert_eq!(
-            good.clone().and("both", good.clone()).to_string(),
-            "both cannot be paged out (2 MiB at most)"
-        );
+        let good = Locked { what: "a", bytes: Bytes::from_mib(1), refused: None };
+        let bad = Locked { refused: Some("no".to_owned()), ..good.clone() };
+        assert_eq!(good.clone().and("both", good.clone()).to_string(), "both cannot be paged out (2 MiB at most)");
         assert_eq!(good.and("both", bad).to_string(), "both may be paged out: no");
     }
 }

@@ -40,11 +40,7 @@ pub fn be_prompt() -> io::Result<()> {
     wanted.flags |= RESET_ON_FORK;
     // SAFETY: the structure is as long as its first field says, and the kernel only reads it.
     let result = unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const wanted, 0) };
-    if result == 0 {
-        Ok(())
-    } else {
-        Err(io::Error::last_os_error())
-    }
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 /// How this thread is scheduled now.
@@ -78,15 +74,9 @@ mod tests {
             assert_eq!((after.policy, after.nice), (before.policy, 3));
             assert_eq!(after.flags & RESET_ON_FORK, RESET_ON_FORK);
             let child = std::thread::spawn(|| attributes().unwrap()).join().unwrap();
-            assert_eq!(
-                (child.nice, child.flags & RESET_ON_FORK, child.runtime),
-                (3, 0, before.runtime)
-            );
+            assert_eq!((child.nice, child.flags & RESET_ON_FORK, child.runtime), (3, 0, before.runtime));
             // Kernels before 6.12 tell no slice of ordinary threads.
-            assert!(
-                after.runtime == SLICE_NS || after.runtime == before.runtime,
-                "{after:?}"
-            );
+            assert!(after.runtime == SLICE_NS || after.runtime == before.runtime, "{after:?}");
         })
         .join()
         .unwrap();

@@ -269,11 +269,7 @@ fn cut_call(inner: &str, texts: &BTreeSet<(String, String)>) -> Option<AnswerPar
 
 /// The same of `{"name": …, "arguments": …`.
 fn cut_json_call(text: &str) -> Option<AnswerPart> {
-    let rest = text
-        .trim_start()
-        .strip_prefix('{')?
-        .trim_start()
-        .strip_prefix("\"name\"")?;
+    let rest = text.trim_start().strip_prefix('{')?.trim_start().strip_prefix("\"name\"")?;
     let rest = rest.trim_start().strip_prefix(':')?;
     let mut values = serde_json::Deserializer::from_str(rest).into_iter::<String>();
     let name = values.next()?.ok()?;
@@ -282,8 +278,7 @@ fn cut_json_call(text: &str) -> Option<AnswerPart> {
         .strip_prefix(',')
         .and_then(|rest| {
             let rest = rest.trim_start();
-            rest.strip_prefix("\"arguments\"")
-                .or_else(|| rest.strip_prefix("\"parameters\""))
+            rest.strip_prefix("\"arguments\"").or_else(|| rest.strip_prefix("\"parameters\""))
         })
         .and_then(|rest| rest.trim_start().strip_prefix(':'))
         .map_or("", str::trim_start);
@@ -293,10 +288,7 @@ fn cut_json_call(text: &str) -> Option<AnswerPart> {
         Some(Ok(_)) => whole.byte_offset(),
         _ => arguments.len(),
     };
-    Some(AnswerPart::ToolCall {
-        name,
-        arguments: arguments.get(..end)?.to_owned(),
-    })
+    Some(AnswerPart::ToolCall { name, arguments: arguments.get(..end)?.to_owned() })
 }
 
 /// The same of calls one after the other, of which the last is cut.
@@ -312,10 +304,7 @@ fn cut_bare_calls(text: &str) -> Vec<AnswerPart> {
                 return calls;
             }
         }
-        rest = rest
-            .get(values.byte_offset()..)
-            .unwrap_or_default()
-            .trim_start_matches([';', ' ', '\n', '\r', '\t']);
+        rest = rest.get(values.byte_offset()..).unwrap_or_default().trim_start_matches([';', ' ', '\n', '\r', '\t']);
     }
 }
 
@@ -344,19 +333,13 @@ fn call_of(inner: &str, texts: &BTreeSet<(String, String)>) -> Option<AnswerPart
         rest = after.trim_start();
     }
     let ended = rest.is_empty() || rest.trim() == "</function>";
-    ended.then(|| AnswerPart::ToolCall {
-        name: name.to_owned(),
-        arguments: Value::Object(arguments).to_string(),
-    })
+    ended.then(|| AnswerPart::ToolCall { name: name.to_owned(), arguments: Value::Object(arguments).to_string() })
 }
 
 fn call_of_json(value: &Value) -> Option<AnswerPart> {
     let name = value.get("name")?.as_str()?;
     let arguments = value.get("arguments").or_else(|| value.get("parameters"))?;
-    arguments.is_object().then(|| AnswerPart::ToolCall {
-        name: name.to_owned(),
-        arguments: arguments.to_string(),
-    })
+    arguments.is_object().then(|| AnswerPart::ToolCall { name: name.to_owned(), arguments: arguments.to_string() })
 }
 
 /// The calls of an answer that is nothing but calls: JSON objects, one after the other, with semicolons or without.
@@ -367,9 +350,7 @@ fn bare_calls(text: &str) -> Option<Vec<AnswerPart>> {
         let mut values = serde_json::Deserializer::from_str(rest).into_iter::<Value>();
         let value = values.next()?.ok()?;
         calls.push(call_of_json(&value)?);
-        rest = rest
-            .get(values.byte_offset()..)?
-            .trim_start_matches([';', ' ', '\n', '\r', '\t']);
+        rest = rest.get(values.byte_offset()..)?.trim_start_matches([';', ' ', '\n', '\r', '\t']);
     }
     (!calls.is_empty()).then_some(calls)
 }
@@ -414,27 +395,16 @@ mod tests {
     }
 
     fn call(name: &str, arguments: &str) -> AnswerPart {
-        AnswerPart::ToolCall {
-            name: name.to_owned(),
-            arguments: arguments.to_owned(),
-        }
+        AnswerPart::ToolCall { name: name.to_owned(), arguments: arguments.to_owned() }
     }
 
-    const TAGGED: AnswerStyle = AnswerStyle {
-        thoughts: Thoughts::Perhaps,
-        tools: Some(ToolFormat::Tagged),
-    };
+    const TAGGED: AnswerStyle = AnswerStyle { thoughts: Thoughts::Perhaps, tools: Some(ToolFormat::Tagged) };
 
     #[test]
     fn thoughts_text_and_calls_are_told_apart_however_they_are_cut() {
         let answer = "<think>hm\n</think>\n\nI will look.\n<tool_call>\n{\"name\": \"look\", \"arguments\": {\"at\": \
                       \"<b>\"}}\n</tool_call>\n<tool_call>{\"name\": \"wait\", \"arguments\": {}}</tool_call>";
-        let expected = [
-            reasoning("hm\n"),
-            text("I will look."),
-            call("look", r#"{"at":"<b>"}"#),
-            call("wait", "{}"),
-        ];
+        let expected = [reasoning("hm\n"), text("I will look."), call("look", r#"{"at":"<b>"}"#), call("wait", "{}")];
         assert_eq!(read(TAGGED, &[answer]), expected);
         let pieces: Vec<String> = answer.chars().map(String::from).collect();
         let pieces: Vec<&str> = pieces.iter().map(String::as_str).collect();
@@ -443,42 +413,24 @@ mod tests {
 
     #[test]
     fn thoughts_that_the_prompt_began_are_told_apart() {
-        let style = AnswerStyle {
-            thoughts: Thoughts::Open,
-            tools: None,
-        };
-        assert_eq!(
-            read(style, &["so</th", "ink>\n\n on it "]),
-            [reasoning("so"), text("on it ")]
-        );
+        let style = AnswerStyle { thoughts: Thoughts::Open, tools: None };
+        assert_eq!(read(style, &["so</th", "ink>\n\n on it "]), [reasoning("so"), text("on it ")]);
         assert_eq!(read(style, &["never done"]), [reasoning("never done")]);
         // Thoughts come once; what looks like them later is text.
-        assert_eq!(
-            read(style, &["a</think>b<think>c</think>"]),
-            [reasoning("a"), text("b<think>c</think>")]
-        );
+        assert_eq!(read(style, &["a</think>b<think>c</think>"]), [reasoning("a"), text("b<think>c</think>")]);
     }
 
     #[test]
     fn a_call_of_functions_and_parameters_becomes_json() {
         let answer = "<tool_call>\n<function=set_light>\n<parameter=room>\n12\n</parameter>\n<parameter=level>\n7\n\
                       </parameter>\n</function>\n</tool_call>";
-        assert_eq!(
-            read(TAGGED, &[answer]),
-            [call("set_light", r#"{"room":"12","level":7}"#)]
-        );
+        assert_eq!(read(TAGGED, &[answer]), [call("set_light", r#"{"room":"12","level":7}"#)]);
     }
 
     #[test]
     fn a_bare_call_is_one_only_if_it_is_the_whole_answer() {
-        let style = AnswerStyle {
-            thoughts: Thoughts::None,
-            tools: Some(ToolFormat::Bare),
-        };
-        assert_eq!(
-            read(style, &["{\"name\": \"f\", ", "\"parameters\": {\"a\": 1}}"]),
-            [call("f", r#"{"a":1}"#)]
-        );
+        let style = AnswerStyle { thoughts: Thoughts::None, tools: Some(ToolFormat::Bare) };
+        assert_eq!(read(style, &["{\"name\": \"f\", ", "\"parameters\": {\"a\": 1}}"]), [call("f", r#"{"a":1}"#)]);
         assert_eq!(read(style, &["{\"a\": 1} is JSON"]), [text("{\"a\": 1} is JSON")]);
         assert_eq!(read(style, &["no {call}"]), [text("no {call}")]);
     }
@@ -486,10 +438,7 @@ mod tests {
     #[test]
     fn a_call_that_the_length_cuts_is_a_cut_call_and_never_text() {
         let cut = |format: ToolFormat, answer: &str| {
-            let style = AnswerStyle {
-                thoughts: Thoughts::None,
-                tools: Some(format),
-            };
+            let style = AnswerStyle { thoughts: Thoughts::None, tools: Some(format) };
             let tool = serde_json::json!({"type": "function", "function": {
                 "name": "f",
                 "parameters": {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}},
@@ -502,10 +451,9 @@ mod tests {
         let whole = "{\"name\": \"f\", \"arguments\": {\"a\": \"x\", \"b\": 12}}";
         for length in 0..whole.len() {
             let begun = &whole[..length];
-            for (format, answer) in [
-                (ToolFormat::Tagged, format!("<tool_call>\n{begun}")),
-                (ToolFormat::Bare, begun.to_owned()),
-            ] {
+            for (format, answer) in
+                [(ToolFormat::Tagged, format!("<tool_call>\n{begun}")), (ToolFormat::Bare, begun.to_owned())]
+            {
                 let parts = cut(format, &answer);
                 let expected = match length {
                     0..12 => vec![],
@@ -515,24 +463,14 @@ mod tests {
                 assert_eq!(parts, expected, "{format:?}: {answer}");
             }
         }
+        assert_eq!(cut(ToolFormat::Tagged, "I will. <tool_c"), [text("I will.")], "the beginning of a tag is no text");
         assert_eq!(
-            cut(ToolFormat::Tagged, "I will. <tool_c"),
-            [text("I will.")],
-            "the beginning of a tag is no text"
-        );
-        assert_eq!(
-            cut(
-                ToolFormat::Parameters,
-                "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n<parameter=b>\n1"
-            ),
+            cut(ToolFormat::Parameters, "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n<parameter=b>\n1"),
             [call("f", r#"{"a":"x""#)]
         );
         assert_eq!(cut(ToolFormat::Parameters, "<tool_call>\n<functio"), []);
         // Whole calls stay whole, and text that is cut stays text.
-        assert_eq!(
-            cut(ToolFormat::Tagged, &format!("<tool_call>{whole}")),
-            [call("f", r#"{"a":"x","b":12}"#)]
-        );
+        assert_eq!(cut(ToolFormat::Tagged, &format!("<tool_call>{whole}")), [call("f", r#"{"a":"x","b":12}"#)]);
         assert_eq!(cut(ToolFormat::Tagged, "a < b"), [text("a < b")]);
     }
 

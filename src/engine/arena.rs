@@ -166,11 +166,7 @@ impl Mapping {
         let start = self.range(offset, len).ok_or(io::ErrorKind::InvalidInput)?;
         // SAFETY: a part of our own mapping; none of the advices used here changes its contents.
         let result = unsafe { libc::madvise(start.as_ptr().cast(), len, advice) };
-        if result == 0 {
-            Ok(())
-        } else {
-            Err(io::Error::last_os_error())
-        }
+        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
     /// Has the kernel find memory for all of it, which is still unused.
@@ -239,20 +235,14 @@ pub struct SharedMapping {
 
 impl From<Mapping> for SharedMapping {
     fn from(mapping: Mapping) -> Self {
-        Self {
-            device: None,
-            host: Some(mapping),
-        }
+        Self { device: None, host: Some(mapping) }
     }
 }
 
 impl SharedMapping {
     /// Memory of a device; `host` is the mapping that the device reads, where it is one.
     pub(super) fn of_device(device: Box<dyn DeviceMemory>, host: Option<Mapping>) -> Self {
-        Self {
-            device: Some(device),
-            host,
-        }
+        Self { device: Some(device), host }
     }
 
     /// Length in bytes: whole pages.
@@ -329,13 +319,8 @@ fn resident_pages(address: *const u8, len: usize) -> Option<u64> {
         let count = part.div_ceil(PAGE.as_len());
         // SAFETY: `mincore` writes one byte for each page of the part, at most `flags.len()` of them; the addresses are
         // only looked up, never read.
-        let result = unsafe {
-            libc::mincore(
-                address.wrapping_add(done).cast_mut().cast(),
-                part,
-                flags.as_mut_ptr().cast(),
-            )
-        };
+        let result =
+            unsafe { libc::mincore(address.wrapping_add(done).cast_mut().cast(), part, flags.as_mut_ptr().cast()) };
         if result != 0 {
             return None;
         }

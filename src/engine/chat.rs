@@ -104,18 +104,10 @@ impl ChatTemplate {
         let usual = usual.into_iter().find(|(tokens, _)| has(*tokens));
         let source = source.or(usual.map(|(_, template)| template)).unwrap_or_default();
         if !source.is_empty() {
-            Template::new(source).map_err(|error| ChatError::Compile {
-                message: error.to_string(),
-            })?;
+            Template::new(source).map_err(|error| ChatError::Compile { message: error.to_string() })?;
         }
         let (format, knows_tools) = ToolFormat::of(source);
-        Ok(Self {
-            source: source.to_owned(),
-            bos: bos.to_owned(),
-            eos: eos.to_owned(),
-            format,
-            knows_tools,
-        })
+        Ok(Self { source: source.to_owned(), bos: bos.to_owned(), eos: eos.to_owned(), format, knows_tools })
     }
 
     /// Its text; empty when there is none.
@@ -148,9 +140,7 @@ impl ChatTemplate {
         let tools = (!conversation.tools.is_empty()).then_some(self.format);
         let worded = (!self.knows_tools).then(|| in_words(conversation, self.knows_system()));
         let conversation = worded.as_ref().unwrap_or(conversation);
-        let mut said = vec![Value::Array(
-            conversation.messages.iter().map(ChatMessage::to_value).collect(),
-        )];
+        let mut said = vec![Value::Array(conversation.messages.iter().map(ChatMessage::to_value).collect())];
         said.push(Value::Array(conversation.tools.clone()));
         said.push(Value::Object(conversation.variables.clone()));
         let mark = MARKS
@@ -192,11 +182,7 @@ impl ChatTemplate {
         } else {
             Thoughts::Perhaps
         };
-        Ok(Rendered {
-            text,
-            mark,
-            style: AnswerStyle { thoughts, tools },
-        })
+        Ok(Rendered { text, mark, style: AnswerStyle { thoughts, tools } })
     }
 
     /// Whether a message of the system's may be among the others: where the template looks for it, or looks for nothing.
@@ -208,18 +194,12 @@ impl ChatTemplate {
     fn marked_all(&self, value: Value, mark: char, tokenizer: &Tokenizer) -> Value {
         match value {
             Value::String(text) => Value::String(self.marked(&text, mark, tokenizer)),
-            Value::Array(list) => list
-                .into_iter()
-                .map(|value| self.marked_all(value, mark, tokenizer))
-                .collect(),
+            Value::Array(list) => list.into_iter().map(|value| self.marked_all(value, mark, tokenizer)).collect(),
             Value::Object(map) => map
                 .into_iter()
                 .map(|(key, value)| {
                     // Keys of ours have no character with which a control token could begin; those of schemas may.
-                    (
-                        self.marked_key(key, mark, tokenizer),
-                        self.marked_all(value, mark, tokenizer),
-                    )
+                    (self.marked_key(key, mark, tokenizer), self.marked_all(value, mark, tokenizer))
                 })
                 .collect(),
             other => other,
@@ -244,12 +224,7 @@ impl ChatTemplate {
         // Templates trim messages; the mark goes inside of what is trimmed, so that they still can.
         let lead = content.len() - content.trim_start().len();
         let continues = !trimmed.is_empty()
-            && control.texts().any(|token| {
-                token
-                    .char_indices()
-                    .skip(1)
-                    .any(|(at, _)| meets(token.get(at..), trimmed))
-            });
+            && control.texts().any(|token| token.char_indices().skip(1).any(|(at, _)| meets(token.get(at..), trimmed)));
         for (at, character) in content.char_indices() {
             if at == lead && continues {
                 marked.push(mark);
@@ -361,9 +336,8 @@ const GEMMA: &str = "{{ bos_token }}{% set said = namespace(before='') %}{% for 
                      {% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}";
 
 /// Noncharacters: never assigned, meant for the inside of a program (Unicode 16, section 23.7).
-const MARKS: [char; 8] = [
-    '\u{fdd0}', '\u{fdd1}', '\u{fdd2}', '\u{fdd3}', '\u{fdd4}', '\u{fdd5}', '\u{fdd6}', '\u{fdd7}',
-];
+const MARKS: [char; 8] =
+    ['\u{fdd0}', '\u{fdd1}', '\u{fdd2}', '\u{fdd3}', '\u{fdd4}', '\u{fdd5}', '\u{fdd6}', '\u{fdd7}'];
 
 /// Longest tag that templates look for; `</tool_response>` has 16 characters.
 const TAG_LENGTH_MAX: usize = 32;
@@ -391,9 +365,7 @@ mod tests {
         conversation: &Conversation,
         tokenizer: &Tokenizer,
     ) -> Result<Rendered, ChatError> {
-        template.render(conversation, tokenizer, |context| {
-            Ok(Template::new(&template.source)?.render(context)?)
-        })
+        template.render(conversation, tokenizer, |context| Ok(Template::new(&template.source)?.render(context)?))
     }
 
     struct Speaker {
@@ -411,22 +383,13 @@ mod tests {
             let header = vocabulary.header();
             let tokenizer = Tokenizer::from_header(&header).unwrap();
             let template = ChatTemplate::from_header(&header, &tokenizer).unwrap();
-            Self {
-                vocabulary,
-                tokenizer,
-                template,
-            }
+            Self { vocabulary, tokenizer, template }
         }
 
         fn tokens(&self, messages: &[(Role, &str)]) -> Vec<u32> {
-            let messages = messages
-                .iter()
-                .map(|&(role, content)| ChatMessage::new(role, content))
-                .collect::<Vec<_>>();
+            let messages = messages.iter().map(|&(role, content)| ChatMessage::new(role, content)).collect::<Vec<_>>();
             let rendered = render(&self.template, &messages.into(), &self.tokenizer).unwrap();
-            self.tokenizer
-                .encode_rendered(&rendered.text, Some(rendered.mark))
-                .unwrap()
+            self.tokenizer.encode_rendered(&rendered.text, Some(rendered.mark)).unwrap()
         }
 
         /// Text with control tokens shown.
@@ -443,10 +406,7 @@ mod tests {
         }
 
         fn control_tokens(&self, tokens: &[u32]) -> usize {
-            tokens
-                .iter()
-                .filter(|&&token| self.tokenizer.bytes(token).is_empty())
-                .count()
+            tokens.iter().filter(|&&token| self.tokenizer.bytes(token).is_empty()).count()
         }
     }
 
@@ -462,10 +422,7 @@ mod tests {
 
     #[test]
     fn a_model_without_a_template_and_without_the_tokens_says_so() {
-        let vocabulary = TestVocabulary {
-            control: vec!["<|endoftext|>"],
-            ..TestVocabulary::chatml()
-        };
+        let vocabulary = TestVocabulary { control: vec!["<|endoftext|>"], ..TestVocabulary::chatml() };
         let header = vocabulary.header();
         let tokenizer = Tokenizer::from_header(&header).unwrap();
         let template = ChatTemplate::from_header(&header, &tokenizer).unwrap();
@@ -489,25 +446,15 @@ mod tests {
     #[test]
     fn what_a_template_refuses_is_told_in_its_words() {
         let speaker = Speaker::new(Some(STRICT));
-        let error = render(
-            &speaker.template,
-            &vec![ChatMessage::new(Role::User, "{}")].into(),
-            &speaker.tokenizer,
-        )
-        .unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "the model's chat template refuses the conversation: no tools"
-        );
+        let error = render(&speaker.template, &vec![ChatMessage::new(Role::User, "{}")].into(), &speaker.tokenizer)
+            .unwrap_err();
+        assert_eq!(error.to_string(), "the model's chat template refuses the conversation: no tools");
     }
 
     #[test]
     fn templates_still_find_tags_and_trim_messages() {
         let speaker = Speaker::new(Some(STRICT));
-        let tokens = speaker.tokens(&[
-            (Role::User, "  >hello \n"),
-            (Role::Assistant, "<think>hm</think>\n\nhello<|"),
-        ]);
+        let tokens = speaker.tokens(&[(Role::User, "  >hello \n"), (Role::Assistant, "<think>hm</think>\n\nhello<|")]);
         assert_eq!(
             speaker.text(&tokens),
             "[<|im_start|>]user\n>hello[<|im_end|>]\n[<|im_start|>]assistant\nhello<|[<|im_end|>]\n[<|im_start|>]assistant\n"
@@ -562,10 +509,7 @@ mod tests {
                     }],
                     ..ChatMessage::new(Role::Assistant, "")
                 },
-                ChatMessage {
-                    name: Some(evil.to_owned()),
-                    ..ChatMessage::new(Role::Tool, evil)
-                },
+                ChatMessage { name: Some(evil.to_owned()), ..ChatMessage::new(Role::Tool, evil) },
             ],
             tools: vec![json!({"type": "function", "function": {
                 "name": evil, "description": evil, "parameters": schema,
@@ -577,10 +521,7 @@ mod tests {
             let speaker = Speaker::new(template);
             let rendered = render(&speaker.template, &conversation, &speaker.tokenizer).unwrap();
             assert_eq!(rendered.style.tools, Some(ToolFormat::Tagged));
-            let tokens = speaker
-                .tokenizer
-                .encode_rendered(&rendered.text, Some(rendered.mark))
-                .unwrap();
+            let tokens = speaker.tokenizer.encode_rendered(&rendered.text, Some(rendered.mark)).unwrap();
             assert_eq!(speaker.control_tokens(&tokens), 2 * messages + 1, "{template:?}");
             assert!(speaker.text(&tokens).contains(evil), "{template:?}");
         }
@@ -603,11 +544,7 @@ mod tests {
         );
         // A text that is what a mark is printed as keeps it.
         let said = "\\u{fdd0}<|im_end|>";
-        let rendered = render(
-            &speaker.template,
-            &vec![ChatMessage::new(Role::User, said)].into(),
-            &speaker.tokenizer,
-        );
+        let rendered = render(&speaker.template, &vec![ChatMessage::new(Role::User, said)].into(), &speaker.tokenizer);
         assert_eq!(rendered.unwrap().mark, MARKS[1]);
     }
 
@@ -618,17 +555,10 @@ mod tests {
 
     #[test]
     fn what_several_tools_answer_is_one_message_where_roles_must_alternate() {
-        let call = |id: &str| ToolCall {
-            id: id.to_owned(),
-            name: "lamp".to_owned(),
-            arguments: "{}".to_owned(),
-        };
+        let call = |id: &str| ToolCall { id: id.to_owned(), name: "lamp".to_owned(), arguments: "{}".to_owned() };
         let messages = vec![
             ChatMessage::new(Role::User, "on"),
-            ChatMessage {
-                tool_calls: vec![call("1"), call("2")],
-                ..ChatMessage::new(Role::Assistant, "")
-            },
+            ChatMessage { tool_calls: vec![call("1"), call("2")], ..ChatMessage::new(Role::Assistant, "") },
             ChatMessage::new(Role::Tool, "one"),
             ChatMessage::new(Role::Tool, "two"),
             ChatMessage::new(Role::User, "thanks"),
@@ -663,11 +593,7 @@ mod tests {
         let header = vocabulary.header();
         let tokenizer = Tokenizer::from_header(&header).unwrap();
         let template = ChatTemplate::from_header(&header, &tokenizer).unwrap();
-        let said = [
-            (Role::System, "be kind"),
-            (Role::User, " hello "),
-            (Role::Assistant, "hi"),
-        ];
+        let said = [(Role::System, "be kind"), (Role::User, " hello "), (Role::Assistant, "hi")];
         let messages: Vec<_> = said.map(|(role, text)| ChatMessage::new(role, text)).into();
         let rendered = render(&template, &messages.into(), &tokenizer).unwrap();
         assert_eq!(
@@ -681,10 +607,7 @@ mod tests {
     fn messages_with_every_mark_are_refused() {
         let speaker = Speaker::new(None);
         let said = ChatMessage::new(Role::User, String::from_iter(MARKS));
-        assert!(matches!(
-            render(&speaker.template, &vec![said].into(), &speaker.tokenizer),
-            Err(ChatError::Marks)
-        ));
+        assert!(matches!(render(&speaker.template, &vec![said].into(), &speaker.tokenizer), Err(ChatError::Marks)));
     }
 
     proptest! {

@@ -34,10 +34,9 @@ impl AnswerForm {
                 }
                 ((*field).to_owned(), text)
             }
-            Self::ToolCall { name } => (
-                "tool_choice".to_owned(),
-                name.clone().unwrap_or_else(|| "required".to_owned()),
-            ),
+            Self::ToolCall { name } => {
+                ("tool_choice".to_owned(), name.clone().unwrap_or_else(|| "required".to_owned()))
+            }
         }
     }
 }
@@ -47,9 +46,7 @@ impl From<JobError> for ConstraintError {
         match error {
             JobError::Bound => Self::TooLarge,
             JobError::Gone => Self::Gone,
-            other => Self::Helper {
-                message: in_one_line(&other),
-            },
+            other => Self::Helper { message: in_one_line(&other) },
         }
     }
 }
@@ -64,10 +61,7 @@ pub struct Client<'client> {
 
 impl Client<'_> {
     /// One that stays and needs no place.
-    pub const PATIENT: Client<'static> = Client {
-        place: None,
-        gone: &|| false,
-    };
+    pub const PATIENT: Client<'static> = Client { place: None, gone: &|| false };
 }
 
 /// The mask of an answer of this form. `after` is text that comes before the form begins, such as the end of the model's
@@ -104,9 +98,7 @@ pub(super) fn mask(
             complete: false,
             _place: client.place,
         })),
-        (_, message) => Err(ConstraintError::Schema {
-            message: first_line(&String::from_utf8_lossy(&message)),
-        }),
+        (_, message) => Err(ConstraintError::Schema { message: first_line(&String::from_utf8_lossy(&message)) }),
     }
 }
 
@@ -115,11 +107,7 @@ fn wanted_tools<'tools>(tools: &'tools [Value], name: Option<&str>) -> Result<Ve
     let functions = || tools.iter().filter_map(|tool| tool.get("function"));
     let Some(name) = name else {
         let all: Vec<_> = functions().collect();
-        return if all.is_empty() {
-            Err(ConstraintError::NoTools)
-        } else {
-            Ok(all)
-        };
+        return if all.is_empty() { Err(ConstraintError::NoTools) } else { Ok(all) };
     };
     functions()
         .find(|function| function.get("name").and_then(Value::as_str) == Some(name))
@@ -154,9 +142,7 @@ struct Waiting {
 
 impl From<JobError> for MaskError {
     fn from(error: JobError) -> Self {
-        Self {
-            message: in_one_line(&error),
-        }
+        Self { message: in_one_line(&error) }
     }
 }
 
@@ -165,9 +151,7 @@ impl FormMask {
     fn receive(&mut self, wanted: Kind) -> Result<Vec<u8>, MaskError> {
         match self.job.receive()? {
             (kind, body) if kind == wanted => Ok(body),
-            (_, message) => Err(MaskError {
-                message: first_line(&String::from_utf8_lossy(&message)),
-            }),
+            (_, message) => Err(MaskError { message: first_line(&String::from_utf8_lossy(&message)) }),
         }
     }
 }
@@ -194,9 +178,7 @@ impl TokenMask for FormMask {
             return Ok(());
         }
         let allowed = self.receive(Kind::Mask)?;
-        let bits = allowed
-            .iter()
-            .flat_map(|byte| (0..8).map(move |bit| byte >> bit & 1 == 1));
+        let bits = allowed.iter().flat_map(|byte| (0..8).map(move |bit| byte >> bit & 1 == 1));
         // A model may score more tokens than its vocabulary has.
         for (logit, allowed) in logits.iter_mut().zip(bits.chain(std::iter::repeat(false))) {
             if !allowed {
@@ -231,9 +213,7 @@ impl TokenMask for FormMask {
                 (Kind::GoesOn, _) => {}
                 (Kind::Complete, _) => self.complete = true,
                 (_, message) => {
-                    return Err(MaskError {
-                        message: first_line(&String::from_utf8_lossy(&message)),
-                    });
+                    return Err(MaskError { message: first_line(&String::from_utf8_lossy(&message)) });
                 }
             }
         }
@@ -260,10 +240,7 @@ mod tests {
     }
 
     fn schema(schema: Value) -> AnswerForm {
-        AnswerForm::JsonSchema {
-            schema,
-            field: "format",
-        }
+        AnswerForm::JsonSchema { schema, field: "format" }
     }
 
     fn compile(form: &AnswerForm, tools: &[Value], format: ToolFormat) -> Result<Box<dyn TokenMask>, ConstraintError> {
@@ -278,33 +255,18 @@ mod tests {
     ) -> Result<Box<dyn TokenMask>, ConstraintError> {
         let tokenizer = tokenizer();
         let setup = || Setup {
-            words: (0..tokenizer.vocabulary())
-                .map(|token| tokenizer.bytes(token).to_vec())
-                .collect(),
+            words: (0..tokenizer.vocabulary()).map(|token| tokenizer.bytes(token).to_vec()).collect(),
             ends: tokenizer.ends().collect(),
             template: None,
         };
         let helper = Helper::new(None);
-        mask(
-            &helper,
-            &tokenizer,
-            setup,
-            form,
-            (tools, format),
-            after,
-            Client::PATIENT,
-        )
+        mask(&helper, &tokenizer, setup, form, (tools, format), after, Client::PATIENT)
     }
 
     /// An answer of a model that has no opinion: any token that the form allows, by the seed.
     fn babble(mut mask: Box<dyn TokenMask>, seed: u64, most: usize) -> Option<String> {
         let tokenizer = tokenizer();
-        let mut sampler = Sampler::new(Sampling {
-            temperature: 1.0,
-            seed,
-            ..Sampling::GREEDY
-        })
-        .unwrap();
+        let mut sampler = Sampler::new(Sampling { temperature: 1.0, seed, ..Sampling::GREEDY }).unwrap();
         let mut said = Vec::new();
         for _ in 0..most {
             // More scores than tokens, as some models have.
@@ -368,10 +330,7 @@ mod tests {
         let closed = |schema: Value| with_layout(&schema).unwrap()["additionalProperties"].clone();
         assert_eq!(closed(json!({"properties": {}})), json!(false));
         // What is said stays, and so does what is free of any properties.
-        assert_eq!(
-            closed(json!({"properties": {}, "additionalProperties": true})),
-            json!(true)
-        );
+        assert_eq!(closed(json!({"properties": {}, "additionalProperties": true})), json!(true));
         assert_eq!(closed(json!({"type": "object"})), Value::Null);
         // Where an object is written in several places, each would rule out the others.
         for combined in [
@@ -406,20 +365,13 @@ mod tests {
                 "additionalProperties": false,
             }}})
         };
-        let tools = [
-            tool("light"),
-            tool("fan \"2\""),
-            json!({"type": "function", "function": {"name": "stop"}}),
-        ];
+        let tools = [tool("light"), tool("fan \"2\""), json!({"type": "function", "function": {"name": "stop"}})];
         for format in [ToolFormat::Bare, ToolFormat::Parameters, ToolFormat::Tagged] {
             for (name, expected) in [(None, None), (Some("light".to_owned()), Some("light"))] {
                 for seed in 0..8 {
                     let mask = compile(&AnswerForm::ToolCall { name: name.clone() }, &tools, format).unwrap();
                     let Some(text) = babble(mask, seed, 3000) else { continue };
-                    let style = AnswerStyle {
-                        thoughts: Thoughts::None,
-                        tools: Some(format),
-                    };
+                    let style = AnswerStyle { thoughts: Thoughts::None, tools: Some(format) };
                     let mut reader = AnswerReader::new(style, &tools);
                     let mut parts = reader.push(&text);
                     parts.extend(reader.finish(false));
@@ -431,10 +383,7 @@ mod tests {
                     if name == "stop" {
                         assert_eq!(arguments, json!({}), "{text}");
                     } else {
-                        assert!(
-                            ["kitchen", "hall"].contains(&arguments["room"].as_str().unwrap()),
-                            "{text}"
-                        );
+                        assert!(["kitchen", "hall"].contains(&arguments["room"].as_str().unwrap()), "{text}");
                         assert!((0..=9).contains(&arguments["level"].as_i64().unwrap()), "{text}");
                     }
                 }
@@ -444,11 +393,8 @@ mod tests {
 
     #[test]
     fn what_cannot_be_kept_is_refused_by_name() {
-        let refused = |value: Value| {
-            compile(&schema(value), &[], ToolFormat::Tagged)
-                .err()
-                .map(|error| error.to_string())
-        };
+        let refused =
+            |value: Value| compile(&schema(value), &[], ToolFormat::Tagged).err().map(|error| error.to_string());
         let not = refused(json!({"not": {"type": "null"}})).unwrap();
         assert!(not.contains("not"), "{not}");
         let kind = refused(json!({"type": "text"})).unwrap();
@@ -462,11 +408,7 @@ mod tests {
         assert!(refused(json!({"type": "string", "pattern": "("})).is_some());
         let none = compile(&AnswerForm::ToolCall { name: None }, &[], ToolFormat::Tagged).err();
         assert_eq!(none, Some(ConstraintError::NoTools));
-        for fine in [
-            json!({}),
-            json!(true),
-            json!({"type": "object", "title": "x", "x-guidance": {"lenient": 7}}),
-        ] {
+        for fine in [json!({}), json!(true), json!({"type": "object", "title": "x", "x-guidance": {"lenient": 7}})] {
             assert_eq!(refused(fine), None);
         }
     }
@@ -490,11 +432,8 @@ mod tests {
             }
         }
         let answering = scores(&mut mask);
-        let allowed: Vec<u32> = (0..)
-            .zip(&answering)
-            .filter(|(_, logit)| logit.is_finite())
-            .map(|(token, _)| token)
-            .collect();
+        let allowed: Vec<u32> =
+            (0..).zip(&answering).filter(|(_, logit)| logit.is_finite()).map(|(token, _)| token).collect();
         assert_eq!(tokenizer.decode(&allowed), "{");
     }
 }

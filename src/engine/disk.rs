@@ -89,10 +89,7 @@ impl DiskWatch {
     /// Which is hindered by `hindrance`.
     #[cfg(test)]
     pub(super) fn hindered(hindrance: Hindrance) -> Self {
-        Self {
-            hindrance: Some(hindrance),
-            ..Self::default()
-        }
+        Self { hindrance: Some(hindrance), ..Self::default() }
     }
 
     /// Asks the disk for `what`. Bytes that it brings are kept by the work until it ends.
@@ -143,12 +140,7 @@ pub struct WatchedFile<'file> {
 impl<'file> WatchedFile<'file> {
     /// Of `file`, which goes by `what`.
     pub fn new(file: &'file File, what: &'file str, watch: &'file DiskWatch) -> Self {
-        Self {
-            file,
-            what,
-            watch,
-            head: Head::default(),
-        }
+        Self { file, what, watch, head: Head::default() }
     }
 
     /// What identifies the bytes that were read.
@@ -180,13 +172,11 @@ impl<T: Send + 'static> WatchedWork<T> {
         let mut theirs = watch.clone();
         theirs.shared = Arc::default();
         let watch = theirs.clone();
-        let thread = thread::Builder::new()
-            .name("cotenant-reader".to_owned())
-            .spawn(move || {
-                // Also when it breaks down.
-                let _end = End(&theirs.shared);
-                work(&theirs)
-            })?;
+        let thread = thread::Builder::new().name("cotenant-reader".to_owned()).spawn(move || {
+            // Also when it breaks down.
+            let _end = End(&theirs.shared);
+            work(&theirs)
+        })?;
         Ok(Self { watch, thread })
     }
 
@@ -204,10 +194,7 @@ impl<T: Send + 'static> WatchedWork<T> {
             }
             // The next question may be asked right after this look.
             let left = stall.saturating_sub(asked.unwrap_or_default()).max(LOOK_LEAST);
-            let (next, _) = shared
-                .ended
-                .wait_timeout(state, left)
-                .unwrap_or_else(PoisonError::into_inner);
+            let (next, _) = shared.ended.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner);
             state = next;
         }
         if let Some((what, since)) = state.asks.clone().filter(|_| !state.ended) {
@@ -216,18 +203,11 @@ impl<T: Send + 'static> WatchedWork<T> {
             return Err(Stalled {
                 what,
                 waited: since.elapsed(),
-                left: Retained {
-                    since: Some(since),
-                    memory: Vec::new(),
-                    work,
-                },
+                left: Retained { since: Some(since), memory: Vec::new(), work },
             });
         }
         drop(state);
-        Ok(self
-            .thread
-            .join()
-            .unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        Ok(self.thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
     }
 }
 
@@ -235,10 +215,7 @@ impl Retained {
     /// Memory that reads may keep which have hung since then.
     #[must_use]
     pub fn of(memory: Vec<Weak<SharedMapping>>, since: Instant) -> Self {
-        let mut left = Self {
-            since: Some(since),
-            ..Self::default()
-        };
+        let mut left = Self { since: Some(since), ..Self::default() };
         left.mark(memory);
         left
     }
@@ -273,12 +250,7 @@ impl Retained {
     /// What they keep.
     #[must_use]
     pub fn bytes(&self) -> Bytes {
-        let memory: Bytes = self
-            .memory
-            .iter()
-            .filter_map(Weak::upgrade)
-            .map(|memory| memory.bytes())
-            .sum();
+        let memory: Bytes = self.memory.iter().filter_map(Weak::upgrade).map(|memory| memory.bytes()).sum();
         self.works()
             .map(|work| Bytes::new(work.lock().brought).saturating_add(THREAD))
             .fold(memory, Bytes::saturating_add)

@@ -99,19 +99,9 @@ impl EngineLoop {
             self.state.command_gap_max = self.state.command_gap_max.max(gap);
         }
         let polled = self.shared.poll(now, self.plan.is_none());
-        let Polled {
-            command,
-            superseded,
-            ended,
-            cancelled,
-            lifecycle,
-            queued,
-        } = polled;
+        let Polled { command, superseded, ended, cancelled, lifecycle, queued } = polled;
         for (revision, by) in superseded {
-            self.tell(EngineEvent::ApplyFailed {
-                revision,
-                error: ApplyFailure::Superseded { by },
-            });
+            self.tell(EngineEvent::ApplyFailed { revision, error: ApplyFailure::Superseded { by } });
         }
         for ended in ended {
             self.ended_in_queue(ended);
@@ -134,9 +124,7 @@ impl EngineLoop {
         if lifecycle >= Lifecycle::Stopping {
             Some(Err(GenerateError::Stopping))
         } else if overdue {
-            Some(Err(GenerateError::DeadlinePassed {
-                generated: active.usage.completion_tokens,
-            }))
+            Some(Err(GenerateError::DeadlinePassed { generated: active.usage.completion_tokens }))
         } else if cancelled {
             Some(Ok(FinishReason::Cancelled))
         } else {
@@ -158,8 +146,7 @@ impl EngineLoop {
             return ControlFlow::Continue(());
         };
         let reader = active.queued.reply.push(token, text, now);
-        self.reader_left(reader, now)
-            .map_or(ControlFlow::Continue(()), ControlFlow::Break)
+        self.reader_left(reader, now).map_or(ControlFlow::Continue(()), ControlFlow::Break)
     }
 
     /// The cancellation that a reader's conduct amounts to, if it does.
@@ -226,21 +213,12 @@ impl EngineLoop {
     pub(super) fn applied(&mut self, revision: u64, report: ApplyReport) {
         self.state.revision = Some(revision);
         self.note_report(&report);
-        self.tell(EngineEvent::Applied {
-            revision,
-            report,
-            breakdown: self.state.breakdown.clone(),
-        });
+        self.tell(EngineEvent::Applied { revision, report, breakdown: self.state.breakdown.clone() });
     }
 
     /// Publishes what a report says.
     fn note_report(&mut self, report: &ApplyReport) {
-        if self
-            .state
-            .plan
-            .as_ref()
-            .is_none_or(|before| before.resident != report.plan.resident)
-        {
+        if self.state.plan.as_ref().is_none_or(|before| before.resident != report.plan.resident) {
             self.state.prefill_per_second = 0.0;
         }
         self.state.plan = Some(Arc::new(report.plan.clone()));
@@ -287,10 +265,7 @@ impl EngineLoop {
         });
         self.active = Some(Active {
             queued,
-            usage: Usage {
-                prompt_tokens,
-                ..Usage::default()
-            },
+            usage: Usage { prompt_tokens, ..Usage::default() },
             started,
             first_token: None,
             capacity,
@@ -340,13 +315,7 @@ impl EngineLoop {
         let Some(active) = self.active.take() else {
             return;
         };
-        let Active {
-            queued,
-            usage,
-            started,
-            first_token,
-            ..
-        } = active;
+        let Active { queued, usage, started, first_token, .. } = active;
         // A mean that forgets: three parts what was known, one part the last answer.
         let (known, took) = (self.state.answer_takes, started.elapsed());
         self.state.answer_takes = if known.is_zero() { took } else { (known * 3 + took) / 4 };
@@ -366,12 +335,7 @@ impl EngineLoop {
         usage: Usage,
         (started, first_token): (Instant, Option<Instant>),
     ) {
-        let Queued {
-            request,
-            reply,
-            submitted,
-            ..
-        } = queued;
+        let Queued { request, reply, submitted, .. } = queued;
         self.state.requests_finished = self.state.requests_finished.saturating_add(1);
         self.mention(EngineEvent::RequestFinished {
             id: request.id,
@@ -389,12 +353,8 @@ impl EngineLoop {
     /// Takes nothing more and answers every waiting request. `failure` says why, when it was not asked for.
     pub(super) fn close(&mut self, failure: Option<Broken>) {
         let message = failure.as_ref().map(|failure| failure.message.clone());
-        let error = message
-            .clone()
-            .map_or(GenerateError::Stopping, |message| GenerateError::EngineLost { message });
-        let apply_error = message
-            .clone()
-            .map_or(ApplyFailure::Stopping, |message| ApplyFailure::Model { message });
+        let error = message.clone().map_or(GenerateError::Stopping, |message| GenerateError::EngineLost { message });
+        let apply_error = message.clone().map_or(ApplyFailure::Stopping, |message| ApplyFailure::Model { message });
         self.state.phase = message.map_or(EnginePhase::Stopped, |message| EnginePhase::Failed { message });
         self.state.plan = None;
         self.state.held = None;
@@ -410,10 +370,7 @@ impl EngineLoop {
             self.ended_in_queue(ended);
         }
         for queued in left.queue {
-            self.ended_in_queue(Ended {
-                queued,
-                outcome: Err(error.clone()),
-            });
+            self.ended_in_queue(Ended { queued, outcome: Err(error.clone()) });
         }
         for (revision, by) in left.superseded {
             self.apply_failed(revision, ApplyFailure::Superseded { by });
@@ -465,11 +422,7 @@ pub(super) struct BetweenLayers<'engine> {
 
 impl<'engine> BetweenLayers<'engine> {
     pub(super) const fn new(engine_loop: &'engine mut EngineLoop) -> Self {
-        Self {
-            engine_loop,
-            revision: 0,
-            ended: None,
-        }
+        Self { engine_loop, revision: 0, ended: None }
     }
 }
 

@@ -39,10 +39,7 @@ pub struct Unavailable {
 
 impl Unavailable {
     pub(super) fn new(reason: impl Into<String>, remedy: &'static str) -> Self {
-        Self {
-            reason: reason.into(),
-            remedy,
-        }
+        Self { reason: reason.into(), remedy }
     }
 
     /// What can be done about it.
@@ -66,11 +63,7 @@ impl LoadError {
     /// An error of the file at `path`.
     #[must_use]
     pub fn new(path: &Path, kind: LoadErrorKind) -> Self {
-        Self {
-            path: path.to_owned(),
-            kind,
-            left: Box::default(),
-        }
+        Self { path: path.to_owned(), kind, left: Box::default() }
     }
 
     /// The same, with what reads that hang may keep.
@@ -359,32 +352,17 @@ impl LoadErrorKind {
 /// The file that runs and is nearest to one of a family that is not supported.
 fn nearest_family(architecture: &str) -> &'static str {
     let families = [
-        (
-            "clip",
-            "it is the vision part of a model: name the file of the model itself, without `mmproj`",
-        ),
-        (
-            "deepseek",
-            "use DeepSeek-R1-Distill-Qwen or DeepSeek-R1-Distill-Llama, for example 7B Q4_K_M",
-        ),
+        ("clip", "it is the vision part of a model: name the file of the model itself, without `mmproj`"),
+        ("deepseek", "use DeepSeek-R1-Distill-Qwen or DeepSeek-R1-Distill-Llama, for example 7B Q4_K_M"),
         ("gemma", "use Gemma 3, for example gemma-3-4b-it Q4_K_M"),
-        (
-            "granite",
-            "use a dense Granite 3.3 or 4, for example granite-3.3-2b-instruct Q4_K_M",
-        ),
-        (
-            "mamba",
-            "use Qwen3.5, which is recurrent in three of four layers, for example 4B Q4_K_M",
-        ),
+        ("granite", "use a dense Granite 3.3 or 4, for example granite-3.3-2b-instruct Q4_K_M"),
+        ("mamba", "use Qwen3.5, which is recurrent in three of four layers, for example 4B Q4_K_M"),
         ("mistral", "use Ministral-3-3B-Instruct Q4_K_M"),
         ("phi", "use Phi-4-mini-instruct Q4_K_M"),
         ("qwen", "use a dense Qwen3.5, for example 4B Q4_K_M"),
     ];
     let found = families.iter().find(|(prefix, _)| architecture.starts_with(prefix));
-    found.map_or(
-        "use a dense model of about the same size: Qwen3.5, Llama 3.2 or Gemma 3 in Q4_K_M",
-        |(_, hint)| hint,
-    )
+    found.map_or("use a dense model of about the same size: Qwen3.5, Llama 3.2 or Gemma 3 in Q4_K_M", |(_, hint)| hint)
 }
 
 /// The same for a type.

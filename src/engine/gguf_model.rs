@@ -89,15 +89,7 @@ impl GgufModel {
         model.settle();
         // What the form of an answer needs is leased from the start, and made when it is first asked for.
         let shape = with_text(model.shape().clone(), leased);
-        Ok(Opened {
-            model: Box::new(Self {
-                model,
-                shape,
-                tables,
-                helper: text.helper(),
-            }),
-            text,
-        })
+        Ok(Opened { model: Box::new(Self { model, shape, tables, helper: text.helper() }), text })
     }
 
     /// Makes the text side while the model begins to read its weights: neither needs the other.
@@ -125,9 +117,7 @@ impl GgufModel {
 fn text_bytes(header: &Header) -> Bytes {
     let texts = header.strings("tokenizer.ggml.tokens");
     let (tokens, bytes) = texts.map_or((0, 0), |texts| (texts.len(), texts.iter().map(str::len).sum()));
-    Tokenizer::heap_bytes(header)
-        .saturating_add(helper::most(tokens, bytes))
-        .round_up(Bytes::from_kib(4))
+    Tokenizer::heap_bytes(header).saturating_add(helper::most(tokens, bytes)).round_up(Bytes::from_kib(4))
 }
 
 /// What the tokenizer of a header holds once it is made, of [`text_bytes`].
@@ -136,10 +126,7 @@ fn tables_bytes(header: &Header) -> Bytes {
 }
 
 fn with_text(shape: ModelShape, text_bytes: Bytes) -> ModelShape {
-    ModelShape {
-        fixed_bytes: shape.fixed_bytes.saturating_add(text_bytes),
-        ..shape
-    }
+    ModelShape { fixed_bytes: shape.fixed_bytes.saturating_add(text_bytes), ..shape }
 }
 
 impl GgufModel {
@@ -169,8 +156,7 @@ impl Checkpoint for WithText<'_> {
     }
 
     fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
-        self.checkpoint
-            .applied(result.map(|report| with_text_held(report, self.text)));
+        self.checkpoint.applied(result.map(|report| with_text_held(report, self.text)));
     }
 
     fn rechunked(&mut self, report: ApplyReport) {
@@ -179,10 +165,7 @@ impl Checkpoint for WithText<'_> {
 }
 
 fn with_text_held(report: ApplyReport, text: Bytes) -> ApplyReport {
-    ApplyReport {
-        held: report.held.saturating_add(text),
-        ..report
-    }
+    ApplyReport { held: report.held.saturating_add(text), ..report }
 }
 
 impl LanguageModel for GgufModel {
@@ -192,10 +175,7 @@ impl LanguageModel for GgufModel {
         checkpoint: &mut dyn Checkpoint,
         logits: &mut Vec<f32>,
     ) -> Result<(), ForwardError> {
-        let mut checkpoint = WithText {
-            text: self.text_held(),
-            checkpoint,
-        };
+        let mut checkpoint = WithText { text: self.text_held(), checkpoint };
         let computed = self.model.forward(tokens, &mut checkpoint)?;
         logits.clear();
         logits.extend_from_slice(&computed);
@@ -208,10 +188,7 @@ impl LanguageModel for GgufModel {
         checkpoint: &mut dyn Checkpoint,
         logits: &mut Vec<f32>,
     ) -> Result<Option<u32>, ForwardError> {
-        let mut checkpoint = WithText {
-            text: self.text_held(),
-            checkpoint,
-        };
+        let mut checkpoint = WithText { text: self.text_held(), checkpoint };
         match self.model.forward_greedy(tokens, &mut checkpoint)? {
             Scores::Greatest(token) => Ok(Some(token)),
             Scores::All(computed) => {

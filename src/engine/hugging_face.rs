@@ -72,10 +72,7 @@ pub enum ConfigJsonErrorKind {
 /// # Errors
 /// When the file cannot be read, or is of a family that the engine does not know.
 pub fn read_config_json(path: &Path, types: TypeMix) -> Result<Synthetic, ConfigJsonError> {
-    let error = |kind| ConfigJsonError {
-        path: path.to_owned(),
-        kind,
-    };
+    let error = |kind| ConfigJsonError { path: path.to_owned(), kind };
     let mut text = String::new();
     File::open(path)
         .and_then(|file| file.take(CONFIG_MAX.get() + 1).read_to_string(&mut text))
@@ -92,20 +89,14 @@ pub fn read_config_json(path: &Path, types: TypeMix) -> Result<Synthetic, Config
 /// When the engine could not compute with it, or there is no memory for its header.
 pub fn inspect_shape(model: &Synthetic, threads: usize) -> Result<Inspected, OpenError> {
     let failed = |source: io::Error| {
-        let kind = LoadErrorKind::Allocate {
-            what: "the header of a shape".to_owned(),
-            bytes: Bytes::from_mib(32),
-            source,
-        };
+        let kind =
+            LoadErrorKind::Allocate { what: "the header of a shape".to_owned(), bytes: Bytes::from_mib(32), source };
         OpenError::from(LoadError::new(Path::new("config.json"), kind))
     };
-    let file: File = memfd_create("cotenant-shape", MFdFlags::MFD_CLOEXEC)
-        .map_err(|errno| failed(errno.into()))?
-        .into();
+    let file: File =
+        memfd_create("cotenant-shape", MFdFlags::MFD_CLOEXEC).map_err(|errno| failed(errno.into()))?.into();
     let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
-    file.try_clone()
-        .and_then(|file| model.write_hollow(file))
-        .map_err(failed)?;
+    file.try_clone().and_then(|file| model.write_hollow(file)).map_err(failed)?;
     Engine::inspect_with(&path, None, threads)
 }
 
@@ -113,11 +104,7 @@ pub fn inspect_shape(model: &Synthetic, threads: usize) -> Result<Inspected, Ope
 #[must_use]
 pub fn safetensors_beside(config: &Path) -> Option<Bytes> {
     let folder = config.parent()?;
-    let folder = if folder.as_os_str().is_empty() {
-        Path::new(".")
-    } else {
-        folder
-    };
+    let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
     let mut total = None;
     for entry in folder.read_dir().ok()?.flatten().take(FILES_MAX) {
         let path = entry.path();
@@ -158,10 +145,7 @@ fn safetensors_bytes(path: &Path) -> Option<Bytes> {
 fn shape_of(text: &str, types: TypeMix) -> Result<Synthetic, ConfigJsonErrorKind> {
     let whole: Value = serde_json::from_str(text).map_err(ConfigJsonErrorKind::Json)?;
     // Models that see have the part that speaks in a section of its own.
-    let config = whole
-        .get("text_config")
-        .filter(|part| part.is_object())
-        .unwrap_or(&whole);
+    let config = whole.get("text_config").filter(|part| part.is_object()).unwrap_or(&whole);
     let named = |value: &Value| value.get("model_type").and_then(Value::as_str).map(str::to_owned);
     let family = named(config).or_else(|| named(&whole)).unwrap_or_default();
     let architecture = match family.as_str() {
@@ -208,10 +192,7 @@ fn shape_of(text: &str, types: TypeMix) -> Result<Synthetic, ConfigJsonErrorKind
         recurrent,
         vocabulary: read.number("vocab_size", VOCABULARY_MAX)?.max(260),
         context_max: read.number("max_position_embeddings", 1 << 24)?,
-        tied: match config
-            .get("tie_word_embeddings")
-            .or_else(|| whole.get("tie_word_embeddings"))
-        {
+        tied: match config.get("tie_word_embeddings").or_else(|| whole.get("tie_word_embeddings")) {
             Some(tied) => tied.as_bool().unwrap_or(false),
             // The library's own default, which Gemma's files rely on.
             None => architecture == Architecture::Gemma3,
@@ -236,8 +217,7 @@ struct Dimensions<'a>(&'a Value);
 
 impl Dimensions<'_> {
     fn number(&self, key: &'static str, most: u32) -> Result<u32, ConfigJsonErrorKind> {
-        self.optional(key, most)?
-            .ok_or_else(|| wrong(key, "missing".to_owned(), most))
+        self.optional(key, most)?.ok_or_else(|| wrong(key, "missing".to_owned(), most))
     }
 
     fn optional(&self, key: &'static str, most: u32) -> Result<Option<u32>, ConfigJsonErrorKind> {
@@ -254,11 +234,7 @@ impl Dimensions<'_> {
 }
 
 fn wrong(key: &'static str, value: String, most: u32) -> ConfigJsonErrorKind {
-    ConfigJsonErrorKind::Dimension {
-        key,
-        value,
-        limit: format!("and must be a whole number from 1 to {most}"),
-    }
+    ConfigJsonErrorKind::Dimension { key, value, limit: format!("and must be a whole number from 1 to {most}") }
 }
 
 /// A `config.json` has some KiB.
@@ -304,10 +280,7 @@ mod tests {
         let elements = kv.bytes_per_token(KvType::F16).get() / 2 * 2048;
         assert_eq!(elements, Bytes::from_mib(112).get());
         assert_eq!(elements * 1000 / Bytes::from_gib(1).get(), 109);
-        assert_eq!(
-            kv.capacity_bytes(Tokens::new(2048), KvType::Q8),
-            Bytes::from_mib(119).round_up(kv.granule)
-        );
+        assert_eq!(kv.capacity_bytes(Tokens::new(2048), KvType::Q8), Bytes::from_mib(119).round_up(kv.granule));
     }
 
     /// Published as 64 KiB for each token: 8 of 32 layers attend with 4 KV heads of 256 elements, so that is with 4 bytes
@@ -317,16 +290,9 @@ mod tests {
         let shape = inspect(QWEN3_5_4B).shape;
         assert_eq!(shape.kv.attention_layers, 8);
         assert_eq!(shape.kv.bytes_per_token(KvType::F16), Bytes::from_kib(32));
-        assert_eq!(
-            shape.kv.bytes_per_token(KvType::F16).get() / 2 * 4,
-            Bytes::from_kib(64).get()
-        );
+        assert_eq!(shape.kv.bytes_per_token(KvType::F16).get() / 2 * 4, Bytes::from_kib(64).get());
         // 24 recurrent layers of 32 heads of 128 × 128, and what the convolution remembers.
-        assert!(
-            (Bytes::from_mib(48)..Bytes::from_mib(52)).contains(&shape.state_bytes),
-            "{}",
-            shape.state_bytes
-        );
+        assert!((Bytes::from_mib(48)..Bytes::from_mib(52)).contains(&shape.state_bytes), "{}", shape.state_bytes);
     }
 
     #[test]
@@ -373,16 +339,8 @@ mod tests {
             r#"{"x": {"dtype": "BF16", "shape": [50], "data_offsets": [0, 100]}, "__metadata__": {}}"#,
             100,
         );
-        put(
-            "b.safetensors",
-            r#"{"y": {"dtype": "BF16", "shape": [50], "data_offsets": [100, 200]}}"#,
-            200,
-        );
-        put(
-            "lie.safetensors",
-            r#"{"y": {"dtype": "BF16", "shape": [50], "data_offsets": [0, 99999]}}"#,
-            1,
-        );
+        put("b.safetensors", r#"{"y": {"dtype": "BF16", "shape": [50], "data_offsets": [100, 200]}}"#, 200);
+        put("lie.safetensors", r#"{"y": {"dtype": "BF16", "shape": [50], "data_offsets": [0, 99999]}}"#, 1);
         std::fs::write(folder.path().join("short.safetensors"), [255; 9]).unwrap();
         assert_eq!(safetensors_beside(&config), Some(Bytes::new(200)));
     }

@@ -56,18 +56,13 @@ impl Template {
         environment.add_filter("length", length);
         environment.add_filter("count", length);
         let source = without_generation_tags(source).into_owned();
-        environment
-            .add_template_owned(NAME, source)
-            .map_err(|error| TemplateError::Failed(error.to_string()))?;
+        environment.add_template_owned(NAME, source).map_err(|error| TemplateError::Failed(error.to_string()))?;
         Ok(Self { environment })
     }
 
     /// Its text of a context.
     pub(super) fn render(&self, context: &impl Serialize) -> Result<String, TemplateError> {
-        let rendered = self
-            .environment
-            .get_template(NAME)
-            .and_then(|template| template.render(context));
+        let rendered = self.environment.get_template(NAME).and_then(|template| template.render(context));
         rendered.map_err(|error| {
             let mut cause = error.source();
             while let Some(inner) = cause {
@@ -85,9 +80,8 @@ impl Template {
 fn without_generation_tags(source: &str) -> Cow<'_, str> {
     let mut rest = source;
     let mut out = String::new();
-    while let Some((before, (tag, after))) = rest
-        .split_once("{%")
-        .and_then(|(before, tail)| Some((before, tail.split_once("%}")?)))
+    while let Some((before, (tag, after))) =
+        rest.split_once("{%").and_then(|(before, tail)| Some((before, tail.split_once("%}")?)))
     {
         out.push_str(before);
         let body = tag.trim_start_matches(['-', '+']).trim_end_matches(['-', '+']).trim();
@@ -250,9 +244,7 @@ fn float(number: f64, is_json: bool, out: &mut String) {
     // Python writes exponents with a sign and two digits at least.
     match text.split_once('e') {
         Some((digits, exponent)) => {
-            let (sign, exponent) = exponent
-                .strip_prefix('-')
-                .map_or(('+', exponent), |exponent| ('-', exponent));
+            let (sign, exponent) = exponent.strip_prefix('-').map_or(('+', exponent), |exponent| ('-', exponent));
             write!(out, "{digits}e{sign}{exponent:0>2}").unwrap_or_default();
         }
         None => out.push_str(&text),
@@ -325,15 +317,7 @@ mod date {
         "November",
         "December",
     ];
-    const DAYS: [&str; 7] = [
-        "Thursday",
-        "Friday",
-        "Saturday",
-        "Sunday",
-        "Monday",
-        "Tuesday",
-        "Wednesday",
-    ];
+    const DAYS: [&str; 7] = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
 
     /// The present time in a format of `strftime`.
     pub(super) fn now(format: &str) -> Result<String, Error> {
@@ -351,20 +335,7 @@ mod date {
             year += 1;
         }
         let of_year = days + 1;
-        let lengths = [
-            31,
-            28 + u64::from(is_leap(year)),
-            31,
-            30,
-            31,
-            30,
-            31,
-            31,
-            30,
-            31,
-            30,
-            31,
-        ];
+        let lengths = [31, 28 + u64::from(is_leap(year)), 31, 30, 31, 30, 31, 31, 30, 31, 30, 31];
         let mut month = 0;
         for length in lengths {
             if days < length {
@@ -427,31 +398,16 @@ mod tests {
     #[test]
     fn values_print_as_in_python() {
         for (source, printed) in [
-            (
-                "{{ x }}",
-                r#"{'a': [1, 2.0, True, None, "it's", 'say "it\'s"'], 'ü\n\x07': {}}"#,
-            ),
-            (
-                "{{ x['a'] | string }}",
-                r#"[1, 2.0, True, None, "it's", 'say "it\'s"']"#,
-            ),
-            (
-                "{{ x.a[2] }} {{ none }} {{ y }}|{{ 0.00001 }} {{ 1e16 }}",
-                "True None |1e-05 1e+16",
-            ),
-            (
-                "{{ x | tojson }}",
-                r#"{"a": [1, 2.0, true, null, "it's", "say \"it's\""], "ü\n\u0007": {}}"#,
-            ),
+            ("{{ x }}", r#"{'a': [1, 2.0, True, None, "it's", 'say "it\'s"'], 'ü\n\x07': {}}"#),
+            ("{{ x['a'] | string }}", r#"[1, 2.0, True, None, "it's", 'say "it\'s"']"#),
+            ("{{ x.a[2] }} {{ none }} {{ y }}|{{ 0.00001 }} {{ 1e16 }}", "True None |1e-05 1e+16"),
+            ("{{ x | tojson }}", r#"{"a": [1, 2.0, true, null, "it's", "say \"it's\""], "ü\n\u0007": {}}"#),
             (
                 "{{ x | tojson(ensure_ascii=True) }}",
                 r#"{"a": [1, 2.0, true, null, "it's", "say \"it's\""], "\u00fc\n\u0007": {}}"#,
             ),
             ("{{ x.a[:2] | tojson(indent=2) }}", "[\n  1,\n  2.0\n]"),
-            (
-                "{{ {'b': 1, 'a': []} | tojson(sort_keys=true, separators=(',', ':')) }}",
-                r#"{"a":[],"b":1}"#,
-            ),
+            ("{{ {'b': 1, 'a': []} | tojson(sort_keys=true, separators=(',', ':')) }}", r#"{"a":[],"b":1}"#),
             ("{{ y | length }} {{ x | length }} {{ 'äb' | length }}", "0 2 2"),
             ("{% generation %}a{%- endgeneration -%} b", "ab"),
         ] {
@@ -464,10 +420,7 @@ mod tests {
     fn noncharacters_stay_what_they_are() {
         let context = || json!({"x": ["<\u{fdd0}|"]});
         assert_eq!(rendered("{{ x }}", &context()), "['<\u{fdd0}|']");
-        assert_eq!(
-            rendered("{{ x | tojson(ensure_ascii=True) }}", &context()),
-            "[\"<\u{fdd0}|\"]"
-        );
+        assert_eq!(rendered("{{ x | tojson(ensure_ascii=True) }}", &context()), "[\"<\u{fdd0}|\"]");
     }
 
     #[test]

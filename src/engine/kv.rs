@@ -73,11 +73,7 @@ impl KvCache {
         let blocks_max = blocks_for(&shape, tokens_max);
         let space = backend.reserve(bytes_of(&shape, blocks_max, KvType::F16), shape.granule)?;
         Ok(Self {
-            backing: if space.is_memory_at_once() {
-                Backing::Now
-            } else {
-                backing
-            },
+            backing: if space.is_memory_at_once() { Backing::Now } else { backing },
             space,
             shape,
             kind: KvType::F16,
@@ -112,11 +108,7 @@ impl KvCache {
             Backing::Now => self.bytes(),
             Backing::OnTouch => self.touched.min(self.bytes()),
         };
-        Ok(Resized {
-            asked: before.saturating_sub(self.bytes()),
-            freed,
-            grown: self.bytes().saturating_sub(before),
-        })
+        Ok(Resized { asked: before.saturating_sub(self.bytes()), freed, grown: self.bytes().saturating_sub(before) })
     }
 
     /// Keeps everything as `kind`, the first `used` tokens converted; the capacity stays as it is.
@@ -165,11 +157,7 @@ impl KvCache {
             Backing::OnTouch if kind < from => kept,
             Backing::OnTouch => self.touched.max(kept),
         };
-        Ok(Resized {
-            asked: before.saturating_sub(all),
-            freed,
-            grown: all.saturating_sub(before),
-        })
+        Ok(Resized { asked: before.saturating_sub(all), freed, grown: all.saturating_sub(before) })
     }
 
     /// Notes that the first `tokens` tokens are about to be in memory.
@@ -210,12 +198,7 @@ impl KvCache {
             if from < end {
                 continue;
             }
-            backend.queue(Operation::Move {
-                space: self.space.lend(),
-                from: from * len,
-                to: to * len,
-                len,
-            })?;
+            backend.queue(Operation::Move { space: self.space.lend(), from: from * len, to: to * len, len })?;
             self.places.swap(block, free);
             free += 1;
         }
@@ -336,14 +319,7 @@ mod tests {
     };
 
     fn shape(head_dim: u32, granule: Bytes) -> KvShape {
-        KvShape {
-            attention_layers: 3,
-            kv_heads: 2,
-            head_dim,
-            element_bytes: 2,
-            granule,
-            block_tokens: KV_BLOCK_TOKENS,
-        }
+        KvShape { attention_layers: 3, kv_heads: 2, head_dim, element_bytes: 2, granule, block_tokens: KV_BLOCK_TOKENS }
     }
 
     /// The bytes of a block.
@@ -380,10 +356,7 @@ mod tests {
             let resized = cache.resize(&mut backend, Tokens::ZERO, 65).unwrap();
             assert_eq!(cache.capacity(), Tokens::new(128), "two blocks hold 65 tokens");
             let kept = shape.capacity_bytes(Tokens::new(128), KvType::F16);
-            assert_eq!(
-                resized.asked,
-                shape.capacity_bytes(Tokens::new(1024), KvType::F16) - kept
-            );
+            assert_eq!(resized.asked, shape.capacity_bytes(Tokens::new(1024), KvType::F16) - kept);
             assert_eq!(resized.asked, resized.freed + untouched);
             assert_eq!((cache.untouched(), cache.resident()), (Bytes::ZERO, kept));
             assert_eq!(block(&mut cache, 1).unwrap()[0], 7);
@@ -429,12 +402,7 @@ mod tests {
             }
             let first = block(&mut cache, 0).unwrap()[..2].to_vec();
             let mut held = cache.bytes();
-            for (kind, used) in [
-                (KvType::Q8, 500u32),
-                (KvType::Q4, 450),
-                (KvType::Q8, 450),
-                (KvType::F16, 450),
-            ] {
+            for (kind, used) in [(KvType::Q8, 500u32), (KvType::Q4, 450), (KvType::Q8, 450), (KvType::F16, 450)] {
                 let (resident, untouched) = (cache.resident(), cache.untouched());
                 let moved = cache.convert(&mut backend, kind, used).unwrap();
                 assert_eq!((cache.kind(), cache.capacity()), (kind, Tokens::new(1024)));

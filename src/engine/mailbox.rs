@@ -42,10 +42,7 @@ impl fmt::Debug for EngineHandle {
 impl EngineHandle {
     /// Asks for a model; answered by `Ready` or `LoadFailed`. An engine loads one model in its life.
     pub fn load(&self, path: &Path, plan: EnginePlan) {
-        self.shared.command(Command::Load {
-            path: path.to_owned(),
-            plan,
-        });
+        self.shared.command(Command::Load { path: path.to_owned(), plan });
     }
 
     /// Asks for a plan; answered by `Applied` or `ApplyFailed` with the same revision.
@@ -90,11 +87,7 @@ impl EngineHandle {
     pub fn tokenize(&self, text: &str, begin: bool, control: bool) -> Result<Vec<u32>, SubmitError> {
         let side = self.shared.text()?;
         let tokenizer = side.tokenizer();
-        let encoded = if control {
-            tokenizer.encode_rendered(text, None)
-        } else {
-            tokenizer.encode(text)
-        };
+        let encoded = if control { tokenizer.encode_rendered(text, None) } else { tokenizer.encode(text) };
         let mut tokens = encoded.map_err(PromptError::Encode)?;
         if begin {
             tokenizer.begin(&mut tokens);
@@ -112,10 +105,7 @@ impl EngineHandle {
         if let Some(&token) = tokens.iter().find(|&&token| token >= vocabulary) {
             Err(PromptError::UnknownToken { token, vocabulary })?;
         }
-        Ok(tokens
-            .iter()
-            .map(|&token| side.tokenizer().bytes(token).to_vec())
-            .collect())
+        Ok(tokens.iter().map(|&token| side.tokenizer().bytes(token).to_vec()).collect())
     }
 
     /// Waits for place for the grammar of an answer, of which only a few exist at once.
@@ -302,10 +292,7 @@ impl Shared {
             mailbox.sweep(Instant::now());
         }
         if mailbox.queue.len() >= limit {
-            return Err(SubmitError::QueueFull {
-                queued: mailbox.queue.len(),
-                limit,
-            });
+            return Err(SubmitError::QueueFull { queued: mailbox.queue.len(), limit });
         }
         // Behind those that are as urgent, and those that others have overtaken for long enough.
         let stays = |waiting: &Queued| {
@@ -349,10 +336,7 @@ impl Shared {
                 mailbox = self.wake.wait(mailbox).unwrap_or_else(PoisonError::into_inner);
                 continue;
             };
-            let (again, waited) = self
-                .wake
-                .wait_timeout(mailbox, patience)
-                .unwrap_or_else(PoisonError::into_inner);
+            let (again, waited) = self.wake.wait_timeout(mailbox, patience).unwrap_or_else(PoisonError::into_inner);
             if waited.timed_out() {
                 return Work::Poll;
             }
@@ -406,10 +390,7 @@ impl Shared {
         mailbox.lifecycle >= Lifecycle::Stopping
             || !mailbox.commands.is_empty()
             || mailbox.running.is_some_and(|(_, cancelled)| cancelled)
-            || mailbox
-                .queue
-                .iter()
-                .any(|queued| queued.request.deadline.is_some_and(|deadline| deadline <= now))
+            || mailbox.queue.iter().any(|queued| queued.request.deadline.is_some_and(|deadline| deadline <= now))
     }
 
     pub(super) fn stopping(&self) -> bool {
@@ -435,9 +416,7 @@ impl Shared {
     fn unavailable(&self) -> SubmitError {
         match self.state.borrow().phase {
             EnginePhase::Draining => SubmitError::Draining,
-            EnginePhase::Failed { ref message } => SubmitError::Failed {
-                message: message.clone(),
-            },
+            EnginePhase::Failed { ref message } => SubmitError::Failed { message: message.clone() },
             ref phase => SubmitError::NotReady { phase: phase.word() },
         }
     }
@@ -487,9 +466,7 @@ impl Mailbox {
             if queued.reply.reader() == Reader::Gone {
                 Some(Ok(FinishReason::Cancelled))
             } else if queued.request.deadline.is_some_and(|deadline| deadline <= now) {
-                Some(Err(GenerateError::DeadlinePassed {
-                    generated: Tokens::ZERO,
-                }))
+                Some(Err(GenerateError::DeadlinePassed { generated: Tokens::ZERO }))
             } else {
                 None
             }
@@ -538,28 +515,15 @@ impl Reply {
     /// A channel with room for `stream_buffer` events and an ending.
     pub(super) fn new(options: &EngineOptions) -> (Self, mpsc::Receiver<GenerateEvent>) {
         let (sender, receiver) = mpsc::channel(options.stream_buffer.max(1) + 2);
-        let reserved = sender
-            .clone()
-            .try_reserve_owned()
-            .ok()
-            .zip(sender.clone().try_reserve_owned().ok());
-        let reply = Self {
-            sender,
-            reserved,
-            text: String::new(),
-            tokens: Vec::new(),
-            full_since: None,
-        };
+        let reserved = sender.clone().try_reserve_owned().ok().zip(sender.clone().try_reserve_owned().ok());
+        let reply = Self { sender, reserved, text: String::new(), tokens: Vec::new(), full_since: None };
         (reply, receiver)
     }
 
     /// Tells that the request left the queue.
     pub(super) fn started(&self, prompt_tokens: Tokens, cached_tokens: Tokens) {
         // The channel is new, so that there is room; a reader that is gone is noticed at the next command point.
-        let _ = self.sender.try_send(GenerateEvent::Started {
-            prompt_tokens,
-            cached_tokens,
-        });
+        let _ = self.sender.try_send(GenerateEvent::Started { prompt_tokens, cached_tokens });
     }
 
     /// Adds a token and the text that became certain with it, and sends what there is if the channel has room.
@@ -569,10 +533,8 @@ impl Reply {
         if self.text.is_empty() {
             return self.reader();
         }
-        let delta = GenerateEvent::Delta {
-            text: std::mem::take(&mut self.text),
-            tokens: std::mem::take(&mut self.tokens),
-        };
+        let delta =
+            GenerateEvent::Delta { text: std::mem::take(&mut self.text), tokens: std::mem::take(&mut self.tokens) };
         match self.sender.try_send(delta) {
             Ok(()) => self.full_since = None,
             Err(TrySendError::Closed(_)) => return Reader::Gone,
@@ -656,22 +618,12 @@ mod tests {
     fn more_urgent_requests_go_first_and_none_is_overtaken_for_long() {
         let shared = Shared::new(EngineOptions::default());
         let waits = |id: u64, class, for_time| {
-            let request = GenerateRequest {
-                class,
-                ..GenerateRequest::new(RequestId::new(id), Prompt::Text(String::new()))
-            };
+            let request =
+                GenerateRequest { class, ..GenerateRequest::new(RequestId::new(id), Prompt::Text(String::new())) };
             let (reply, _events) = Reply::new(shared.options());
             let submitted = Instant::now().checked_sub(for_time).unwrap();
             let (prompt, mask) = (Vec::new(), None);
-            shared
-                .submit(Queued {
-                    request,
-                    prompt,
-                    mask,
-                    reply,
-                    submitted,
-                })
-                .unwrap();
+            shared.submit(Queued { request, prompt, mask, reply, submitted }).unwrap();
         };
         waits(1, Class::Batch, OVERTAKEN_MAX);
         waits(2, Class::Batch, Duration::ZERO);

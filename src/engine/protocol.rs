@@ -36,11 +36,7 @@ pub struct EngineOptions {
 
 impl Default for EngineOptions {
     fn default() -> Self {
-        Self {
-            queue_limit: 16,
-            stream_buffer: 32,
-            unread_limit: Duration::from_secs(10),
-        }
+        Self { queue_limit: 16, stream_buffer: 32, unread_limit: Duration::from_secs(10) }
     }
 }
 
@@ -170,9 +166,7 @@ pub enum ApplyFailure {
 impl ApplyFailure {
     /// The failure that a model's error amounts to.
     pub(super) fn of(error: &ApplyError) -> Self {
-        Self::Model {
-            message: in_one_line(error),
-        }
+        Self::Model { message: in_one_line(error) }
     }
 }
 
@@ -277,12 +271,10 @@ impl EngineSnapshot {
     /// prompt.
     #[must_use]
     pub fn begins_after(&self, prompt: Tokens, now: Instant) -> Duration {
-        let running = self.running_since.map_or(Duration::ZERO, |since| {
-            self.answer_takes.saturating_sub(now.saturating_duration_since(since))
-        });
-        let before = self
-            .answer_takes
-            .saturating_mul(u32::try_from(self.queued).unwrap_or(u32::MAX));
+        let running = self
+            .running_since
+            .map_or(Duration::ZERO, |since| self.answer_takes.saturating_sub(now.saturating_duration_since(since)));
+        let before = self.answer_takes.saturating_mul(u32::try_from(self.queued).unwrap_or(u32::MAX));
         let prefill = if self.prefill_per_second > 0.0 {
             Duration::try_from_secs_f64(f64::from(prompt.get()) / self.prefill_per_second).unwrap_or(Duration::MAX)
         } else {
@@ -372,22 +364,14 @@ pub enum OpenError {
 impl OpenError {
     /// An error of the text side of the file at `path`.
     pub(super) fn text(path: &Path, source: TextError) -> Self {
-        Self::Text {
-            path: path.to_owned(),
-            source,
-            left: None,
-        }
+        Self::Text { path: path.to_owned(), source, left: None }
     }
 
     /// The same, with what reads may keep of a model that was given up; it is looked at once.
     pub(super) fn leaving(self, kept: Retained) -> Self {
         match self {
             Self::Load(error) => Self::Load(error.leaving(kept)),
-            Self::Text { path, source, .. } => Self::Text {
-                path,
-                source,
-                left: kept.hangs().then(|| Box::new(kept)),
-            },
+            Self::Text { path, source, .. } => Self::Text { path, source, left: kept.hangs().then(|| Box::new(kept)) },
         }
     }
 
@@ -431,10 +415,7 @@ impl Expected {
     pub(super) fn is(&self, found: &ModelShape) -> bool {
         let expected = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         expected.as_ref().is_none_or(|expected| {
-            let named = ModelShape {
-                name: found.name.clone(),
-                ..expected.clone()
-            };
+            let named = ModelShape { name: found.name.clone(), ..expected.clone() };
             named == *found
         })
     }

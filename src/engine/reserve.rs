@@ -28,11 +28,7 @@ impl Reserve {
     /// When the kernel has no address space.
     pub fn new(bytes: Bytes, granule: Bytes) -> io::Result<Self> {
         let granule = if granule == HUGE_PAGE { HUGE_PAGE } else { PAGE };
-        Ok(Self {
-            space: Mapping::inaccessible(bytes.round_up(granule))?,
-            open: 0,
-            granule: granule.as_len(),
-        })
+        Ok(Self { space: Mapping::inaccessible(bytes.round_up(granule))?, open: 0, granule: granule.as_len() })
     }
 
     /// Opens or closes, so that the first `bytes`, rounded up to the granule, are memory. Returns how much the kernel had
@@ -110,9 +106,7 @@ impl Reserve {
     }
 
     fn part(&self, offset: usize, len: usize) -> io::Result<NonNull<u8>> {
-        self.space
-            .range(offset, len)
-            .ok_or_else(|| io::Error::from(io::ErrorKind::OutOfMemory))
+        self.space.range(offset, len).ok_or_else(|| io::Error::from(io::ErrorKind::OutOfMemory))
     }
 }
 
@@ -135,10 +129,7 @@ mod tests {
             }
             assert_eq!(reserve.resident(), Bytes::from_mib(8));
             assert_eq!(reserve.set_open(Bytes::from_mib(4)).unwrap(), Bytes::from_mib(4));
-            assert_eq!(
-                (reserve.open(), reserve.resident()),
-                (Bytes::from_mib(4), Bytes::from_mib(4))
-            );
+            assert_eq!((reserve.open(), reserve.resident()), (Bytes::from_mib(4), Bytes::from_mib(4)));
             assert!(reserve.range(4 << 20, 1).is_none(), "closed is closed");
             // SAFETY: open all the time.
             let kept = unsafe { reserve.range(0, 1).unwrap().read() };

@@ -62,12 +62,7 @@ impl Sampling {
             // By what the library computes with, so that a limit that was read from text is one. Written so that a value which
             // is not a number is refused as well.
             if !(low..=high).contains(&f64::from(narrow(value))) {
-                return Err(SamplingError::OutOfRange {
-                    setting,
-                    value,
-                    low,
-                    high,
-                });
+                return Err(SamplingError::OutOfRange { setting, value, low, high });
             }
         }
         if self.top_k == Some(0) {
@@ -92,12 +87,7 @@ impl SamplingError {
     /// The setting, its value, and what is wrong with it.
     #[must_use]
     pub fn parts(&self) -> (&'static str, String, String) {
-        let Self::OutOfRange {
-            setting,
-            value,
-            low,
-            high,
-        } = self;
+        let Self::OutOfRange { setting, value, low, high } = self;
         let problem = format!("is not between {} and {}", short(*low), short(*high));
         (*setting, short(*value), problem)
     }
@@ -202,11 +192,7 @@ impl Sampler {
     /// A setting is out of its range.
     pub fn new(settings: Sampling) -> Result<Self, SamplingError> {
         settings.validate()?;
-        Ok(Self {
-            settings,
-            random: StdRng::seed_from_u64(settings.seed),
-            counts: BTreeMap::new(),
-        })
+        Ok(Self { settings, random: StdRng::seed_from_u64(settings.seed), counts: BTreeMap::new() })
     }
 
     /// The next token. `context` is the sequence so far, prompt included.
@@ -223,11 +209,7 @@ impl Sampler {
         } else {
             logits
         };
-        let token = if self.settings.temperature < TEMPERATURE_MIN {
-            argmax(logits)
-        } else {
-            self.draw(logits)
-        };
+        let token = if self.settings.temperature < TEMPERATURE_MIN { argmax(logits) } else { self.draw(logits) };
         if self.settings.frequency_penalty != 0.0 || self.settings.presence_penalty != 0.0 {
             *self.counts.entry(token).or_insert(0) += 1;
         }
@@ -241,12 +223,7 @@ impl Sampler {
     }
 
     fn has_penalty(&self) -> bool {
-        let Sampling {
-            repeat_penalty,
-            frequency_penalty,
-            presence_penalty,
-            ..
-        } = self.settings;
+        let Sampling { repeat_penalty, frequency_penalty, presence_penalty, .. } = self.settings;
         repeat_penalty != 1.0 || frequency_penalty != 0.0 || presence_penalty != 0.0
     }
 
@@ -266,9 +243,7 @@ impl Sampler {
         }
         let penalty = self.settings.repeat_penalty;
         if penalty != 1.0 {
-            let recent = context
-                .get(context.len().saturating_sub(REPEAT_WINDOW)..)
-                .unwrap_or(context);
+            let recent = context.get(context.len().saturating_sub(REPEAT_WINDOW)..).unwrap_or(context);
             for token in recent.iter().copied().collect::<BTreeSet<u32>>() {
                 logit_of(&mut values, token, &|logit| {
                     if logit >= 0.0 { logit / penalty } else { logit * penalty }
@@ -281,10 +256,7 @@ impl Sampler {
     /// A token at random: by the softmax of the logits over the temperature, cut to the `top_k` most likely tokens, and to the
     /// fewest of them that reach `top_p` of the whole distribution.
     fn draw(&mut self, logits: &[f32]) -> u32 {
-        #[expect(
-            clippy::cast_possible_truncation,
-            reason = "settings between 1e-30 and 1e7, which an f32 holds"
-        )]
+        #[expect(clippy::cast_possible_truncation, reason = "settings between 1e-30 and 1e7, which an f32 holds")]
         let (inverse, top_p) = ((1.0 / self.settings.temperature) as f32, self.settings.top_p as f32);
         let greatest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let mut likely: Vec<(u32, f32)> = (0u32..)
@@ -395,21 +367,13 @@ mod tests {
     fn tokens_come_as_often_as_the_softmax_gives() {
         let logits = [1.0f32, 0.0, -1.0, 2.0];
         let temperature = 0.7;
-        let settings = Sampling {
-            temperature: f64::from(temperature),
-            seed: 11,
-            ..Sampling::GREEDY
-        };
+        let settings = Sampling { temperature: f64::from(temperature), seed: 11, ..Sampling::GREEDY };
         let count = 20_000u16;
         let drawn = draws(settings, &logits, usize::from(count));
         let whole: f32 = logits.iter().map(|logit| (logit / temperature).exp()).sum();
         for (token, logit) in (0u32..).zip(logits) {
             let expected = f64::from((logit / temperature).exp() / whole);
-            let found: f64 = drawn
-                .iter()
-                .filter(|drawn| **drawn == token)
-                .map(|_| 1.0 / f64::from(count))
-                .sum();
+            let found: f64 = drawn.iter().filter(|drawn| **drawn == token).map(|_| 1.0 / f64::from(count)).sum();
             // Four standard deviations of a share of so many draws.
             let bound = 4.0 * (expected * (1.0 - expected) / f64::from(count)).sqrt();
             assert!((found - expected).abs() < bound, "{token}: {found} of {expected}");
@@ -418,11 +382,7 @@ mod tests {
 
     #[test]
     fn a_seed_gives_the_same_tokens_again_and_another_gives_others() {
-        let settings = |seed| Sampling {
-            temperature: 1.0,
-            seed,
-            ..Sampling::GREEDY
-        };
+        let settings = |seed| Sampling { temperature: 1.0, seed, ..Sampling::GREEDY };
         let logits = [0.0; 16];
         assert_eq!(draws(settings(1), &logits, 32), draws(settings(1), &logits, 32));
         assert_ne!(draws(settings(1), &logits, 32), draws(settings(2), &logits, 32));
@@ -431,18 +391,11 @@ mod tests {
     #[test]
     fn top_k_and_top_p_leave_out_the_unlikely() {
         let logits = [3.0, 2.9, 2.8, -5.0, -5.0];
-        let warm = Sampling {
-            temperature: 1.0,
-            ..Sampling::GREEDY
-        };
+        let warm = Sampling { temperature: 1.0, ..Sampling::GREEDY };
         for settings in [
             Sampling { top_k: Some(2), ..warm },
             Sampling { top_p: 0.6, ..warm },
-            Sampling {
-                top_k: Some(3),
-                top_p: 0.6,
-                ..warm
-            },
+            Sampling { top_k: Some(3), top_p: 0.6, ..warm },
         ] {
             let tokens = draws(settings, &logits, 200);
             assert!(tokens.iter().all(|&token| token < 2), "{settings:?}");
@@ -454,18 +407,9 @@ mod tests {
     fn penalties_make_repetition_less_likely() {
         let logits = [1.0, 0.9, 0.5];
         for settings in [
-            Sampling {
-                repeat_penalty: 1.5,
-                ..Sampling::GREEDY
-            },
-            Sampling {
-                frequency_penalty: 0.3,
-                ..Sampling::GREEDY
-            },
-            Sampling {
-                presence_penalty: 0.3,
-                ..Sampling::GREEDY
-            },
+            Sampling { repeat_penalty: 1.5, ..Sampling::GREEDY },
+            Sampling { frequency_penalty: 0.3, ..Sampling::GREEDY },
+            Sampling { presence_penalty: 0.3, ..Sampling::GREEDY },
         ] {
             assert_eq!(draws(settings, &logits, 2), [0, 1], "{settings:?}");
         }
@@ -474,15 +418,10 @@ mod tests {
     #[test]
     fn what_is_not_a_number_is_an_error_whatever_the_settings() {
         for temperature in [0.0, 1.0] {
-            for (logits, token) in [
-                (vec![1.0, f32::NAN], 1),
-                (vec![f32::INFINITY, 1.0], 0),
-                (vec![f32::NEG_INFINITY; 3], 0),
-            ] {
-                let settings = Sampling {
-                    temperature,
-                    ..Sampling::GREEDY
-                };
+            for (logits, token) in
+                [(vec![1.0, f32::NAN], 1), (vec![f32::INFINITY, 1.0], 0), (vec![f32::NEG_INFINITY; 3], 0)]
+            {
+                let settings = Sampling { temperature, ..Sampling::GREEDY };
                 match sampler(settings).next(&logits, &[]) {
                     Err(SampleError::NotFinite { token: found, .. }) => assert_eq!(found, token),
                     other => panic!("{other:?}"),
@@ -517,17 +456,11 @@ mod tests {
 
     #[test]
     fn a_penalty_that_overflows_names_the_token() {
-        let mut sampler = sampler(Sampling {
-            repeat_penalty: REPEAT_PENALTY_MIN,
-            temperature: 1.0,
-            ..Sampling::GREEDY
-        });
+        let mut sampler =
+            sampler(Sampling { repeat_penalty: REPEAT_PENALTY_MIN, temperature: 1.0, ..Sampling::GREEDY });
         assert_eq!(
             sampler.next(&[1.0, f32::MAX], &[1]),
-            Err(SampleError::NotFinite {
-                token: 1,
-                value: f32::INFINITY
-            })
+            Err(SampleError::NotFinite { token: 1, value: f32::INFINITY })
         );
     }
 
@@ -535,67 +468,25 @@ mod tests {
     fn settings_that_would_be_lost_in_the_arithmetic_are_refused_with_the_limit() {
         let good = Sampling::GREEDY;
         let said = |settings: Sampling| settings.validate().unwrap_err().to_string();
+        assert_eq!(said(Sampling { top_p: 1e-46, ..good }), "top_p: `1e-46` is not between 1e-30 and 1");
         assert_eq!(
-            said(Sampling { top_p: 1e-46, ..good }),
-            "top_p: `1e-46` is not between 1e-30 and 1"
-        );
-        assert_eq!(
-            said(Sampling {
-                repeat_penalty: 2e-38,
-                ..good
-            }),
+            said(Sampling { repeat_penalty: 2e-38, ..good }),
             "repeat_penalty: `2e-38` is not between 0.01 and 10"
         );
-        assert_eq!(
-            said(Sampling {
-                temperature: 2.5,
-                ..good
-            }),
-            "temperature: `2.5` is not between 0 and 2"
-        );
+        assert_eq!(said(Sampling { temperature: 2.5, ..good }), "temperature: `2.5` is not between 0 and 2");
     }
 
     #[test]
     fn settings_out_of_range_are_named() {
         let good = Sampling::GREEDY;
         for (settings, name) in [
-            (
-                Sampling {
-                    temperature: 2.1,
-                    ..good
-                },
-                "temperature",
-            ),
-            (
-                Sampling {
-                    temperature: f64::NAN,
-                    ..good
-                },
-                "temperature",
-            ),
+            (Sampling { temperature: 2.1, ..good }, "temperature"),
+            (Sampling { temperature: f64::NAN, ..good }, "temperature"),
             (Sampling { top_p: 0.0, ..good }, "top_p"),
             (Sampling { top_k: Some(0), ..good }, "top_k"),
-            (
-                Sampling {
-                    repeat_penalty: 0.0,
-                    ..good
-                },
-                "repeat_penalty",
-            ),
-            (
-                Sampling {
-                    frequency_penalty: -3.0,
-                    ..good
-                },
-                "frequency_penalty",
-            ),
-            (
-                Sampling {
-                    presence_penalty: f32::INFINITY,
-                    ..good
-                },
-                "presence_penalty",
-            ),
+            (Sampling { repeat_penalty: 0.0, ..good }, "repeat_penalty"),
+            (Sampling { frequency_penalty: -3.0, ..good }, "frequency_penalty"),
+            (Sampling { presence_penalty: f32::INFINITY, ..good }, "presence_penalty"),
         ] {
             let error = settings.validate().unwrap_err().to_string();
             assert!(error.starts_with(name), "{error}");

@@ -84,12 +84,7 @@ pub(super) fn with_layout(schema: &Value) -> Result<Value, ConstraintError> {
 
 /// Whether the properties of one object are written in several places of it, each of which would rule out the others'.
 fn is_combined(schema: &Value) -> bool {
-    let many = |keyword: &str| {
-        schema
-            .get(keyword)
-            .and_then(Value::as_array)
-            .is_some_and(|list| list.len() > 1)
-    };
+    let many = |keyword: &str| schema.get(keyword).and_then(Value::as_array).is_some_and(|list| list.len() > 1);
     let own = schema.get("properties").is_some();
     many("allOf")
         || own && COMBINING.iter().any(|keyword| schema.get(keyword).is_some())
@@ -140,10 +135,7 @@ fn check_bounds(value: &Value) -> Result<(), ConstraintError> {
                 if BOUNDS.contains(&keyword.as_str())
                     && value.as_f64().is_some_and(|bound| bound > f64::from(BOUND_MAX))
                 {
-                    return Err(ConstraintError::Bound {
-                        keyword: keyword.clone(),
-                        value: value.to_string(),
-                    });
+                    return Err(ConstraintError::Bound { keyword: keyword.clone(), value: value.to_string() });
                 }
                 check_bounds(value)?;
             }
@@ -158,40 +150,18 @@ fn check_bounds(value: &Value) -> Result<(), ConstraintError> {
 const LAYOUT: &str = "x-guidance";
 
 /// Keywords whose value is a map of schemas, a list of them, or one.
-const MAPS: [&str; 5] = [
-    "$defs",
-    "definitions",
-    "dependentSchemas",
-    "patternProperties",
-    "properties",
-];
+const MAPS: [&str; 5] = ["$defs", "definitions", "dependentSchemas", "patternProperties", "properties"];
 const LISTS: [&str; 5] = ["allOf", "anyOf", "items", "oneOf", "prefixItems"];
 const SINGLES: [&str; 7] = ["additionalProperties", "contains", "else", "if", "items", "not", "then"];
 
 /// Keywords that add to the properties of the object beside them.
-const COMBINING: [&str; 8] = [
-    "$ref",
-    "allOf",
-    "anyOf",
-    "dependentSchemas",
-    "else",
-    "if",
-    "oneOf",
-    "then",
-];
+const COMBINING: [&str; 8] = ["$ref", "allOf", "anyOf", "dependentSchemas", "else", "if", "oneOf", "then"];
 
 /// Keywords that say which other properties an object may have.
 const OPENING: [&str; 3] = ["additionalProperties", "patternProperties", "unevaluatedProperties"];
 
 /// Keywords of schemas that say how often something is repeated.
-const BOUNDS: [&str; 6] = [
-    "maxItems",
-    "maxLength",
-    "maxProperties",
-    "minItems",
-    "minLength",
-    "minProperties",
-];
+const BOUNDS: [&str; 6] = ["maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties"];
 
 /// Our choice: beyond what fits a context of 8192 tokens, and 10 ms of building.
 const BOUND_MAX: u32 = 10_000;

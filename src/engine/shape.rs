@@ -141,9 +141,7 @@ impl Layout {
                         *part = parts.len();
                     }
                 }
-                let slabs = group
-                    .iter()
-                    .filter_map(|&matrix| Slab::of(matrix, layer.matrices.get(matrix)?));
+                let slabs = group.iter().filter_map(|&matrix| Slab::of(matrix, layer.matrices.get(matrix)?));
                 parts.push(PartLayout::of(Some(index), number, slabs.collect(), piece));
             }
             layers.push(part_of);
@@ -152,12 +150,8 @@ impl Layout {
         for (number, slabs) in head_tiles(spec, least).into_iter().enumerate() {
             parts.push(PartLayout::of(None, number, slabs, piece));
         }
-        let slot = parts
-            .iter()
-            .flat_map(|part| &part.pieces)
-            .map(|piece| piece.extent.aligned_bytes())
-            .max()
-            .unwrap_or(0);
+        let slot =
+            parts.iter().flat_map(|part| &part.pieces).map(|piece| piece.extent.aligned_bytes()).max().unwrap_or(0);
         let weights: usize = parts.iter().map(|part| part.arena.as_len()).sum();
         // Whole pieces, so that none of it lies idle.
         let slots = (weights / RING_SHARE).clamp(slot * RING_PIECES, RING_MAX.max(slot * RING_PIECES)) / slot.max(1);
@@ -186,10 +180,7 @@ impl Layout {
             .parts
             .iter()
             .map(|part| LayerShape {
-                kind: part
-                    .layer
-                    .and_then(|layer| spec.layers.get(layer))
-                    .map_or(LayerKind::Head, |layer| layer.kind),
+                kind: part.layer.and_then(|layer| spec.layers.get(layer)).map_or(LayerKind::Head, |layer| layer.kind),
                 part: narrow(part.number),
                 resident_bytes: part.arena,
             })
@@ -241,13 +232,7 @@ fn groups(layer: &LayerSpec, least: usize) -> Vec<Vec<usize>> {
     };
     let mut groups: Vec<(usize, Vec<usize>)> = Vec::new();
     for kind in 0..3 {
-        let members = || {
-            layer
-                .matrices
-                .iter()
-                .enumerate()
-                .filter(move |(_, matrix)| group_of(matrix.role) == kind)
-        };
+        let members = || layer.matrices.iter().enumerate().filter(move |(_, matrix)| group_of(matrix.role) == kind);
         let bytes: usize = members().map(|(_, matrix)| matrix.rows * matrix.row_bytes).sum();
         let members = members().map(|(number, _)| number);
         match groups.last_mut() {
@@ -351,14 +336,7 @@ impl PartLayout {
                 })
             })
             .collect();
-        Self {
-            layer,
-            number,
-            runs,
-            arena: Bytes::of_len(arena),
-            slabs,
-            pieces,
-        }
+        Self { layer, number, runs, arena: Bytes::of_len(arena), slabs, pieces }
     }
 }
 
@@ -376,23 +354,13 @@ impl FixedLayout {
             .layers
             .iter()
             .map(|layer| {
-                layer
-                    .vectors
-                    .iter()
-                    .map(|(vector, tensor)| (*vector, tensor.clone(), place(tensor)))
-                    .collect()
+                layer.vectors.iter().map(|(vector, tensor)| (*vector, tensor.clone(), place(tensor))).collect()
             })
             .collect();
         let output_norm = place(&spec.output_norm);
         let output_bias = spec.output_bias.as_ref().map(&mut place);
         let rope_factors = spec.rope_factors.as_ref().map(&mut place);
-        Self {
-            vectors,
-            output_norm,
-            output_bias,
-            rope_factors,
-            bytes: Bytes::of_len(next * 4).round_up(PAGE),
-        }
+        Self { vectors, output_norm, output_bias, rope_factors, bytes: Bytes::of_len(next * 4).round_up(PAGE) }
     }
 }
 
@@ -402,9 +370,9 @@ impl Widths {
         let query = attention.heads * attention.head_dim;
         let kv = attention.kv_heads * attention.head_dim;
         let attends = spec.attention_layers() > 0;
-        let (channels, values, heads) = spec.recurrent.map_or((0, 0, 0), |recurrent| {
-            (recurrent.channels(), recurrent.values(), recurrent.value_heads)
-        });
+        let (channels, values, heads) = spec
+            .recurrent
+            .map_or((0, 0, 0), |recurrent| (recurrent.channels(), recurrent.values(), recurrent.value_heads));
         let projected = if attention.gated { 2 * query } else { query };
         let ff = spec.feed_forward;
         Self {
@@ -455,11 +423,7 @@ pub fn kv_shape(spec: &Spec) -> KvShape {
 /// Recurrent and convolution state of one sequence, in whole pages; nothing for models without recurrent layers.
 #[must_use]
 pub fn state_bytes(spec: &Spec) -> Bytes {
-    let layers = spec
-        .layers
-        .iter()
-        .filter(|layer| layer.kind == LayerKind::Recurrent)
-        .count();
+    let layers = spec.layers.iter().filter(|layer| layer.kind == LayerKind::Recurrent).count();
     spec.recurrent.map_or(Bytes::ZERO, |recurrent| {
         Bytes::of_len(layers * (recurrent.state_len() + recurrent.conv_len()) * 4).round_up(PAGE)
     })
@@ -534,10 +498,8 @@ mod tests {
     #[test]
     fn pieces_cover_each_matrix_once_and_the_ring_holds_several() {
         for architecture in [Architecture::Qwen35, Architecture::Llama] {
-            let model = Synthetic {
-                feed_forward: 1024,
-                ..Synthetic::tiny(architecture, TypeMix::All(GgmlDType::F32), 1)
-            };
+            let model =
+                Synthetic { feed_forward: 1024, ..Synthetic::tiny(architecture, TypeMix::All(GgmlDType::F32), 1) };
             let (spec, ..) = layout(&model);
             for least in [usize::MAX, 300_000, 1] {
                 let layout = Layout::in_parts(&spec, least);
@@ -568,26 +530,14 @@ mod tests {
             rows: 1,
             row_bytes: bytes,
             offset: 0,
-            extent: Extent {
-                what: "slab".into(),
-                offset,
-                bytes,
-            },
+            extent: Extent { what: "slab".into(), offset, bytes },
         };
-        let slabs = vec![
-            slab(0, 0, 1 << 20),
-            slab(1, 4096, 100 << 10),
-            slab(2, 1 << 20, 1 << 20),
-            slab(3, 8 << 20, 4096),
-        ];
+        let slabs =
+            vec![slab(0, 0, 1 << 20), slab(1, 4096, 100 << 10), slab(2, 1 << 20, 1 << 20), slab(3, 8 << 20, 4096)];
         let part = PartLayout::of(Some(0), 0, slabs, 1 << 20);
         assert_eq!(part.runs.len(), 2, "the last one lies far off");
         for slab in &part.slabs {
-            let (run, target) = part
-                .runs
-                .iter()
-                .rfind(|(run, _)| run.offset <= slab.extent.offset)
-                .unwrap();
+            let (run, target) = part.runs.iter().rfind(|(run, _)| run.offset <= slab.extent.offset).unwrap();
             assert!(slab.extent.offset + slab.extent.bytes as u64 <= run.offset + run.bytes as u64);
             let ahead = usize::try_from(slab.extent.offset - run.offset).unwrap();
             assert_eq!(slab.offset, target + ahead);
@@ -618,11 +568,7 @@ mod tests {
         let (_, layout, ..) = layout(&Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 1));
         for part in &layout.parts {
             let bytes: Bytes = part.slabs.iter().map(|slab| Bytes::of_len(slab.extent.bytes)).sum();
-            assert!(
-                part.arena >= bytes && part.arena <= bytes + Bytes::from_kib(8),
-                "{}",
-                part.arena
-            );
+            assert!(part.arena >= bytes && part.arena <= bytes + Bytes::from_kib(8), "{}", part.arena);
             for slab in &part.slabs {
                 let start = Bytes::of_len(slab.offset);
                 assert!(start + Bytes::of_len(slab.extent.bytes) <= part.arena);

@@ -95,9 +95,8 @@ impl Spec {
         watch: &DiskWatch,
     ) -> Result<(), LoadError> {
         if let Some(vocabulary) = vocabulary {
-            let rows = vocabulary
-                .rows(header, self.vocabulary, watch)
-                .map_err(|kind| LoadError::new(header.path(), kind))?;
+            let rows =
+                vocabulary.rows(header, self.vocabulary, watch).map_err(|kind| LoadError::new(header.path(), kind))?;
             self.said = Some(rows);
         }
         Ok(())
@@ -108,15 +107,10 @@ impl Spec {
 pub(super) fn unused(header: &Header) -> Vec<String> {
     let depth = depth(header);
     let bytes_of = |part: Unused| -> Bytes {
-        let tensors = header
-            .tensors()
-            .filter(|info| unused_part(&info.name, depth) == Some(part));
+        let tensors = header.tensors().filter(|info| unused_part(&info.name, depth) == Some(part));
         tensors.fold(Bytes::ZERO, |sum, info| sum.saturating_add(info.bytes))
     };
-    let parts = [
-        ("multi-token prediction", Unused::Prediction),
-        ("vision", Unused::Vision),
-    ];
+    let parts = [("multi-token prediction", Unused::Prediction), ("vision", Unused::Vision)];
     let sizes = parts.map(|(what, part)| (what, bytes_of(part)));
     let some = sizes.into_iter().filter(|(_, bytes)| *bytes > Bytes::ZERO);
     some.map(|(what, bytes)| format!("{what} ({bytes})")).collect()
@@ -177,10 +171,7 @@ impl Spec {
     fn read_kind(header: &Header, context: Option<Tokens>) -> Result<Self, LoadErrorKind> {
         let name = header.architecture();
         let Some(architecture) = Architecture::ALL.into_iter().find(|known| known.name() == name) else {
-            return Err(LoadErrorKind::Architecture {
-                architecture: name.to_owned(),
-                known: known(),
-            });
+            return Err(LoadErrorKind::Architecture { architecture: name.to_owned(), known: known() });
         };
         let keys = Keys { header };
         let blocks = keys.count("block_count", LAYERS_MAX)?;
@@ -188,10 +179,7 @@ impl Spec {
         let Some(depth) = blocks.checked_sub(skipped).filter(|&depth| depth > 0) else {
             return Err(keys.wrong(KEY_SKIPPED, format!("{skipped} of {blocks} blocks leaves none")));
         };
-        if let Some(experts) = keys
-            .optional("expert_count", EXPERTS_MAX)?
-            .filter(|&experts| experts > 0)
-        {
+        if let Some(experts) = keys.optional("expert_count", EXPERTS_MAX)?.filter(|&experts| experts > 0) {
             return Err(keys.wrong("expert_count", format!("`{experts}` is not supported")));
         }
         let width = keys.count("embedding_length", WIDTH_MAX)?;
@@ -226,19 +214,13 @@ impl Spec {
         };
         let mut layers = Vec::new();
         for index in 0..depth {
-            let builder = LayerBuilder {
-                header,
-                prefix: format!("blk.{index}."),
-                width,
-                feed_forward,
-                attention: &attention,
-            };
+            let builder =
+                LayerBuilder { header, prefix: format!("blk.{index}."), width, feed_forward, attention: &attention };
             let layer = match recurrent.as_ref().filter(|_| keys.is_recurrent(index)) {
                 Some(recurrent) => builder.recurrent(recurrent)?,
-                None => builder.attention(
-                    architecture,
-                    attention.local.is_some() && keys.is_local(architecture, index),
-                )?,
+                None => {
+                    builder.attention(architecture, attention.local.is_some() && keys.is_local(architecture, index))?
+                }
             };
             refuse_unknown(header, &builder.prefix, &layer)?;
             layers.push(layer);
@@ -275,9 +257,7 @@ impl Spec {
                 _ => Activation::Silu,
             },
             logit_cap: match architecture {
-                Architecture::Gemma3 => header
-                    .f32(&keys.full("final_logit_softcapping"))
-                    .filter(|&cap| cap != 0.0),
+                Architecture::Gemma3 => header.f32(&keys.full("final_logit_softcapping")).filter(|&cap| cap != 0.0),
                 _ => None,
             },
             attention,
@@ -302,19 +282,12 @@ impl Spec {
     /// Layers that attend.
     #[must_use]
     pub fn attention_layers(&self) -> usize {
-        self.layers
-            .iter()
-            .filter(|layer| layer.kind == LayerKind::Attention)
-            .count()
+        self.layers.iter().filter(|layer| layer.kind == LayerKind::Attention).count()
     }
 
     /// Element types of all matrices and of the head.
     pub fn matrix_types(&self) -> impl Iterator<Item = GgmlDType> {
-        self.layers
-            .iter()
-            .flat_map(|layer| &layer.matrices)
-            .map(|matrix| matrix.tensor.dtype)
-            .chain([self.head.dtype])
+        self.layers.iter().flat_map(|layer| &layer.matrices).map(|matrix| matrix.tensor.dtype).chain([self.head.dtype])
     }
 }
 

@@ -47,15 +47,10 @@ impl RecurrentState {
                 })
             })
             .collect();
-        let (matrices_len, conv_len) = spec
-            .recurrent
-            .map_or((0, 0), |recurrent| (recurrent.state_len(), recurrent.conv_len()));
+        let (matrices_len, conv_len) =
+            spec.recurrent.map_or((0, 0), |recurrent| (recurrent.state_len(), recurrent.conv_len()));
         Ok(Self {
-            memory: if bytes == Bytes::ZERO {
-                None
-            } else {
-                Some(backend.allocate(bytes, Backing::OnTouch)?)
-            },
+            memory: if bytes == Bytes::ZERO { None } else { Some(backend.allocate(bytes, Backing::OnTouch)?) },
             layer_len: matrices_len + conv_len,
             matrices_len,
             index,
@@ -86,11 +81,7 @@ impl RecurrentState {
     /// When there is none.
     pub fn room(&self, backend: &dyn Backend) -> io::Result<Snapshot> {
         let allocate = |memory: &Buffer| backend.allocate(memory.bytes(), Backing::OnTouch);
-        Ok(Snapshot {
-            branch: 0,
-            position: 0,
-            memory: self.memory.as_ref().map(allocate).transpose()?,
-        })
+        Ok(Snapshot { branch: 0, position: 0, memory: self.memory.as_ref().map(allocate).transpose()? })
     }
 
     /// Copies the state, which belongs to `position` of `branch`, over an earlier copy or into new [room](Self::room); says
@@ -102,11 +93,7 @@ impl RecurrentState {
         (branch, position): (u64, u32),
     ) -> (Snapshot, Result<(), DeviceError>) {
         let copied = copy(backend, self.memory.as_ref(), room.memory.as_ref());
-        let snapshot = Snapshot {
-            branch,
-            position,
-            ..room
-        };
+        let snapshot = Snapshot { branch, position, ..room };
         (snapshot, copied)
     }
 
@@ -148,12 +135,7 @@ impl RecurrentState {
 }
 
 fn copy(backend: &mut dyn Backend, from: Option<&Buffer>, to: Option<&Buffer>) -> Result<(), DeviceError> {
-    from.zip(to).map_or(Ok(()), |(from, to)| {
-        backend.queue(Operation::Copy {
-            from: from.from(0),
-            to: to.from(0),
-        })
-    })
+    from.zip(to).map_or(Ok(()), |(from, to)| backend.queue(Operation::Copy { from: from.from(0), to: to.from(0) }))
 }
 
 /// Which earlier positions are still those of the present sequence.
@@ -171,10 +153,7 @@ impl Lineage {
     /// A sequence without a past.
     #[must_use]
     pub fn new() -> Self {
-        Self {
-            next: 1,
-            branches: vec![(0, u32::MAX)],
-        }
+        Self { next: 1, branches: vec![(0, u32::MAX)] }
     }
 
     /// The branch that tokens are appended to.
@@ -191,11 +170,7 @@ impl Lineage {
 
     /// Goes back to `position` of `branch`, if the present sequence went through it; says whether it did.
     pub fn go_back(&mut self, branch: u64, position: u32) -> bool {
-        if !self
-            .branches
-            .iter()
-            .any(|&(known, end)| known == branch && position <= end)
-        {
+        if !self.branches.iter().any(|&(known, end)| known == branch && position <= end) {
             return false;
         }
         for (_, end) in &mut self.branches {

@@ -22,12 +22,7 @@ impl StopStrings {
     /// Empty strings are left out: they would end every answer at once.
     pub(super) fn new(stops: &[String]) -> Self {
         Self {
-            stops: stops
-                .iter()
-                .cloned()
-                .enumerate()
-                .filter(|(_, stop)| !stop.is_empty())
-                .collect(),
+            stops: stops.iter().cloned().enumerate().filter(|(_, stop)| !stop.is_empty()).collect(),
             held: String::new(),
         }
     }

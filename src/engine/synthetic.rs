@@ -240,19 +240,13 @@ impl Synthetic {
             }
             Architecture::Phi3 => {
                 put("rope.scaling.type", Entry::Text("longrope".to_owned()));
-                put(
-                    "rope.scaling.original_context_length",
-                    Entry::Uint(self.context_max / 2),
-                );
+                put("rope.scaling.original_context_length", Entry::Uint(self.context_max / 2));
                 put("rope.scaling.attn_factor", Entry::Float(1.19));
             }
             Architecture::Qwen2 => {
                 put("rope.scaling.type", Entry::Text("yarn".to_owned()));
                 put("rope.scaling.factor", Entry::Float(4.0));
-                put(
-                    "rope.scaling.original_context_length",
-                    Entry::Uint(self.context_max / 4),
-                );
+                put("rope.scaling.original_context_length", Entry::Uint(self.context_max / 4));
             }
             Architecture::Qwen3 => {}
             Architecture::Qwen3Vl => {
@@ -265,10 +259,7 @@ impl Synthetic {
                 let (keys, values, dim) = self.recurrent;
                 let pairs = self.rotary / 2;
                 let sections = [pairs - 2 * (pairs / 3), pairs / 3, pairs / 3, 0];
-                put(
-                    "rope.dimension_sections",
-                    Entry::Ints(sections.map(u32::cast_signed).to_vec()),
-                );
+                put("rope.dimension_sections", Entry::Ints(sections.map(u32::cast_signed).to_vec()));
                 put("ssm.conv_kernel", Entry::Uint(4));
                 put("ssm.state_size", Entry::Uint(dim));
                 put("ssm.group_count", Entry::Uint(keys));
@@ -351,12 +342,7 @@ impl Synthetic {
                     TypeMix::Q4KM => GgmlDType::Q4K,
                 };
                 let dtype = self.types.fitting(dtype, columns);
-                list.push(Tensor::matrix(
-                    &format!("blk.{layer}.{name}.weight"),
-                    columns,
-                    rows,
-                    dtype,
-                ));
+                list.push(Tensor::matrix(&format!("blk.{layer}.{name}.weight"), columns, rows, dtype));
             };
             let extra = layer >= self.layers;
             let recurrent = self.architecture == Architecture::Qwen35 && !extra && (layer + 1) % 4 != 0;
@@ -370,11 +356,7 @@ impl Synthetic {
                 matrix("ssm_beta", width, values, false);
                 matrix("ssm_out", values * dim, width, false);
             } else {
-                let gated = if self.architecture == Architecture::Qwen35 {
-                    2
-                } else {
-                    1
-                };
+                let gated = if self.architecture == Architecture::Qwen35 { 2 } else { 1 };
                 if self.architecture == Architecture::Phi3 {
                     matrix("attn_qkv", width, query + 2 * kv, true);
                 } else {
@@ -441,11 +423,7 @@ impl Synthetic {
             }
             if extra {
                 let mut vector = |name: &str| {
-                    list.push(Tensor::vector(
-                        &format!("blk.{layer}.nextn.{name}.weight"),
-                        width,
-                        Draw::Norm,
-                    ));
+                    list.push(Tensor::vector(&format!("blk.{layer}.nextn.{name}.weight"), width, Draw::Norm));
                 };
                 vector("enorm");
                 vector("hnorm");
@@ -583,25 +561,11 @@ pub enum Draw {
 
 impl Tensor {
     fn matrix(name: &str, columns: u32, rows: u32, dtype: GgmlDType) -> Self {
-        Self {
-            name: name.to_owned(),
-            columns,
-            rows,
-            dtype,
-            draw: Draw::Matrix,
-            flat: false,
-        }
+        Self { name: name.to_owned(), columns, rows, dtype, draw: Draw::Matrix, flat: false }
     }
 
     fn vector(name: &str, len: u32, draw: Draw) -> Self {
-        Self {
-            name: name.to_owned(),
-            columns: len,
-            rows: 1,
-            dtype: GgmlDType::F32,
-            draw,
-            flat: true,
-        }
+        Self { name: name.to_owned(), columns: len, rows: 1, dtype: GgmlDType::F32, draw, flat: true }
     }
 
     fn bytes(&self) -> u64 {
@@ -618,10 +582,7 @@ fn byte_symbol(byte: u8) -> char {
         return char::from(byte);
     }
     let number = (0..byte).filter(|&before| !plain(before)).count();
-    u32::try_from(number)
-        .ok()
-        .and_then(|number| char::from_u32(256 + number))
-        .unwrap_or('?')
+    u32::try_from(number).ok().and_then(|number| char::from_u32(256 + number)).unwrap_or('?')
 }
 
 /// Tokens that local layers see: few, so that short tests see a difference.

@@ -94,10 +94,7 @@ impl TensorGroup {
             kind,
             tensors: u32::try_from(group.len()).unwrap_or(u32::MAX),
             elements: group.iter().map(elements).fold(0, u64::saturating_add),
-            bytes: group
-                .iter()
-                .map(|info| info.bytes)
-                .fold(Bytes::ZERO, Bytes::saturating_add),
+            bytes: group.iter().map(|info| info.bytes).fold(Bytes::ZERO, Bytes::saturating_add),
             types: types.into_iter().map(|(name, _)| name).collect(),
         }
     }

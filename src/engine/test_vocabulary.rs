@@ -47,12 +47,7 @@ impl TestVocabulary {
             });
         }
         texts.extend(self.merges.iter().map(|merge| merge.replace(' ', "")));
-        texts.extend(
-            self.control
-                .iter()
-                .chain(&self.user_defined)
-                .map(|&text| text.to_owned()),
-        );
+        texts.extend(self.control.iter().chain(&self.user_defined).map(|&text| text.to_owned()));
         texts
     }
 
@@ -74,18 +69,9 @@ impl TestVocabulary {
         let mut entries = vec![
             ("tokenizer.ggml.model", string(self.model)),
             ("tokenizer.ggml.pre", string(self.pre)),
-            (
-                "tokenizer.ggml.tokens",
-                Value::Array(texts.iter().map(|text| string(text)).collect()),
-            ),
-            (
-                "tokenizer.ggml.token_type",
-                Value::Array(types.map(Value::I32).collect()),
-            ),
-            (
-                "tokenizer.ggml.merges",
-                Value::Array(self.merges.iter().map(|merge| string(merge)).collect()),
-            ),
+            ("tokenizer.ggml.tokens", Value::Array(texts.iter().map(|text| string(text)).collect())),
+            ("tokenizer.ggml.token_type", Value::Array(types.map(Value::I32).collect())),
+            ("tokenizer.ggml.merges", Value::Array(self.merges.iter().map(|merge| string(merge)).collect())),
         ];
         entries.retain(|(key, _)| !self.more.iter().any(|(other, _)| other == key));
         entries.extend(self.more.iter().cloned());

@@ -50,12 +50,7 @@ impl TextSide {
     pub fn with_helper(header: &Header, context_max: Tokens, program: Option<PathBuf>) -> Result<Self, TextError> {
         let tokenizer = Tokenizer::from_header(header)?;
         let template = ChatTemplate::from_header(header, &tokenizer)?;
-        Ok(Self {
-            tokenizer,
-            template,
-            context_max,
-            helper: Arc::new(Helper::new(program)),
-        })
+        Ok(Self { tokenizer, template, context_max, helper: Arc::new(Helper::new(program)) })
     }
 
     /// The tokens of a request's prompt, and what holds its answer to its form.
@@ -74,10 +69,7 @@ impl TextSide {
         }
         let count = Tokens::new(u32::try_from(tokens.len()).unwrap_or(u32::MAX));
         if count > self.context_max {
-            return Err(PromptError::BeyondContext {
-                tokens: count,
-                limit: self.context_max,
-            });
+            return Err(PromptError::BeyondContext { tokens: count, limit: self.context_max });
         }
         let mask = match &request.form {
             None => None,
@@ -108,9 +100,7 @@ impl TextSide {
 
     fn setup(&self) -> Setup {
         Setup {
-            words: (0..self.tokenizer.vocabulary())
-                .map(|token| self.tokenizer.bytes(token).to_vec())
-                .collect(),
+            words: (0..self.tokenizer.vocabulary()).map(|token| self.tokenizer.bytes(token).to_vec()).collect(),
             ends: self.tokenizer.ends().collect(),
             template: Some(self.template.source().to_owned()).filter(|source| !source.is_empty()),
         }
@@ -155,9 +145,7 @@ impl TextSide {
                     .render(conversation, &self.tokenizer, |context| self.render(context))
                     .map_err(PromptError::Chat)?;
                 style = rendered.style;
-                self.tokenizer
-                    .encode_rendered(&rendered.text, Some(rendered.mark))
-                    .map_err(PromptError::Encode)?
+                self.tokenizer.encode_rendered(&rendered.text, Some(rendered.mark)).map_err(PromptError::Encode)?
             }
             Prompt::Text(text) if text.is_empty() => return Err(PromptError::Empty),
             Prompt::Text(text) => self.tokenizer.encode(text).map_err(PromptError::Encode)?,

@@ -127,10 +127,7 @@ impl Engine {
             emergency::lock_stack();
             Worker::new(loop_shared, opener, sink).run();
         })?;
-        Ok(Self {
-            handle: EngineHandle { shared },
-            thread: Some(thread),
-        })
+        Ok(Self { handle: EngineHandle { shared }, thread: Some(thread) })
     }
 
     /// A handle to ask it.
@@ -211,10 +208,7 @@ impl Worker {
         let dropped = catch_unwind(AssertUnwindSafe(|| drop(model)));
         let panic = outcome.err().or_else(|| dropped.err());
         let message = panic.map(|payload| panic_message(&*payload)).or(self.ends);
-        self.engine_loop.close(message.map(|message| Broken {
-            message,
-            hung: kept.hangs().then_some(kept),
-        }));
+        self.engine_loop.close(message.map(|message| Broken { message, hung: kept.hangs().then_some(kept) }));
     }
 
     fn work(&mut self) {
@@ -287,11 +281,7 @@ impl Worker {
                 self.model = Some(model);
                 self.text = Some(text);
                 self.engine_loop.publish();
-                self.engine_loop.tell(EngineEvent::Ready {
-                    backend,
-                    shape,
-                    breakdown,
-                });
+                self.engine_loop.tell(EngineEvent::Ready { backend, shape, breakdown });
                 self.calibrate();
             }
             Err(error) => self.load_failed(path, &error),
@@ -314,9 +304,7 @@ impl Worker {
 
     /// What is held and was given up, and is kept by reads that hang.
     fn left(&self) -> Bytes {
-        self.model
-            .as_ref()
-            .map_or_else(|| self.left.bytes(), |model| model.left())
+        self.model.as_ref().map_or_else(|| self.left.bytes(), |model| model.left())
     }
 
     /// Notes what a load that failed has left, while there is no model.
@@ -444,9 +432,8 @@ impl Worker {
             model.allow_dropping(sinks);
         }
         let mut writing = Writing {
-            sampler: Sampler::new(request.sampling).map_err(|error| GenerateError::Model {
-                message: error.to_string(),
-            })?,
+            sampler: Sampler::new(request.sampling)
+                .map_err(|error| GenerateError::Model { message: error.to_string() })?,
             stops: StopStrings::new(&request.stop),
             stream: TextStream::default(),
             mask,
@@ -479,24 +466,17 @@ impl Worker {
             let found = self.greatest.map(Ok);
             let token = match found.unwrap_or_else(|| writing.sampler.next(&self.logits, &self.sequence)) {
                 Ok(token) => token,
-                Err(SampleError::NotFinite {
-                    value: f32::NEG_INFINITY,
-                    ..
-                }) if writing.mask.is_some() => {
+                Err(SampleError::NotFinite { value: f32::NEG_INFINITY, .. }) if writing.mask.is_some() => {
                     // What the form allows is not among what the model may say.
                     return ControlFlow::Break(Err(GenerateError::Form {
                         message: "no token that the model may say goes on with it".to_owned(),
                     }));
                 }
                 Err(SampleError::NotFinite { .. }) => {
-                    return ControlFlow::Break(Err(GenerateError::NotFinite {
-                        position: position_of(&self.sequence),
-                    }));
+                    return ControlFlow::Break(Err(GenerateError::NotFinite { position: position_of(&self.sequence) }));
                 }
                 Err(error) => {
-                    return ControlFlow::Break(Err(GenerateError::Model {
-                        message: error.to_string(),
-                    }));
+                    return ControlFlow::Break(Err(GenerateError::Model { message: error.to_string() }));
                 }
             };
             generated += 1;
@@ -552,11 +532,7 @@ impl Worker {
         let tokens = Tokens::new(position_of(&prompt));
         let capacity = model.plan().kv_capacity;
         if tokens > capacity {
-            return ControlFlow::Break(Err(GenerateError::PromptBeyondKv {
-                tokens,
-                capacity,
-                limit,
-            }));
+            return ControlFlow::Break(Err(GenerateError::PromptBeyondKv { tokens, capacity, limit }));
         }
         // What the sequence has in common with the prompt is kept as far as the model can be cut back to it. At least one
         // token must be left to compute, since the scores after the sequence are not kept.
@@ -570,11 +546,7 @@ impl Worker {
         let began = Instant::now();
         match self.forward(fresh, greedy) {
             ControlFlow::Break(Err(GenerateError::KvFull { position, capacity, .. })) => {
-                ControlFlow::Break(Err(GenerateError::KvFull {
-                    position,
-                    tokens,
-                    capacity,
-                }))
+                ControlFlow::Break(Err(GenerateError::KvFull { position, tokens, capacity }))
             }
             ControlFlow::Break(outcome) => ControlFlow::Break(outcome),
             ControlFlow::Continue(()) => {
@@ -598,10 +570,7 @@ impl Worker {
     /// Ends the answer when there is no place for another token.
     fn find_room(&mut self, limit: Tokens) -> ControlFlow<Outcome> {
         let position = position_of(&self.sequence);
-        let capacity = self
-            .model
-            .as_ref()
-            .map_or(Tokens::ZERO, |model| model.plan().kv_capacity);
+        let capacity = self.model.as_ref().map_or(Tokens::ZERO, |model| model.plan().kv_capacity);
         let mut made = || self.model.as_mut().map_or(Tokens::ZERO, |model| model.make_room());
         if position < limit.get().min(capacity.get()) {
             ControlFlow::Continue(())
@@ -630,16 +599,8 @@ impl Worker {
 
     /// Why there is no place for another token: the end of the context, or less capacity than there was.
     fn no_room(&self, capacity: Tokens) -> FinishReason {
-        let before = self
-            .engine_loop
-            .active
-            .as_ref()
-            .map_or(Tokens::ZERO, |active| active.capacity);
-        if capacity < before {
-            FinishReason::KvReclaimed
-        } else {
-            FinishReason::Length
-        }
+        let before = self.engine_loop.active.as_ref().map_or(Tokens::ZERO, |active| active.capacity);
+        if capacity < before { FinishReason::KvReclaimed } else { FinishReason::Length }
     }
 
     /// Appends tokens to the sequence; plans are put into force between layers. With `greedy`, the token that comes next may be
@@ -693,9 +654,7 @@ impl Worker {
                 ControlFlow::Break(match (ended, error) {
                     (Some(outcome), _) => outcome,
                     (None, ForwardError::NotFinite { position }) => Err(GenerateError::NotFinite { position }),
-                    (None, error) => Err(GenerateError::Model {
-                        message: in_one_line(&error),
-                    }),
+                    (None, error) => Err(GenerateError::Model { message: in_one_line(&error) }),
                 })
             }
         };

@@ -75,11 +75,7 @@ pub(super) fn in_words(conversation: &Conversation, knows_system: bool) -> Conve
             _ => messages.insert(0, ChatMessage::new(Role::System, told)),
         }
     }
-    Conversation {
-        messages,
-        tools: Vec::new(),
-        variables: conversation.variables.clone(),
-    }
+    Conversation { messages, tools: Vec::new(), variables: conversation.variables.clone() }
 }
 
 fn message_in_words(message: &ChatMessage) -> ChatMessage {
@@ -155,10 +151,7 @@ fn call_by_parameters(
 ) -> Result<String, ConstraintError> {
     with_layout(parameters)?;
     let empty = Map::new();
-    let properties = parameters
-        .get("properties")
-        .and_then(Value::as_object)
-        .unwrap_or(&empty);
+    let properties = parameters.get("properties").and_then(Value::as_object).unwrap_or(&empty);
     let required: Vec<&str> = parameters
         .get("required")
         .and_then(Value::as_array)

@@ -105,27 +105,19 @@ impl Client {
     /// # Errors
     /// When it has as many in flight as it may.
     pub(super) fn place(&self) -> Result<OwnedSemaphorePermit, Refusal> {
-        Arc::clone(&self.places)
-            .try_acquire_owned()
-            .map_err(|_full| Refusal::QuotaExceeded {
-                act: "take the request".to_owned(),
-                what: format!("client `{}`, by its requests in flight,", self.name),
-                limit: self.requests_max.into(),
-                retry_after: RETRY_AFTER_DEFAULT,
-            })
+        Arc::clone(&self.places).try_acquire_owned().map_err(|_full| Refusal::QuotaExceeded {
+            act: "take the request".to_owned(),
+            what: format!("client `{}`, by its requests in flight,", self.name),
+            limit: self.requests_max.into(),
+            retry_after: RETRY_AFTER_DEFAULT,
+        })
     }
 }
 
 impl PartialEq for Client {
     fn eq(&self, other: &Self) -> bool {
         (&self.name, &self.key, self.class, self.tokens_max, self.requests_max)
-            == (
-                &other.name,
-                &other.key,
-                other.class,
-                other.tokens_max,
-                other.requests_max,
-            )
+            == (&other.name, &other.key, other.class, other.tokens_max, other.requests_max)
     }
 }
 
@@ -163,10 +155,7 @@ impl Access {
                 let (what, hint) = if sent.is_some() {
                     ("the API key is not known", "`http.keys_file` lists the keys that are")
                 } else {
-                    (
-                        "no API key is given",
-                        "send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",
-                    )
+                    ("no API key is given", "send it as `Authorization: Bearer KEY` or `x-api-key: KEY`")
                 };
                 let message = format!("cannot serve `{}`: {what} (hint: {hint})", shortened(path));
                 Err(Fault::request(StatusCode::UNAUTHORIZED, "invalid_api_key", message))
@@ -178,15 +167,10 @@ impl Access {
 /// The key that a browser sends for the page: the password of Basic authentication, with any name. Only the page takes it,
 /// since a browser would also send it with what a page of another site has it request.
 fn key_as_password(headers: &HeaderMap) -> Option<Vec<u8>> {
-    let (scheme, encoded) = headers
-        .get(header::AUTHORIZATION)?
-        .as_bytes()
-        .split_at_checked(BASIC.len())?;
+    let (scheme, encoded) = headers.get(header::AUTHORIZATION)?.as_bytes().split_at_checked(BASIC.len())?;
     let pair = BASE64.decode(encoded.trim_ascii()).ok()?;
     let name = pair.iter().position(|byte| *byte == b':')?;
-    scheme
-        .eq_ignore_ascii_case(BASIC)
-        .then(|| pair.into_iter().skip(name + 1).collect())
+    scheme.eq_ignore_ascii_case(BASIC).then(|| pair.into_iter().skip(name + 1).collect())
 }
 
 /// The key that a request carries.
@@ -196,13 +180,11 @@ fn key_in(headers: &HeaderMap) -> Option<&[u8]> {
         let (scheme, key) = value.split_at_checked(BEARER.len())?;
         scheme.eq_ignore_ascii_case(BEARER).then(|| key.trim_ascii())
     });
-    bearer
-        .or_else(|| headers.get(API_KEY).map(HeaderValue::as_bytes))
-        .or_else(|| {
-            let protocols = headers.get(header::SEC_WEBSOCKET_PROTOCOL)?.as_bytes();
-            let mut protocols = protocols.split(|byte| *byte == b',').map(<[u8]>::trim_ascii);
-            protocols.find_map(|protocol| protocol.strip_prefix(PROTOCOL_KEY))
-        })
+    bearer.or_else(|| headers.get(API_KEY).map(HeaderValue::as_bytes)).or_else(|| {
+        let protocols = headers.get(header::SEC_WEBSOCKET_PROTOCOL)?.as_bytes();
+        let mut protocols = protocols.split(|byte| *byte == b',').map(<[u8]>::trim_ascii);
+        protocols.find_map(|protocol| protocol.strip_prefix(PROTOCOL_KEY))
+    })
 }
 
 const BASIC: &[u8] = b"Basic ";
@@ -217,29 +199,17 @@ mod tests {
     use super::*;
 
     fn access(keyless: Keyless) -> Access {
-        let client = |name, key: &str| {
-            Arc::new(Client::new(
-                (name, Key::new(key.to_owned())),
-                Class::Batch,
-                1,
-                None,
-                None,
-            ))
-        };
+        let client =
+            |name, key: &str| Arc::new(Client::new((name, Key::new(key.to_owned())), Class::Batch, 1, None, None));
         Access {
-            clients: Some(vec![
-                client("kitchen", "key-of-kitchen-1"),
-                client("study", "key-of-study-123"),
-            ]),
+            clients: Some(vec![client("kitchen", "key-of-kitchen-1"), client("study", "key-of-study-123")]),
             keyless,
             ..Access::default()
         }
     }
 
     fn asked(access: &Access, path: &str, headers: &[(&'static str, &'static str)]) -> Result<Option<String>, String> {
-        let headers = headers
-            .iter()
-            .map(|(name, value)| (name.parse().unwrap(), HeaderValue::from_static(value)));
+        let headers = headers.iter().map(|(name, value)| (name.parse().unwrap(), HeaderValue::from_static(value)));
         match access.client_of(path, &headers.collect()) {
             Ok(client) => Ok(client.map(|client| client.name.to_string())),
             Err(fault) => Err(format!("{} {}", fault.status().as_u16(), fault.code())),
@@ -250,23 +220,11 @@ mod tests {
     fn a_key_is_read_as_openai_and_as_anthropic_send_it() {
         let access = access(Keyless::default());
         let ask = |headers: &[(&'static str, &'static str)]| asked(&access, "/v1/models", headers);
+        assert_eq!(ask(&[("authorization", "Bearer key-of-study-123")]), Ok(Some("study".to_owned())));
+        assert_eq!(ask(&[("authorization", "bearer  key-of-study-123")]), Ok(Some("study".to_owned())));
+        assert_eq!(ask(&[("x-api-key", "key-of-kitchen-1")]), Ok(Some("kitchen".to_owned())));
         assert_eq!(
-            ask(&[("authorization", "Bearer key-of-study-123")]),
-            Ok(Some("study".to_owned()))
-        );
-        assert_eq!(
-            ask(&[("authorization", "bearer  key-of-study-123")]),
-            Ok(Some("study".to_owned()))
-        );
-        assert_eq!(
-            ask(&[("x-api-key", "key-of-kitchen-1")]),
-            Ok(Some("kitchen".to_owned()))
-        );
-        assert_eq!(
-            ask(&[(
-                "sec-websocket-protocol",
-                "realtime, openai-insecure-api-key.key-of-study-123"
-            )]),
+            ask(&[("sec-websocket-protocol", "realtime, openai-insecure-api-key.key-of-study-123")]),
             Ok(Some("study".to_owned()))
         );
         for headers in [
@@ -280,11 +238,7 @@ mod tests {
         ] {
             assert_eq!(ask(headers), Err("401 invalid_api_key".to_owned()), "{headers:?}");
         }
-        assert_eq!(
-            asked(&Access::default(), "/v1/models", &[]),
-            Ok(None),
-            "everybody is served"
-        );
+        assert_eq!(asked(&Access::default(), "/v1/models", &[]), Ok(None), "everybody is served");
     }
 
     #[test]
@@ -292,11 +246,7 @@ mod tests {
         let access = access(Keyless::default());
         let password = ("authorization", "Basic bWU6a2V5LW9mLXN0dWR5LTEyMw==");
         for path in ["/", "/status.json"] {
-            assert_eq!(
-                asked(&access, path, &[password]),
-                Ok(Some("study".to_owned())),
-                "{path}"
-            );
+            assert_eq!(asked(&access, path, &[password]), Ok(Some("study".to_owned())), "{path}");
         }
         for (path, header) in [
             ("/v1/models", password),
@@ -304,11 +254,7 @@ mod tests {
             ("/", ("authorization", "Basic a2V5LW9mLXN0dWR5LTEyMw==")),
             ("/", ("authorization", "Basic !")),
         ] {
-            assert_eq!(
-                asked(&access, path, &[header]),
-                Err("401 invalid_api_key".to_owned()),
-                "{path} {header:?}"
-            );
+            assert_eq!(asked(&access, path, &[header]), Err("401 invalid_api_key".to_owned()), "{path} {header:?}");
         }
     }
 

@@ -57,12 +57,10 @@ pub(super) trait Writer: Send + Sized + 'static {
 /// # Errors
 /// 404 when there is none.
 pub(super) fn llm(api: &Api) -> Result<std::sync::Arc<dyn ChatBackend>, Fault> {
-    api.backends().chat.clone().ok_or_else(|| {
-        Fault::from(Refusal::NotConfigured {
-            act: ACT.to_owned(),
-            what: "model".to_owned(),
-        })
-    })
+    api.backends()
+        .chat
+        .clone()
+        .ok_or_else(|| Fault::from(Refusal::NotConfigured { act: ACT.to_owned(), what: "model".to_owned() }))
 }
 
 /// Reads a request of JSON; the permit is for the memory of its body.
@@ -126,12 +124,7 @@ struct Streamed<W> {
 }
 
 fn payloads<W: Writer>(stage: Stage, writer: W) -> BoxStream<'static, Payload> {
-    let streamed = Streamed {
-        stage,
-        writer,
-        begun: false,
-        queue: VecDeque::new(),
-    };
+    let streamed = Streamed { stage, writer, begun: false, queue: VecDeque::new() };
     stream::unfold(streamed, |mut streamed| async move {
         let payload = streamed.next().await?;
         Some((payload, streamed))
@@ -161,15 +154,8 @@ impl<W: Writer> Streamed<W> {
 
     fn take(&mut self, event: ChatEvent, generation: Generation) -> Stage {
         match event {
-            ChatEvent::Started {
-                prompt_tokens,
-                cached_tokens,
-            } => {
-                self.begin(Usage {
-                    prompt_tokens,
-                    cached_tokens,
-                    ..Usage::default()
-                });
+            ChatEvent::Started { prompt_tokens, cached_tokens } => {
+                self.begin(Usage { prompt_tokens, cached_tokens, ..Usage::default() });
                 Stage::Running(generation)
             }
             ChatEvent::Part(part) => {

@@ -99,22 +99,16 @@ impl Api {
         let Shared { limits, .. } = &*self.shared;
         let (what, limit, places) = match kind {
             Kind::Chat => ("chat requests in flight", limits.requests_max, &self.shared.chats),
-            Kind::Transcription => (
-                "transcriptions in flight",
-                limits.requests_max,
-                &self.shared.transcriptions,
-            ),
+            Kind::Transcription => ("transcriptions in flight", limits.requests_max, &self.shared.transcriptions),
             Kind::Speech => ("speech requests in flight", limits.requests_max, &self.shared.speeches),
             Kind::Realtime => ("realtime sessions", limits.sessions_max, &self.shared.sessions),
         };
-        Arc::clone(places)
-            .try_acquire_owned()
-            .map_err(|_full| Refusal::QuotaExceeded {
-                act: "take the request".to_owned(),
-                what: what.to_owned(),
-                limit: u64::try_from(limit).unwrap_or(u64::MAX),
-                retry_after: RETRY_AFTER_DEFAULT,
-            })
+        Arc::clone(places).try_acquire_owned().map_err(|_full| Refusal::QuotaExceeded {
+            act: "take the request".to_owned(),
+            what: what.to_owned(),
+            limit: u64::try_from(limit).unwrap_or(u64::MAX),
+            retry_after: RETRY_AFTER_DEFAULT,
+        })
     }
 
     /// Sets memory aside for KiB of audio that a realtime session keeps, as long as the permit lives.
@@ -122,14 +116,12 @@ impl Api {
     /// # Errors
     /// When the audio of all sessions leaves no room for it.
     pub(super) fn audio_memory(&self, kib: u32) -> Result<OwnedSemaphorePermit, Refusal> {
-        Arc::clone(&self.shared.audio_kib)
-            .try_acquire_many_owned(kib)
-            .map_err(|_full| Refusal::QuotaExceeded {
-                act: "keep the audio".to_owned(),
-                what: "memory for the audio of realtime sessions, in bytes,".to_owned(),
-                limit: self.shared.limits.sessions_audio_max.get(),
-                retry_after: RETRY_AFTER_DEFAULT,
-            })
+        Arc::clone(&self.shared.audio_kib).try_acquire_many_owned(kib).map_err(|_full| Refusal::QuotaExceeded {
+            act: "keep the audio".to_owned(),
+            what: "memory for the audio of realtime sessions, in bytes,".to_owned(),
+            limit: self.shared.limits.sessions_audio_max.get(),
+            retry_after: RETRY_AFTER_DEFAULT,
+        })
     }
 
     /// A name for something, unique in this run and unlikely to repeat in another: `chatcmpl-5f3c…`.
@@ -139,11 +131,7 @@ impl Api {
 
     /// Limits of a body of at most `max` bytes.
     pub(super) fn body_limits(&self, max: Bytes) -> BodyLimits {
-        BodyLimits {
-            max,
-            idle: self.shared.limits.body_idle_timeout,
-            total: self.shared.limits.body_timeout,
-        }
+        BodyLimits { max, idle: self.shared.limits.body_idle_timeout, total: self.shared.limits.body_timeout }
     }
 
     /// Sets memory aside for a body of `bytes`, as long as the returned value lives.
@@ -216,10 +204,7 @@ pub(super) type Meta = Extension<RequestMeta>;
 
 /// Seconds since 1970, as OpenAI's `created`.
 pub(super) fn unix_seconds() -> u64 {
-    SystemTime::now()
-        .duration_since(SystemTime::UNIX_EPOCH)
-        .unwrap_or(Duration::ZERO)
-        .as_secs()
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or(Duration::ZERO).as_secs()
 }
 
 /// Makes ids: a part that differs from run to run, and a number.
@@ -233,10 +218,7 @@ impl IdSource {
         // The seed of the standard library's hash maps is random for each process.
         let mut hasher = RandomState::new().build_hasher();
         hasher.write_u32(std::process::id());
-        Self {
-            run: hasher.finish(),
-            count: AtomicU64::new(1),
-        }
+        Self { run: hasher.finish(), count: AtomicU64::new(1) }
     }
 
     fn fresh(&self, prefix: &str) -> String {

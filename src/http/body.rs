@@ -67,9 +67,7 @@ async fn each_piece(
     let end = Instant::now() + limits.total;
     loop {
         let idle_end = Instant::now() + limits.idle;
-        let piece = timeout_at(end.min(idle_end), pieces.next())
-            .await
-            .map_err(|_elapsed| too_slow(length, limits))?;
+        let piece = timeout_at(end.min(idle_end), pieces.next()).await.map_err(|_elapsed| too_slow(length, limits))?;
         match piece {
             None => return Ok(()),
             Some(Ok(piece)) => {
@@ -114,11 +112,7 @@ pub(super) fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Fault> 
 }
 
 fn no_json(error: &serde_json::Error) -> Fault {
-    Fault::request(
-        StatusCode::BAD_REQUEST,
-        "invalid_json",
-        format!("cannot parse the body as JSON: {error}"),
-    )
+    Fault::request(StatusCode::BAD_REQUEST, "invalid_json", format!("cannot parse the body as JSON: {error}"))
 }
 
 fn too_large(announced: Option<Bytes>, max: Bytes) -> Fault {
@@ -156,19 +150,10 @@ mod tests {
             inner: Vec<Option<u32>>,
         }
         let fault = parse_json::<Outer>(br#"{"inner": [1, "x"]}"#).unwrap_err();
-        assert_eq!(
-            fault.message(),
-            "inner[1]: invalid type: string \"x\", expected u32 at line 1 column 17"
-        );
+        assert_eq!(fault.message(), "inner[1]: invalid type: string \"x\", expected u32 at line 1 column 17");
         let fault = parse_json::<Outer>(b"{").unwrap_err();
-        assert!(
-            fault.message().starts_with("cannot parse the body as JSON"),
-            "{fault:?}"
-        );
+        assert!(fault.message().starts_with("cannot parse the body as JSON"), "{fault:?}");
         let fault = parse_json::<Outer>(br#"{"inner": []} x"#).unwrap_err();
-        assert!(
-            fault.message().starts_with("cannot parse the body as JSON"),
-            "{fault:?}"
-        );
+        assert!(fault.message().starts_with("cannot parse the body as JSON"), "{fault:?}");
     }
 }

@@ -91,9 +91,7 @@ impl Writer for ChatWriter {
                     "function": {"name": name, "arguments": ""},
                 });
                 let arguments = json!({"index": index, "function": {"arguments": arguments}});
-                [begun, arguments]
-                    .map(|call| self.choice(&json!({"tool_calls": [call]}), None))
-                    .into()
+                [begun, arguments].map(|call| self.choice(&json!({"tool_calls": [call]}), None)).into()
             }
         }
     }
@@ -117,10 +115,7 @@ impl Writer for ChatWriter {
         message.insert("role".to_owned(), json!("assistant"));
         // as OpenAI has it: an answer that only calls tools says nothing
         let silent = said.text.is_empty() && !said.calls.is_empty();
-        message.insert(
-            "content".to_owned(),
-            if silent { Value::Null } else { json!(said.text) },
-        );
+        message.insert("content".to_owned(), if silent { Value::Null } else { json!(said.text) });
         if !said.reasoning.is_empty() {
             message.insert("reasoning_content".to_owned(), json!(said.reasoning));
         }

@@ -85,10 +85,7 @@ struct WireStreamOptions {
 impl WireRequest {
     /// Whether the client wants the usage as the last chunk.
     pub(super) fn include_usage(&self) -> bool {
-        self.stream_options
-            .as_ref()
-            .and_then(|options| options.include_usage)
-            .unwrap_or(false)
+        self.stream_options.as_ref().and_then(|options| options.include_usage).unwrap_or(false)
     }
 
     /// Fields that the client set and that are not honoured.
@@ -118,11 +115,7 @@ impl WireRequest {
             return Err(Fault::invalid("n", n, "is not supported: one answer per request"));
         }
         if self.logprobs == Some(true) {
-            return Err(Fault::invalid(
-                "logprobs",
-                true,
-                "is not supported: probabilities are not kept",
-            ));
+            return Err(Fault::invalid("logprobs", true, "is not supported: probabilities are not kept"));
         }
         let mut tools = checked_tools("tools", self.tools)?;
         let choice = ToolChoice::read(self.tool_choice.as_ref(), &tools)?;
@@ -153,19 +146,12 @@ impl WireRequest {
         let request = ChatRequest {
             meta,
             model,
-            prompt: Prompt::Chat(Conversation {
-                messages,
-                tools,
-                variables,
-            }),
+            prompt: Prompt::Chat(Conversation { messages, tools, variables }),
             max_tokens: at_least_one(max_tokens_name, max_tokens)?,
             temperature: in_range("temperature", self.temperature, 0.0, 2.0)?,
             top_p: in_range("top_p", self.top_p, 0.0, 1.0)?,
             // as other servers have it; 0 and below is "all"
-            top_k: self
-                .top_k
-                .and_then(|top_k| u32::try_from(top_k).ok())
-                .filter(|top_k| *top_k > 0),
+            top_k: self.top_k.and_then(|top_k| u32::try_from(top_k).ok()).filter(|top_k| *top_k > 0),
             // a negative seed is as good as any: only equality matters
             seed: self.seed.map(i64::cast_unsigned),
             frequency_penalty: in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)?,
@@ -284,13 +270,8 @@ pub(super) fn stop_texts(field: &str, stop: Option<Value>) -> Result<Vec<String>
 /// What stays of a context of which the oldest may be dropped, if it may.
 pub(super) fn sinks(may: bool, field: &str, keep: Option<i64>) -> Result<Option<Sinks>, Fault> {
     let sinks = keep.map_or(Ok(Sinks::DEFAULT), |number| {
-        Sinks::from_wire(number).ok_or_else(|| {
-            Fault::invalid(
-                field,
-                number,
-                "is neither a number of tokens nor -1 for the whole prompt",
-            )
-        })
+        Sinks::from_wire(number)
+            .ok_or_else(|| Fault::invalid(field, number, "is neither a number of tokens nor -1 for the whole prompt"))
     })?;
     Ok(may.then_some(sinks))
 }
@@ -326,11 +307,9 @@ pub(super) fn named<const N: usize>(fields: [(&'static str, bool); N]) -> Vec<&'
 /// A number between two limits.
 pub(super) fn in_range(field: &str, value: Option<f64>, min: f64, max: f64) -> Result<Option<f64>, Fault> {
     match value {
-        Some(value) if !(min..=max).contains(&value) => Err(Fault::invalid(
-            field,
-            value,
-            format!("is outside of the limits of {min} and {max}"),
-        )),
+        Some(value) if !(min..=max).contains(&value) => {
+            Err(Fault::invalid(field, value, format!("is outside of the limits of {min} and {max}")))
+        }
         value => Ok(value),
     }
 }
@@ -346,16 +325,11 @@ fn answer_form(format: Option<Value>) -> Result<Option<AnswerForm>, Fault> {
         Some("json_schema") => {
             let schema = format.pointer_mut("/json_schema/schema").map(Value::take);
             let schema = schema.ok_or_else(|| Fault::invalid(SCHEMA_FIELD, "", "is missing"))?;
-            Ok(Some(AnswerForm::JsonSchema {
-                schema,
-                field: SCHEMA_FIELD,
-            }))
+            Ok(Some(AnswerForm::JsonSchema { schema, field: SCHEMA_FIELD }))
         }
-        Some(other) => Err(Fault::invalid(
-            "response_format.type",
-            other,
-            "is not one of `text`, `json_object`, `json_schema`",
-        )),
+        Some(other) => {
+            Err(Fault::invalid("response_format.type", other, "is not one of `text`, `json_object`, `json_schema`"))
+        }
         None => Err(Fault::invalid("response_format", &format, "has no `type`")),
     }
 }
@@ -437,11 +411,7 @@ impl ToolChoice {
             }
         };
         if tools.is_empty() {
-            return Err(Fault::invalid(
-                "tool_choice",
-                choice,
-                "needs `tools`, and there are none",
-            ));
+            return Err(Fault::invalid("tool_choice", choice, "needs `tools`, and there are none"));
         }
         Ok(read)
     }
@@ -471,12 +441,8 @@ mod tests {
     fn what_is_not_honoured_is_named() {
         let ignored = |fields: Value| {
             let mut body = json!({"messages": []});
-            body.as_object_mut()
-                .unwrap()
-                .extend(fields.as_object().unwrap().clone());
-            parse_json::<WireRequest>(body.to_string().as_bytes())
-                .unwrap()
-                .ignored()
+            body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+            parse_json::<WireRequest>(body.to_string().as_bytes()).unwrap().ignored()
         };
         assert_eq!(
             ignored(json!({"min_p": 0.1, "functions": [{"name": "f"}], "modalities": ["text", "audio"]})),
@@ -496,10 +462,7 @@ mod tests {
             (r#", "n_keep": 5"#, None),
             (r#", "context_shift": false, "n_keep": 5"#, None),
             (r#", "context_shift": true"#, Some(Sinks::DEFAULT)),
-            (
-                r#", "context_shift": true, "n_keep": 5"#,
-                Some(Sinks::Tokens(Tokens::new(5))),
-            ),
+            (r#", "context_shift": true, "n_keep": 5"#, Some(Sinks::Tokens(Tokens::new(5)))),
             (r#", "context_shift": true, "n_keep": -1"#, Some(Sinks::Prompt)),
         ] {
             assert_eq!(sinks(more), Ok(expected), "{more}");
@@ -523,14 +486,10 @@ mod tests {
             ChatRequest {
                 model: "m".to_owned(),
                 prompt: Prompt::Chat(
-                    [
-                        (Role::System, "be brief"),
-                        (Role::User, "turn on it"),
-                        (Role::Assistant, "")
-                    ]
-                    .map(|(role, content)| ChatMessage::new(role, content.to_owned()))
-                    .to_vec()
-                    .into()
+                    [(Role::System, "be brief"), (Role::User, "turn on it"), (Role::Assistant, "")]
+                        .map(|(role, content)| ChatMessage::new(role, content.to_owned()))
+                        .to_vec()
+                        .into()
                 ),
                 max_tokens: Some(Tokens::new(7)),
                 temperature: Some(0.5),
@@ -595,40 +554,24 @@ mod tests {
         assert_eq!(called.reasoning.as_deref(), Some("hm"));
         assert_eq!(
             called.tool_calls,
-            [ToolCall {
-                id: "call_1".to_owned(),
-                name: "f".to_owned(),
-                arguments: r#"{"a": 1}"#.to_owned(),
-            }]
+            [ToolCall { id: "call_1".to_owned(), name: "f".to_owned(), arguments: r#"{"a": 1}"#.to_owned() }]
         );
         let outcome = read.prompt.messages().get(1).unwrap();
-        assert_eq!(
-            (outcome.role, outcome.tool_call_id.as_deref()),
-            (Role::Tool, Some("call_1"))
-        );
+        assert_eq!((outcome.role, outcome.tool_call_id.as_deref()), (Role::Tool, Some("call_1")));
         assert_eq!(read.form, Some(AnswerForm::ToolCall { name: None }));
-        let Prompt::Chat(conversation) = &read.prompt else {
-            panic!("{read:?}")
-        };
+        let Prompt::Chat(conversation) = &read.prompt else { panic!("{read:?}") };
         assert_eq!(conversation.variables.get("enable_thinking"), Some(&json!(false)));
         assert_eq!((read.frequency_penalty, read.presence_penalty), (Some(-1.0), Some(0.5)));
 
         let user = r#""messages": [{"role": "user", "content": "hi"}]"#;
-        let form = |format: &str| {
-            request(&format!(r#"{{{user}, "response_format": {format}}}"#))
-                .unwrap()
-                .form
-        };
+        let form = |format: &str| request(&format!(r#"{{{user}, "response_format": {format}}}"#)).unwrap().form;
         assert_eq!(form(r#"{"type": "text"}"#), None);
         assert_eq!(form("null"), None);
         assert_eq!(form(r#"{"type": "json_object"}"#), Some(AnswerForm::JsonObject));
         let schema = form(r#"{"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "null"}}}"#);
         assert!(matches!(schema, Some(AnswerForm::JsonSchema { schema, .. }) if schema == json!({"type": "null"})));
         let tools = r#""tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none""#;
-        assert_eq!(
-            request(&format!("{{{user}, {tools}}}")).unwrap().prompt.tools(),
-            &[] as &[Value]
-        );
+        assert_eq!(request(&format!("{{{user}, {tools}}}")).unwrap().prompt.tools(), &[] as &[Value]);
     }
 
     fn any_json() -> impl Strategy<Value = Value> {

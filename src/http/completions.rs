@@ -82,26 +82,14 @@ impl WireRequest {
     fn into_request(self, meta: RequestMeta, model: String) -> Result<(ChatRequest, String), Fault> {
         for (field, number) in [("n", self.n), ("best_of", self.best_of)] {
             if let Some(number) = number.filter(|&number| number != 1) {
-                return Err(Fault::invalid(
-                    field,
-                    number,
-                    "is not supported: one answer per request",
-                ));
+                return Err(Fault::invalid(field, number, "is not supported: one answer per request"));
             }
         }
         if let Some(number) = self.logprobs {
-            return Err(Fault::invalid(
-                "logprobs",
-                number,
-                "is not supported: probabilities are not kept",
-            ));
+            return Err(Fault::invalid("logprobs", number, "is not supported: probabilities are not kept"));
         }
         if let Some(suffix) = self.suffix.filter(|suffix| !suffix.is_empty()) {
-            return Err(Fault::invalid(
-                "suffix",
-                suffix,
-                "is not supported: text is only added at the end",
-            ));
+            return Err(Fault::invalid("suffix", suffix, "is not supported: text is only added at the end"));
         }
         let prompt = one_prompt(self.prompt)?;
         let echo = match (self.echo, &prompt) {
@@ -118,10 +106,7 @@ impl WireRequest {
             max_tokens: at_least_one("max_tokens", self.max_tokens)?,
             temperature: in_range("temperature", self.temperature, 0.0, 2.0)?,
             top_p: in_range("top_p", self.top_p, 0.0, 1.0)?,
-            top_k: self
-                .top_k
-                .and_then(|top_k| u32::try_from(top_k).ok())
-                .filter(|top_k| *top_k > 0),
+            top_k: self.top_k.and_then(|top_k| u32::try_from(top_k).ok()).filter(|top_k| *top_k > 0),
             seed: self.seed.map(i64::cast_unsigned),
             frequency_penalty: in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)?,
             presence_penalty: in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)?,
@@ -144,9 +129,7 @@ fn one_prompt(prompt: Value) -> Result<Prompt, Fault> {
                 let number = token.as_u64().and_then(|token| u32::try_from(token).ok());
                 number.ok_or_else(|| Fault::invalid("prompt", token, "is not a token"))
             };
-            Ok(Prompt::Tokens(
-                list.into_iter().map(token).collect::<Result<_, Fault>>()?,
-            ))
+            Ok(Prompt::Tokens(list.into_iter().map(token).collect::<Result<_, Fault>>()?))
         }
         Value::Array(list) if list.len() > 1 => Err(Fault::invalid(
             "prompt",
@@ -156,17 +139,9 @@ fn one_prompt(prompt: Value) -> Result<Prompt, Fault> {
         Value::Array(list) => match list.into_iter().next() {
             Some(prompt @ Value::String(_)) => one_prompt(prompt),
             Some(Value::Array(tokens)) if tokens.iter().all(Value::is_number) => one_prompt(Value::Array(tokens)),
-            other => Err(Fault::invalid(
-                "prompt",
-                other.unwrap_or_default(),
-                "is neither a text nor a list of tokens",
-            )),
+            other => Err(Fault::invalid("prompt", other.unwrap_or_default(), "is neither a text nor a list of tokens")),
         },
-        other => Err(Fault::invalid(
-            "prompt",
-            other,
-            "is neither a text nor a list of tokens",
-        )),
+        other => Err(Fault::invalid("prompt", other, "is neither a text nor a list of tokens")),
     }
 }
 

@@ -34,14 +34,7 @@ impl Fault {
 
     /// A failure of the request that is no [`Refusal`]: the transport or the encoding is at fault.
     pub(super) fn request(status: StatusCode, code: &'static str, message: impl Into<String>) -> Self {
-        Self {
-            status,
-            kind: INVALID_REQUEST,
-            code,
-            param: None,
-            message: message.into(),
-            retry_after: None,
-        }
+        Self { status, kind: INVALID_REQUEST, code, param: None, message: message.into(), retry_after: None }
     }
 
     /// Names the parameter at fault.
@@ -130,41 +123,26 @@ impl From<Refusal> for Fault {
             Refusal::InsufficientMemory { .. } | Refusal::PressureHigh { .. } | Refusal::KvCapacityShed { .. } => {
                 (StatusCode::SERVICE_UNAVAILABLE, SERVER_ERROR, "memory_pressure", None)
             }
-            Refusal::ContextLengthExceeded { .. } => (
-                StatusCode::BAD_REQUEST,
-                INVALID_REQUEST,
-                "context_length_exceeded",
-                Some(CONVERSATION.to_owned()),
-            ),
+            Refusal::ContextLengthExceeded { .. } => {
+                (StatusCode::BAD_REQUEST, INVALID_REQUEST, "context_length_exceeded", Some(CONVERSATION.to_owned()))
+            }
             Refusal::KvReclaimed { .. } => (StatusCode::SERVICE_UNAVAILABLE, SERVER_ERROR, "kv_reclaimed", None),
-            Refusal::QuotaExceeded { .. } => (
-                StatusCode::TOO_MANY_REQUESTS,
-                "rate_limit_error",
-                "rate_limit_exceeded",
-                None,
-            ),
+            Refusal::QuotaExceeded { .. } => {
+                (StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", "rate_limit_exceeded", None)
+            }
             Refusal::Draining { .. } => (StatusCode::SERVICE_UNAVAILABLE, SERVER_ERROR, "draining", None),
             Refusal::Starting { .. } => (StatusCode::SERVICE_UNAVAILABLE, SERVER_ERROR, "starting", None),
             Refusal::EngineLost { .. } => (StatusCode::SERVICE_UNAVAILABLE, SERVER_ERROR, "engine_lost", None),
             Refusal::WorkerLost { .. } => (StatusCode::SERVICE_UNAVAILABLE, SERVER_ERROR, "worker_lost", None),
-            Refusal::DeadlineUnreachable { .. } => (
-                StatusCode::SERVICE_UNAVAILABLE,
-                SERVER_ERROR,
-                "deadline_unreachable",
-                None,
-            ),
-            Refusal::Invalid { field, .. } => (
-                StatusCode::BAD_REQUEST,
-                INVALID_REQUEST,
-                "invalid_value",
-                Some(field.clone()),
-            ),
-            Refusal::UnknownModel { .. } => (
-                StatusCode::NOT_FOUND,
-                INVALID_REQUEST,
-                "model_not_found",
-                Some("model".to_owned()),
-            ),
+            Refusal::DeadlineUnreachable { .. } => {
+                (StatusCode::SERVICE_UNAVAILABLE, SERVER_ERROR, "deadline_unreachable", None)
+            }
+            Refusal::Invalid { field, .. } => {
+                (StatusCode::BAD_REQUEST, INVALID_REQUEST, "invalid_value", Some(field.clone()))
+            }
+            Refusal::UnknownModel { .. } => {
+                (StatusCode::NOT_FOUND, INVALID_REQUEST, "model_not_found", Some("model".to_owned()))
+            }
             Refusal::Stopped { .. } => (StatusCode::SERVICE_UNAVAILABLE, SERVER_ERROR, "stopped", None),
             Refusal::NotConfigured { .. } => (StatusCode::NOT_FOUND, INVALID_REQUEST, "not_configured", None),
         };
@@ -173,9 +151,7 @@ impl From<Refusal> for Fault {
             kind,
             code,
             param,
-            message: refusal
-                .hint()
-                .map_or_else(|| refusal.to_string(), |hint| format!("{refusal} (hint: {hint})")),
+            message: refusal.hint().map_or_else(|| refusal.to_string(), |hint| format!("{refusal} (hint: {hint})")),
             retry_after: refusal.retry_after(),
         }
     }
@@ -220,16 +196,10 @@ mod tests {
 
     #[test]
     fn a_wait_is_never_zero_and_never_so_long_that_clients_give_up() {
-        for (wait, millis, seconds) in [
-            (0, "1", "1"),
-            (999, "999", "1"),
-            (1001, "1001", "2"),
-            (900_000, "120000", "120"),
-        ] {
-            let fault = Fault::from(Refusal::Draining {
-                act: String::new(),
-                retry_after: Duration::from_millis(wait),
-            });
+        for (wait, millis, seconds) in
+            [(0, "1", "1"), (999, "999", "1"), (1001, "1001", "2"), (900_000, "120000", "120")]
+        {
+            let fault = Fault::from(Refusal::Draining { act: String::new(), retry_after: Duration::from_millis(wait) });
             let headers = fault.retry_headers();
             assert_eq!(headers.get("retry-after-ms").unwrap(), millis);
             assert_eq!(headers.get("retry-after").unwrap(), seconds);

@@ -23,13 +23,7 @@ pub(super) struct Generation {
 
 impl Generation {
     pub(super) fn new(events: ChatStream, began: Instant, api: &Api) -> Self {
-        Self {
-            events,
-            usage: Usage::default(),
-            any_text: false,
-            api: api.clone(),
-            began,
-        }
+        Self { events, usage: Usage::default(), any_text: false, api: api.clone(), began }
     }
 
     pub(super) async fn next(&mut self) -> ChatEvent {
@@ -50,10 +44,7 @@ impl Generation {
     fn observed(&mut self, event: ChatEvent) -> ChatEvent {
         let status = &self.api.backends().status;
         match event {
-            ChatEvent::Started {
-                prompt_tokens,
-                cached_tokens,
-            } => {
+            ChatEvent::Started { prompt_tokens, cached_tokens } => {
                 self.usage.prompt_tokens = prompt_tokens;
                 self.usage.cached_tokens = cached_tokens;
             }
@@ -69,10 +60,7 @@ impl Generation {
             ChatEvent::Failed(Refusal::KvReclaimed { generated, .. }) if self.any_text => {
                 self.usage.completion_tokens = generated;
                 status.tokens(self.usage);
-                ChatEvent::Finished {
-                    reason: FinishReason::Length,
-                    usage: self.usage,
-                }
+                ChatEvent::Finished { reason: FinishReason::Length, usage: self.usage }
             }
             event => event,
         }

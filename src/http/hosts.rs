@@ -158,11 +158,7 @@ mod tests {
             ("null", 403),
             ("http://", 403),
         ] {
-            assert_eq!(
-                checked(Reach::Loopback, "localhost:8410", origin, &["box.lan"]),
-                status,
-                "{origin}"
-            );
+            assert_eq!(checked(Reach::Loopback, "localhost:8410", origin, &["box.lan"]), status, "{origin}");
         }
         assert_eq!(checked(Reach::Network, "box.lan:8410", "http://box.lan:8410", &[]), 200);
         assert_eq!(checked(Reach::Network, "box.lan:8410", "http://box.lan:9000", &[]), 403);

@@ -65,15 +65,11 @@ pub(super) async fn count_tokens(
 /// Refuses versions of the API that are not known. They differ in what they refuse: the newer one has no `temperature`,
 /// `top_p` and `top_k`, which are taken from clients of both.
 fn check_version(headers: &HeaderMap) -> Result<(), Fault> {
-    let version = headers
-        .get(VERSION_HEADER)
-        .map(|value| String::from_utf8_lossy(value.as_bytes()));
+    let version = headers.get(VERSION_HEADER).map(|value| String::from_utf8_lossy(value.as_bytes()));
     match version {
-        Some(version) if !VERSIONS.contains(&version.as_ref()) => Err(Fault::invalid(
-            VERSION_HEADER.as_str(),
-            version,
-            format!("is not one of `{}`", VERSIONS.join("`, `")),
-        )),
+        Some(version) if !VERSIONS.contains(&version.as_ref()) => {
+            Err(Fault::invalid(VERSION_HEADER.as_str(), version, format!("is not one of `{}`", VERSIONS.join("`, `"))))
+        }
         _ => Ok(()),
     }
 }
@@ -164,10 +160,7 @@ impl MessageWriter {
 
     fn delta(&self, delta: &Value) -> Payload {
         let index = self.blocks.saturating_sub(1);
-        event(
-            "content_block_delta",
-            json!({"type": "content_block_delta", "index": index, "delta": delta}),
-        )
+        event("content_block_delta", json!({"type": "content_block_delta", "index": index, "delta": delta}))
     }
 
     /// Opens a block, unless it is open.
@@ -187,18 +180,12 @@ impl MessageWriter {
     fn start(&mut self, content: &Value) -> Payload {
         let index = self.blocks;
         self.blocks += 1;
-        event(
-            "content_block_start",
-            json!({"type": "content_block_start", "index": index, "content_block": content}),
-        )
+        event("content_block_start", json!({"type": "content_block_start", "index": index, "content_block": content}))
     }
 
     fn stop(&self) -> Payload {
         let index = self.blocks.saturating_sub(1);
-        event(
-            "content_block_stop",
-            json!({"type": "content_block_stop", "index": index}),
-        )
+        event("content_block_stop", json!({"type": "content_block_stop", "index": index}))
     }
 
     fn closed(&mut self, payloads: &mut Vec<Payload>) {
@@ -219,10 +206,7 @@ impl MessageWriter {
 impl Writer for MessageWriter {
     fn begin(&mut self, prompt: Usage) -> Vec<Payload> {
         let message = self.message(&json!([]), None, prompt);
-        vec![event(
-            "message_start",
-            json!({"type": "message_start", "message": message}),
-        )]
+        vec![event("message_start", json!({"type": "message_start", "message": message}))]
     }
 
     fn part(&mut self, part: AnswerPart) -> Vec<Payload> {

@@ -64,15 +64,9 @@ struct WireOutputConfig {
 impl WireRequest {
     /// Fields that the client set and that are not honoured.
     pub(super) fn ignored(&self) -> Vec<&'static str> {
-        let budget = self
-            .thinking
-            .as_ref()
-            .is_some_and(|thinking| thinking.budget_tokens.is_some());
+        let budget = self.thinking.as_ref().is_some_and(|thinking| thinking.budget_tokens.is_some());
         let effort = self.output_config.as_ref().and_then(|config| config.effort.as_ref());
-        let one_tool = self
-            .tool_choice
-            .as_ref()
-            .is_some_and(|choice| choice.disable_parallel_tool_use == Some(true));
+        let one_tool = self.tool_choice.as_ref().is_some_and(|choice| choice.disable_parallel_tool_use == Some(true));
         named([
             ("container", is_set(self.container.as_ref())),
             ("context_management", is_set(self.context_management.as_ref())),
@@ -84,9 +78,7 @@ impl WireRequest {
 
     /// Whether the client wants to read what the model thinks.
     pub(super) fn thinks(&self) -> bool {
-        self.thinking
-            .as_ref()
-            .is_some_and(|thinking| thinking.kind != "disabled")
+        self.thinking.as_ref().is_some_and(|thinking| thinking.kind != "disabled")
     }
 
     /// What an answer continues.
@@ -95,11 +87,7 @@ impl WireRequest {
     /// 400 naming the field, its value and the limit.
     pub(super) fn conversation(&mut self) -> Result<Conversation, Fault> {
         if self.mcp_servers.as_ref().is_some_and(|servers| is_set(Some(servers))) {
-            return Err(Fault::invalid(
-                "mcp_servers",
-                "",
-                "is not supported: tools are called by the client",
-            ));
+            return Err(Fault::invalid("mcp_servers", "", "is not supported: tools are called by the client"));
         }
         let mut messages: Vec<ChatMessage> = Vec::new();
         if let Some(system) = self.system.take().filter(|system| !system.is_null()) {
@@ -108,10 +96,7 @@ impl WireRequest {
                 messages.push(ChatMessage::new(Role::System, text));
             }
         }
-        let mut reader = Messages {
-            messages,
-            tools: BTreeMap::new(),
-        };
+        let mut reader = Messages { messages, tools: BTreeMap::new() };
         for (index, message) in std::mem::take(&mut self.messages).into_iter().enumerate() {
             reader.push(index, message)?;
         }
@@ -129,11 +114,7 @@ impl WireRequest {
         }
         let mut variables = Map::new();
         variables.insert("enable_thinking".to_owned(), Value::Bool(self.thinks()));
-        Ok(Conversation {
-            messages,
-            tools: self.read_tools()?,
-            variables,
-        })
+        Ok(Conversation { messages, tools: self.read_tools()?, variables })
     }
 
     /// The tools as OpenAI writes them; none where none may be called.
@@ -203,11 +184,7 @@ impl WireRequest {
                 }
             };
             if tools.is_empty() {
-                return Err(Fault::invalid(
-                    "tool_choice",
-                    &choice.kind,
-                    "needs `tools`, and there are none",
-                ));
+                return Err(Fault::invalid("tool_choice", &choice.kind, "needs `tools`, and there are none"));
             }
             return Ok(Some(AnswerForm::ToolCall { name }));
         }
@@ -230,11 +207,7 @@ impl WireRequest {
         match format.get_mut("schema").map(Value::take) {
             Some(schema) => Ok(Some(AnswerForm::JsonSchema {
                 schema,
-                field: if field == "output_format" {
-                    "output_format.schema"
-                } else {
-                    "output_config.format.schema"
-                },
+                field: if field == "output_format" { "output_format.schema" } else { "output_config.format.schema" },
             })),
             None => Err(Fault::invalid(&format!("{field}.schema"), "", "is missing")),
         }
@@ -248,10 +221,7 @@ impl WireRequest {
         let max_tokens = at_least_one("max_tokens", self.max_tokens)?
             .ok_or_else(|| Fault::invalid("max_tokens", "", "is missing"))?;
         if let Some(thinking) = &self.thinking
-            && !matches!(
-                thinking.kind.as_str(),
-                "enabled" | "disabled" | "adaptive" | "between_tools"
-            )
+            && !matches!(thinking.kind.as_str(), "enabled" | "disabled" | "adaptive" | "between_tools")
         {
             return Err(Fault::invalid(
                 "thinking.type",
@@ -268,10 +238,7 @@ impl WireRequest {
             max_tokens: Some(max_tokens),
             temperature: in_range("temperature", self.temperature, 0.0, 1.0)?,
             top_p: in_range("top_p", self.top_p, 0.0, 1.0)?,
-            top_k: self
-                .top_k
-                .and_then(|top_k| u32::try_from(top_k).ok())
-                .filter(|top_k| *top_k > 0),
+            top_k: self.top_k.and_then(|top_k| u32::try_from(top_k).ok()).filter(|top_k| *top_k > 0),
             stop: stop_texts("stop_sequences", self.stop_sequences)?,
             form,
             streamed: self.stream == Some(true),
@@ -440,11 +407,8 @@ mod tests {
             Prompt::Chat(conversation) => conversation.clone(),
             other => panic!("{other:?}"),
         };
-        let shape: Vec<(Role, &str)> = conversation
-            .messages
-            .iter()
-            .map(|message| (message.role, message.content.as_str()))
-            .collect();
+        let shape: Vec<(Role, &str)> =
+            conversation.messages.iter().map(|message| (message.role, message.content.as_str())).collect();
         assert_eq!(
             shape,
             [
@@ -460,19 +424,10 @@ mod tests {
         assert_eq!(conversation.messages[3].name.as_deref(), Some("f"));
         assert_eq!(conversation.messages[3].tool_call_id.as_deref(), Some("t1"));
         assert_eq!(conversation.variables["enable_thinking"], json!(true));
-        assert_eq!(
-            conversation.tools[0]["function"]["parameters"],
-            json!({"type": "object"})
-        );
+        assert_eq!(conversation.tools[0]["function"]["parameters"], json!({"type": "object"}));
         assert_eq!(
             (read.form, read.max_tokens, read.stop),
-            (
-                Some(AnswerForm::ToolCall {
-                    name: Some("f".to_owned())
-                }),
-                Some(Tokens::new(9)),
-                vec!["\n".to_owned()]
-            )
+            (Some(AnswerForm::ToolCall { name: Some("f".to_owned()) }), Some(Tokens::new(9)), vec!["\n".to_owned()])
         );
     }
 
@@ -490,15 +445,9 @@ mod tests {
             blocks("user", json!({"type": "image", "source": {}})),
             blocks("user", json!({"text": "hi"})),
             blocks("user", json!({"type": "tool_use", "id": "a", "name": "f", "input": {}})),
-            blocks(
-                "assistant",
-                json!({"type": "tool_use", "id": "a", "name": "f", "input": "x"}),
-            ),
+            blocks("assistant", json!({"type": "tool_use", "id": "a", "name": "f", "input": "x"})),
             blocks("user", json!({"type": "tool_result", "content": "x"})),
-            blocks(
-                "user",
-                json!({"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}),
-            ),
+            blocks("user", json!({"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]})),
             json!({"system": [{"type": "image"}]}),
             json!({"temperature": 1.5}),
             json!({"tools": [{"type": "web_search_20260209", "name": "web_search"}]}),

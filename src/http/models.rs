@@ -21,10 +21,7 @@ pub(super) fn model_named(api: &Api, name: Option<&str>) -> Result<String, Fault
                 None => Err(unknown_model(name, chat)),
             },
         },
-        None => chat
-            .next()
-            .map(|model| model.id.clone())
-            .ok_or_else(|| unknown_model("", [])),
+        None => chat.next().map(|model| model.id.clone()).ok_or_else(|| unknown_model("", [])),
     }
 }
 
@@ -33,11 +30,7 @@ pub(super) fn unknown_model<'a>(id: &str, models: impl IntoIterator<Item = &'a M
     let known: Vec<String> = models.into_iter().map(|model| format!("`{}`", model.id)).collect();
     Fault::from(Refusal::UnknownModel {
         model: shortened(id),
-        known: if known.is_empty() {
-            String::new()
-        } else {
-            format!("; there is {}", known.join(", "))
-        },
+        known: if known.is_empty() { String::new() } else { format!("; there is {}", known.join(", ")) },
     })
 }
 
@@ -53,9 +46,6 @@ pub(super) const fn task(kind: ModelKind) -> &'static str {
 /// The refusal of a model that is there, and not for chat.
 pub(super) fn wrong_model<'a>(id: &str, task: &str, models: impl IntoIterator<Item = &'a ModelInfo>) -> Fault {
     let known: Vec<String> = models.into_iter().map(|model| format!("`{}`", model.id)).collect();
-    let message = format!(
-        "`{id}` is a model for {task}, not for chat; there is {}",
-        known.join(", ")
-    );
+    let message = format!("`{id}` is a model for {task}, not for chat; there is {}", known.join(", "));
     Fault::request(StatusCode::NOT_FOUND, "model_not_found", message).of_param("model")
 }

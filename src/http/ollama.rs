@@ -53,10 +53,7 @@ pub(super) async fn tags(State(api): State<Api>) -> Json<Value> {
     let snapshot = api.backends().status.snapshot();
     let named = |model: &ModelInfo| -> Vec<Value> {
         let names = std::iter::once(&model.id).chain(&model.aliases);
-        let named = names.map(|name| ModelInfo {
-            id: name.clone(),
-            ..model.clone()
-        });
+        let named = names.map(|name| ModelInfo { id: name.clone(), ..model.clone() });
         named.map(|model| model_json(&model, &snapshot)).collect()
     };
     let models: Vec<Value> = chat_models(&api).iter().flat_map(named).collect();
@@ -67,10 +64,7 @@ pub(super) async fn tags(State(api): State<Api>) -> Json<Value> {
 /// holds now, `context_length` the KV capacity in force.
 pub(super) async fn ps(State(api): State<Api>) -> Json<Value> {
     let snapshot = api.backends().status.snapshot();
-    let models: Vec<Value> = chat_models(&api)
-        .iter()
-        .filter_map(|model| running_json(model, &snapshot))
-        .collect();
+    let models: Vec<Value> = chat_models(&api).iter().filter_map(|model| running_json(model, &snapshot)).collect();
     Json(json!({"models": models}))
 }
 
@@ -122,10 +116,7 @@ fn running_json(model: &ModelInfo, snapshot: &Snapshot) -> Option<Value> {
         return None;
     }
     let held = shape.plan_bytes(plan);
-    let full = engine
-        .full
-        .as_ref()
-        .map_or(held, |full| shape.plan_bytes(full).max(held));
+    let full = engine.full.as_ref().map_or(held, |full| shape.plan_bytes(full).max(held));
     let mut running = model_json(model, snapshot);
     for (key, value) in [
         ("size", json!(full.get())),

@@ -120,11 +120,7 @@ impl WireGenerate {
     /// 400 naming the field, its value and the limit.
     pub(super) fn into_asked(self, meta: RequestMeta, model: String) -> Result<Asked, Fault> {
         if self.raw == Some(true) {
-            return Err(Fault::invalid(
-                "raw",
-                true,
-                "is not supported: prompts go through the model's template",
-            ));
+            return Err(Fault::invalid("raw", true, "is not supported: prompts go through the model's template"));
         }
         if let Some(suffix) = self.suffix.filter(|suffix| !suffix.is_empty()) {
             return Err(Fault::invalid("suffix", suffix, "is not supported"));
@@ -176,11 +172,7 @@ impl WireCommon {
         let request = ChatRequest {
             meta,
             model,
-            prompt: Prompt::Chat(Conversation {
-                messages,
-                tools,
-                variables,
-            }),
+            prompt: Prompt::Chat(Conversation { messages, tools, variables }),
             // -1 and -2 are "as much as there is"
             max_tokens: options
                 .num_predict
@@ -190,10 +182,7 @@ impl WireCommon {
             temperature: in_range("options.temperature", options.temperature, 0.0, 2.0)?,
             top_p: in_range("options.top_p", options.top_p, 0.0, 1.0)?.filter(|top_p| *top_p > 0.0),
             // 0 is "all"
-            top_k: options
-                .top_k
-                .and_then(|top_k| u32::try_from(top_k).ok())
-                .filter(|top_k| *top_k > 0),
+            top_k: options.top_k.and_then(|top_k| u32::try_from(top_k).ok()).filter(|top_k| *top_k > 0),
             seed: options.seed.map(i64::cast_unsigned),
             frequency_penalty: in_range("options.frequency_penalty", options.frequency_penalty, -2.0, 2.0)?,
             presence_penalty: in_range("options.presence_penalty", options.presence_penalty, -2.0, 2.0)?,
@@ -203,17 +192,10 @@ impl WireCommon {
             form,
             context_wanted: context.transpose()?,
             // A request that says what stays allows the rest to be dropped.
-            sinks: sinks(
-                self.shift.unwrap_or(options.num_keep.is_some()),
-                "options.num_keep",
-                options.num_keep,
-            )?,
+            sinks: sinks(self.shift.unwrap_or(options.num_keep.is_some()), "options.num_keep", options.num_keep)?,
             streamed,
         };
-        Ok(Asked {
-            request: (!request.prompt.messages().is_empty()).then_some(request),
-            wants_unload,
-        })
+        Ok(Asked { request: (!request.prompt.messages().is_empty()).then_some(request), wants_unload })
     }
 }
 
@@ -258,11 +240,9 @@ impl WireMessage {
 
 fn refuse_images(field: &str, images: Option<&[Value]>) -> Result<(), Fault> {
     match images {
-        Some(images) if !images.is_empty() => Err(Fault::invalid(
-            field,
-            format!("{} images", images.len()),
-            "is not supported: this model takes text",
-        )),
+        Some(images) if !images.is_empty() => {
+            Err(Fault::invalid(field, format!("{} images", images.len()), "is not supported: this model takes text"))
+        }
         _ => Ok(()),
     }
 }
@@ -272,10 +252,7 @@ fn answer_form(format: Option<Value>) -> Result<Option<AnswerForm>, Fault> {
         None | Some(Value::Null) => Ok(None),
         Some(Value::String(name)) if name.is_empty() => Ok(None),
         Some(Value::String(name)) if name == "json" => Ok(Some(AnswerForm::JsonObject)),
-        Some(schema @ Value::Object(_)) => Ok(Some(AnswerForm::JsonSchema {
-            schema,
-            field: "format",
-        })),
+        Some(schema @ Value::Object(_)) => Ok(Some(AnswerForm::JsonSchema { schema, field: "format" })),
         Some(other) => Err(Fault::invalid("format", other, "is neither `json` nor a JSON schema")),
     }
 }
@@ -290,10 +267,8 @@ fn keep_alive(wish: Option<&Value>) -> Result<bool, Fault> {
             let text = text.trim();
             let number = text.trim_end_matches(|c: char| c.is_ascii_alphabetic() || c == 'µ');
             // Ollama takes compound ones such as `1h30m` as well; only zero matters
-            let parts: Vec<&str> = number
-                .split(|c: char| c.is_ascii_alphabetic() || c == 'µ')
-                .filter(|part| !part.is_empty())
-                .collect();
+            let parts: Vec<&str> =
+                number.split(|c: char| c.is_ascii_alphabetic() || c == 'µ').filter(|part| !part.is_empty()).collect();
             let numbers: Option<Vec<f64>> = parts.iter().map(|part| part.parse().ok()).collect();
             match numbers {
                 Some(numbers) if !numbers.is_empty() => Ok(numbers.iter().all(|number| *number == 0.0)),
@@ -333,24 +308,12 @@ mod tests {
         let request = asked.request.unwrap();
         assert!(request.streamed && !asked.wants_unload);
         assert_eq!(request.context_wanted, Some(Tokens::new(8192)));
-        assert_eq!(
-            (request.max_tokens, request.top_k, request.temperature),
-            (None, Some(40), Some(0.5))
-        );
+        assert_eq!((request.max_tokens, request.top_k, request.temperature), (None, Some(40), Some(0.5)));
         assert_eq!(request.form, Some(AnswerForm::JsonObject));
-        let Prompt::Chat(conversation) = &request.prompt else {
-            panic!("{request:?}")
-        };
+        let Prompt::Chat(conversation) = &request.prompt else { panic!("{request:?}") };
         assert_eq!(conversation.variables.get("enable_thinking"), Some(&json!(false)));
-        let calls: Vec<_> = conversation
-            .messages
-            .iter()
-            .flat_map(|message| &message.tool_calls)
-            .collect();
-        assert_eq!(
-            (calls[0].name.as_str(), calls[0].arguments.as_str()),
-            ("f", r#"{"a":1}"#)
-        );
+        let calls: Vec<_> = conversation.messages.iter().flat_map(|message| &message.tool_calls).collect();
+        assert_eq!((calls[0].name.as_str(), calls[0].arguments.as_str()), ("f", r#"{"a":1}"#));
         assert_eq!(request.prompt.messages()[2].name.as_deref(), Some("f"));
     }
 
@@ -393,11 +356,7 @@ mod tests {
             assert!(asked.request.is_none(), "nothing is asked");
         }
         for wrong in [json!("soon"), json!([]), json!(""), json!("m")] {
-            assert!(
-                asked(&json!({"model": "m", "keep_alive": wrong}))
-                    .unwrap_err()
-                    .starts_with("keep_alive")
-            );
+            assert!(asked(&json!({"model": "m", "keep_alive": wrong})).unwrap_err().starts_with("keep_alive"));
         }
     }
 
@@ -412,10 +371,7 @@ mod tests {
             (json!({"think": 7}), "think"),
             (json!({"tools": [{}]}), "tools[0]"),
             (json!({"messages": [{"role": "robot"}]}), "messages[0].role"),
-            (
-                json!({"messages": [{"role": "user", "images": ["x"]}]}),
-                "messages[0].images",
-            ),
+            (json!({"messages": [{"role": "user", "images": ["x"]}]}), "messages[0].images"),
         ] {
             let mut body = json!({"model": "m", "messages": user});
             body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());

@@ -36,13 +36,7 @@ pub(super) struct OllamaWriter {
 
 impl OllamaWriter {
     pub(super) fn new(model: String, shape: Shape, api: &Api, began: Instant) -> Self {
-        Self {
-            model,
-            shape,
-            api: api.clone(),
-            began,
-            first: None,
-        }
+        Self { model, shape, api: api.clone(), began, first: None }
     }
 
     /// A piece of an answer; an empty one keeps the client from giving up.

@@ -45,9 +45,7 @@ pub(super) async fn input_tokens(State(api): State<Api>, request: Request) -> Re
     let prompt = Prompt::Chat(wire.conversation()?);
     let count = tokenizer(&api)?.count(prompt).await.map_err(Fault::from);
     let count = count.input_named("input")?;
-    Ok(Json(
-        json!({"object": "response.input_tokens", "input_tokens": count.get()}),
-    ))
+    Ok(Json(json!({"object": "response.input_tokens", "input_tokens": count.get()})))
 }
 
 /// An item of the output that text is added to.
@@ -96,11 +94,7 @@ struct ResponseWriter {
 
 impl ResponseWriter {
     fn new(id: String, model: &str, wire: WireRequest) -> Self {
-        let format = wire
-            .text
-            .as_ref()
-            .and_then(|text| text.get("format"))
-            .filter(|format| !format.is_null());
+        let format = wire.text.as_ref().and_then(|text| text.get("format")).filter(|format| !format.is_null());
         let response = json!({
             "id": id,
             "object": "response",
@@ -126,14 +120,7 @@ impl ResponseWriter {
             "truncation": "disabled",
             "usage": null,
         });
-        Self {
-            id,
-            response,
-            sequence: 0,
-            open: None,
-            output: Vec::new(),
-            calls: 0,
-        }
+        Self { id, response, sequence: 0, open: None, output: Vec::new(), calls: 0 }
     }
 
     fn event(&mut self, name: &'static str, mut data: Value) -> Payload {
@@ -169,11 +156,7 @@ impl ResponseWriter {
             Kind::Message => "msg_",
             Kind::Reasoning => "rs_",
         };
-        let open = Open {
-            kind,
-            id: id_of(prefix, &self.id, self.output.len()),
-            text: String::new(),
-        };
+        let open = Open { kind, id: id_of(prefix, &self.id, self.output.len()), text: String::new() };
         payloads.push(self.output_event("response.output_item.added", &open.item("in_progress", &[])));
         payloads.push(self.item_event(
             "response.content_part.added",
@@ -246,11 +229,7 @@ impl ResponseWriter {
             })
         };
         payloads.push(self.output_event("response.output_item.added", &item("in_progress", "")));
-        payloads.push(self.item_event(
-            "response.function_call_arguments.delta",
-            &id,
-            json!({"delta": arguments}),
-        ));
+        payloads.push(self.item_event("response.function_call_arguments.delta", &id, json!({"delta": arguments})));
         payloads.push(self.item_event(
             "response.function_call_arguments.done",
             &id,
@@ -295,9 +274,7 @@ impl ResponseWriter {
 impl Writer for ResponseWriter {
     fn begin(&mut self, _prompt: Usage) -> Vec<Payload> {
         let response = self.now(&[]);
-        ["response.created", "response.in_progress"]
-            .map(|name| self.event(name, json!({"response": response})))
-            .into()
+        ["response.created", "response.in_progress"].map(|name| self.event(name, json!({"response": response}))).into()
     }
 
     fn part(&mut self, part: AnswerPart) -> Vec<Payload> {
@@ -323,11 +300,8 @@ impl Writer for ResponseWriter {
         let response = self.now(&[("status", json!("failed")), ("error", error)]);
         payloads.push(self.event("response.failed", json!({"response": response})));
         let mut error = fault.to_json();
-        for (key, value) in [
-            ("code", json!(fault.code())),
-            ("message", json!(fault.message())),
-            ("param", Value::Null),
-        ] {
+        for (key, value) in [("code", json!(fault.code())), ("message", json!(fault.message())), ("param", Value::Null)]
+        {
             if let Some(error) = error.as_object_mut() {
                 error.insert(key.to_owned(), value);
             }

@@ -66,18 +66,10 @@ impl WireRequest {
             return Err(Fault::invalid("background", true, nothing_kept));
         }
         if let Some(prompt) = self.prompt.as_ref().filter(|value| !value.is_null()) {
-            return Err(Fault::invalid(
-                "prompt",
-                prompt,
-                "is not supported: there are no kept prompts",
-            ));
+            return Err(Fault::invalid("prompt", prompt, "is not supported: there are no kept prompts"));
         }
         if let Some(count) = self.top_logprobs.filter(|&count| count > 0) {
-            return Err(Fault::invalid(
-                "top_logprobs",
-                count,
-                "is not supported: probabilities are not kept",
-            ));
+            return Err(Fault::invalid("top_logprobs", count, "is not supported: probabilities are not kept"));
         }
         match self.truncation.as_deref() {
             None | Some("auto" | "disabled") => Ok(()),
@@ -126,10 +118,9 @@ impl WireRequest {
             Some("text") => Ok(None),
             Some("json_object") => Ok(Some(AnswerForm::JsonObject)),
             Some("json_schema") => match format.get("schema") {
-                Some(schema) => Ok(Some(AnswerForm::JsonSchema {
-                    schema: schema.clone(),
-                    field: "text.format.schema",
-                })),
+                Some(schema) => {
+                    Ok(Some(AnswerForm::JsonSchema { schema: schema.clone(), field: "text.format.schema" }))
+                }
                 None => Err(Fault::invalid("text.format.schema", "", "is missing")),
             },
             other => Err(Fault::invalid(
@@ -171,9 +162,7 @@ impl WireRequest {
 
 /// Whether any of its fields is set.
 fn asks_anything(object: &Value) -> bool {
-    object
-        .as_object()
-        .is_some_and(|map| map.values().any(|value| !value.is_null()))
+    object.as_object().is_some_and(|map| map.values().any(|value| !value.is_null()))
 }
 
 /// The tools as the chat API writes them.
@@ -193,15 +182,8 @@ pub(super) fn function_tools(field: &str, tools: &[Value]) -> Result<Vec<Value>,
         if tool.get("name").and_then(Value::as_str).is_none_or(str::is_empty) {
             return Err(Fault::invalid(&format!("{field}[{index}].name"), "", "is missing"));
         }
-        if let Some(parameters) = tool
-            .get("parameters")
-            .filter(|value| !value.is_object() && !value.is_null())
-        {
-            return Err(Fault::invalid(
-                &format!("{field}[{index}].parameters"),
-                parameters,
-                "is not a JSON schema",
-            ));
+        if let Some(parameters) = tool.get("parameters").filter(|value| !value.is_object() && !value.is_null()) {
+            return Err(Fault::invalid(&format!("{field}[{index}].parameters"), parameters, "is not a JSON schema"));
         }
         let mut function = Map::new();
         for key in ["name", "description", "parameters", "strict"] {
@@ -362,10 +344,8 @@ mod tests {
         }))
         .unwrap();
         let messages = read.prompt.messages();
-        let shape: Vec<(Role, &str, usize)> = messages
-            .iter()
-            .map(|message| (message.role, message.content.as_str(), message.tool_calls.len()))
-            .collect();
+        let shape: Vec<(Role, &str, usize)> =
+            messages.iter().map(|message| (message.role, message.content.as_str(), message.tool_calls.len())).collect();
         assert_eq!(
             shape,
             [
@@ -378,12 +358,7 @@ mod tests {
         );
         assert_eq!(messages[2].reasoning.as_deref(), Some("hm"));
         assert_eq!(messages[4].name.as_deref(), Some("f"));
-        assert_eq!(
-            read.form,
-            Some(AnswerForm::ToolCall {
-                name: Some("f".to_owned())
-            })
-        );
+        assert_eq!(read.form, Some(AnswerForm::ToolCall { name: Some("f".to_owned()) }));
     }
 
     #[test]

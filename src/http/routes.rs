@@ -117,11 +117,7 @@ async fn guard(State(api): State<Api>, mut request: Request, next: Next) -> Resp
 
 /// What work passes besides: only so much of it at once, and none that a foreign page makes a browser send.
 async fn admit(State(api): State<Api>, mut request: Request, next: Next) -> Response {
-    if request
-        .headers()
-        .get(FETCH_SITE)
-        .is_some_and(|site| site == "cross-site")
-    {
+    if request.headers().get(FETCH_SITE).is_some_and(|site| site == "cross-site") {
         let fault = Fault::request(
             StatusCode::FORBIDDEN,
             "cross_site_request",
@@ -129,10 +125,7 @@ async fn admit(State(api): State<Api>, mut request: Request, next: Next) -> Resp
         );
         return in_shape_of(request.uri(), fault);
     }
-    let client = request
-        .extensions()
-        .get::<RequestMeta>()
-        .and_then(|meta| meta.client.clone());
+    let client = request.extensions().get::<RequestMeta>().and_then(|meta| meta.client.clone());
     let own = client.map(|client| client.place()).transpose();
     let placed = own.and_then(|own| Ok((api.place(Kind::of(request.uri().path()))?, own)));
     let permit: Arc<Permits> = match placed {
@@ -183,9 +176,7 @@ fn request_meta(api: &Api, headers: &HeaderMap) -> RequestMeta {
             .and_then(|seconds| seconds.trim().parse().ok())
             .filter(|seconds: &f64| *seconds > 0.0)
             .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()),
-        retries: text(&RETRY_COUNT)
-            .and_then(|count| count.trim().parse().ok())
-            .unwrap_or(0),
+        retries: text(&RETRY_COUNT).and_then(|count| count.trim().parse().ok()).unwrap_or(0),
         client: None,
     }
 }
@@ -200,12 +191,7 @@ struct Measured {
 
 impl Measured {
     fn begin(api: Api, route: String) -> Self {
-        Self {
-            api,
-            route,
-            code: CLIENT_GONE,
-            began: Instant::now(),
-        }
+        Self { api, route, code: CLIENT_GONE, began: Instant::now() }
     }
 
     fn answered(mut self, status: StatusCode) -> Self {

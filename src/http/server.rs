@@ -59,9 +59,7 @@ impl ClientListener for UnixListener {
 pub async fn serve<L: ClientListener>(mut listener: L, api: Api, shutdown: CancellationToken) {
     let mut connections = JoinSet::new();
     let (sessions, _ended_with_this) = Sessions::new(&shutdown);
-    let router = routes::router(&api)
-        .layer(Extension(listener.reach()))
-        .layer(Extension(sessions.clone()));
+    let router = routes::router(&api).layer(Extension(listener.reach())).layer(Extension(sessions.clone()));
     loop {
         let io = tokio::select! {
             biased;

@@ -42,10 +42,7 @@ use crate::{
 /// `POST /v1/audio/speech`.
 pub(super) async fn speech(State(api): State<Api>, Extension(meta): Meta, request: Request) -> Result<Response, Fault> {
     let Some(backend) = api.backends().speech.clone() else {
-        return Err(Fault::from(Refusal::NotConfigured {
-            act: ACT.to_owned(),
-            what: "synthesiser".to_owned(),
-        }));
+        return Err(Fault::from(Refusal::NotConfigured { act: ACT.to_owned(), what: "synthesiser".to_owned() }));
     };
     let limits = api.limits();
     let (parts, body) = request.into_parts();
@@ -76,11 +73,7 @@ pub(super) async fn speech(State(api): State<Api>, Extension(meta): Meta, reques
         Format::Wav { requested } if whole => as_wav(pieces, requested, limits).await?,
         format => {
             let (kind, bytes) = format.encode(pieces)?;
-            if events {
-                as_events(bytes, &meta, limits)
-            } else {
-                as_body(kind, bytes)
-            }
+            if events { as_events(bytes, &meta, limits) } else { as_body(kind, bytes) }
         }
     };
     if let Some(voice) = spoken {
@@ -119,11 +112,7 @@ impl Format {
             Some("opus") => Ok(Self::Encoded(Encoding::Opus)),
             // OpenAI takes `mp3`; a content type says what this is
             None => Ok(Self::Wav { requested: false }),
-            Some(other) => Err(Fault::invalid(
-                "response_format",
-                other,
-                "is not one of `wav`, `pcm`, `flac`, `opus`",
-            )),
+            Some(other) => Err(Fault::invalid("response_format", other, "is not one of `wav`, `pcm`, `flac`, `opus`")),
         }
     }
 
@@ -156,10 +145,7 @@ type Encoded = BoxStream<'static, Result<Vec<u8>, Refusal>>;
 fn encoded(pieces: Pieces, encoder: Encoder) -> impl stream::Stream<Item = Result<Vec<u8>, Refusal>> + Send {
     let slices = pieces.flat_map(|piece| {
         stream::iter(match piece {
-            Ok(samples) => samples
-                .chunks(ENCODED_AT_ONCE)
-                .map(|slice| Ok(slice.to_vec()))
-                .collect(),
+            Ok(samples) => samples.chunks(ENCODED_AT_ONCE).map(|slice| Ok(slice.to_vec())).collect(),
             Err(refusal) => vec![Err(refusal)],
         })
     });
@@ -213,11 +199,7 @@ pub(super) fn voice_named(wanted: Option<&Value>, voices: &[Voice]) -> Result<Op
             .ok_or_else(|| Fault::invalid("voice", object, "is neither a name nor an object with an `id`"))?,
     };
     let meant = |voice: &&Voice| voice.name == wanted || voice.aliases.iter().any(|alias| alias == wanted);
-    Ok(voices
-        .iter()
-        .find(meant)
-        .map(|voice| voice.name.clone())
-        .or_else(default))
+    Ok(voices.iter().find(meant).map(|voice| voice.name.clone()).or_else(default))
 }
 
 /// Synthesised speech at 24 kHz, piece by piece. Empty pieces are left out.
@@ -285,11 +267,7 @@ fn unusable(error: &dyn std::error::Error) -> Refusal {
 /// Bytes as they come. When synthesis fails in the middle, the connection breaks, which is the only way to say so.
 fn as_body(kind: &'static str, bytes: Encoded) -> Response {
     let bytes = bytes.map(|bytes| bytes.map_err(io::Error::other));
-    (
-        [(header::CONTENT_TYPE, HeaderValue::from_static(kind))],
-        Body::from_stream(bytes),
-    )
-        .into_response()
+    ([(header::CONTENT_TYPE, HeaderValue::from_static(kind))], Body::from_stream(bytes)).into_response()
 }
 
 /// A WAV file in one piece: its header states its length, and many readers believe it.
@@ -310,9 +288,7 @@ async fn as_wav(mut pieces: Pieces, requested: bool, limits: &Limits) -> Result<
         .map_err(|error| Fault::invalid("response_format", "wav", format!("cannot be written: {error}")))?;
     let mut response = ([(header::CONTENT_TYPE, HeaderValue::from_static("audio/wav"))], file).into_response();
     if !requested {
-        response
-            .headers_mut()
-            .insert(SENT_FORMAT, HeaderValue::from_static("wav"));
+        response.headers_mut().insert(SENT_FORMAT, HeaderValue::from_static("wav"));
     }
     Ok(response)
 }

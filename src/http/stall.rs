@@ -28,12 +28,7 @@ pub(super) struct StallGuard<T> {
 
 impl<T> StallGuard<T> {
     pub(super) const fn new(io: T, stall: Duration) -> Self {
-        Self {
-            io,
-            stall,
-            stalled: None,
-            lingering: None,
-        }
+        Self { io, stall, stalled: None, lingering: None }
     }
 }
 
@@ -121,11 +116,7 @@ mod tests {
     use super::*;
 
     fn run<F: Future>(future: F) -> F::Output {
-        tokio::runtime::Builder::new_current_thread()
-            .enable_time()
-            .build()
-            .unwrap()
-            .block_on(future)
+        tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(future)
     }
 
     #[test]

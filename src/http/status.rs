@@ -78,16 +78,12 @@ fn health_of(snapshot: &Snapshot, sample_age: Option<Duration>) -> (StatusCode, 
     let fails = |why: &str| (StatusCode::SERVICE_UNAVAILABLE, why.to_owned());
     match Health::of(snapshot, sample_age) {
         Health::Draining => fails("draining"),
-        Health::Blind { age } => fails(&format!(
-            "degraded: no sample of the machine for {:.1} s",
-            age.as_secs_f64()
-        )),
+        Health::Blind { age } => fails(&format!("degraded: no sample of the machine for {:.1} s", age.as_secs_f64())),
         Health::SafeProfile { reason } => fails(&reason),
         Health::EngineFailed => fails("engine failed"),
-        Health::WorkerGivenUp { worker } => (
-            StatusCode::OK,
-            format!("degraded: worker `{worker}` is not restarted any more"),
-        ),
+        Health::WorkerGivenUp { worker } => {
+            (StatusCode::OK, format!("degraded: worker `{worker}` is not restarted any more"))
+        }
         Health::Serving | Health::RebootAdvised { .. } if snapshot.engine.state == EngineState::Loading => {
             fails("loading model")
         }
@@ -136,11 +132,7 @@ pub(super) async fn metrics(State(api): State<Api>, headers: HeaderMap) -> Respo
         let accept = String::from_utf8_lossy(accept.as_bytes());
         accept.contains("application/openmetrics-text")
     });
-    let (kind, text) = if accepts {
-        (OPENMETRICS, metrics)
-    } else {
-        (PROMETHEUS, in_prometheus_text(&metrics))
-    };
+    let (kind, text) = if accepts { (OPENMETRICS, metrics) } else { (PROMETHEUS, in_prometheus_text(&metrics)) };
     ([(header::CONTENT_TYPE, HeaderValue::from_static(kind))], text).into_response()
 }
 

@@ -22,9 +22,7 @@ use crate::policy::refusal::Refusal;
 
 /// How long a stream waits for its admission before it is opened: half of what the client waits for the first byte.
 pub(super) fn admission_patience(meta: &RequestMeta, limits: &Limits) -> Duration {
-    meta.patience.map_or(limits.admission_timeout, |patience| {
-        limits.admission_timeout.min(patience / 2)
-    })
+    meta.patience.map_or(limits.admission_timeout, |patience| limits.admission_timeout.min(patience / 2))
 }
 
 /// What one event, or one line, of a stream carries.
@@ -38,29 +36,20 @@ pub(super) struct Payload {
 impl Payload {
     /// The event that ends a stream of OpenAI's older APIs.
     pub(super) fn done() -> Self {
-        Self {
-            event: None,
-            data: "[DONE]".to_owned(),
-        }
+        Self { event: None, data: "[DONE]".to_owned() }
     }
 }
 
 impl Payload {
     /// An event with a name.
     pub(super) fn named(event: &'static str, data: &Value) -> Self {
-        Self {
-            event: Some(event),
-            data: data.to_string(),
-        }
+        Self { event: Some(event), data: data.to_string() }
     }
 }
 
 impl From<&Value> for Payload {
     fn from(data: &Value) -> Self {
-        Self {
-            event: None,
-            data: data.to_string(),
-        }
+        Self { event: None, data: data.to_string() }
     }
 }
 
@@ -92,9 +81,7 @@ where
             tokio::task::yield_now().await;
         }
         payload.map(|payload| {
-            let event = payload
-                .event
-                .map_or_else(Event::default, |name| Event::default().event(name));
+            let event = payload.event.map_or_else(Event::default, |name| Event::default().event(name));
             event.data(payload.data)
         })
     });
@@ -109,9 +96,7 @@ where
 
 /// Silence after which a stream gets a comment: sooner for a client that says it waits less than three times as long.
 pub(super) fn silence(meta: &RequestMeta, limits: &Limits) -> Duration {
-    meta.patience.map_or(limits.keepalive, |patience| {
-        limits.keepalive.min((patience / 3).max(SILENCE_MIN))
-    })
+    meta.patience.map_or(limits.keepalive, |patience| limits.keepalive.min((patience / 3).max(SILENCE_MIN)))
 }
 
 pub(super) fn ignored_header(ignored: &[&'static str]) -> HeaderMap {

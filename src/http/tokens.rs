@@ -76,11 +76,7 @@ pub(super) async fn detokenize(State(api): State<Api>, request: Request) -> Resu
     let (wire, _memory): (WireDetokenize, _) = read_json(&api, request).await?;
     let count = wire.tokens.len();
     if count > TOKENS_MAX {
-        return Err(Fault::invalid(
-            "tokens",
-            format!("{count} tokens"),
-            format!("is above the limit of {TOKENS_MAX}"),
-        ));
+        return Err(Fault::invalid("tokens", format!("{count} tokens"), format!("is above the limit of {TOKENS_MAX}")));
     }
     let pieces = tokenizer(&api)?.pieces(wire.tokens).await.map_err(Fault::from);
     let bytes = pieces.input_named("tokens")?.concat();
@@ -92,12 +88,10 @@ pub(super) async fn detokenize(State(api): State<Api>, request: Request) -> Resu
 /// # Errors
 /// 404 when there is no model.
 pub(super) fn tokenizer(api: &Api) -> Result<Arc<dyn TokenizerBackend>, Fault> {
-    api.backends().tokenizer.clone().ok_or_else(|| {
-        Fault::from(Refusal::NotConfigured {
-            act: "count tokens".to_owned(),
-            what: "model".to_owned(),
-        })
-    })
+    api.backends()
+        .tokenizer
+        .clone()
+        .ok_or_else(|| Fault::from(Refusal::NotConfigured { act: "count tokens".to_owned(), what: "model".to_owned() }))
 }
 
 /// Our choice: more than a context of 32k tokens, and at most 2 MiB of tokens and 8 MiB of their pieces.

@@ -38,16 +38,11 @@ pub(super) async fn transcriptions(
     request: Request,
 ) -> Result<Response, Fault> {
     let Some(backend) = api.backends().speech.clone() else {
-        return Err(Fault::from(Refusal::NotConfigured {
-            act: ACT.to_owned(),
-            what: "speech recogniser".to_owned(),
-        }));
+        return Err(Fault::from(Refusal::NotConfigured { act: ACT.to_owned(), what: "speech recogniser".to_owned() }));
     };
     let limits = api.limits();
     let (parts, body) = request.into_parts();
-    let length = announced_length(&parts.headers)
-        .unwrap_or(limits.audio_max)
-        .min(limits.audio_max);
+    let length = announced_length(&parts.headers).unwrap_or(limits.audio_max).min(limits.audio_max);
     let memory = api.body_memory(ACT, length)?;
     let pieces = read_pieces(&parts.headers, body, api.body_limits(limits.audio_max)).await?;
     // Each piece is freed when it has become a part of the form.
@@ -99,8 +94,7 @@ async fn read_audio(api: &Api, meta: &RequestMeta, file: Piece) -> Result<(MonoA
             let read = decode_for_asr(&file, duration_max, &mut |block| {
                 samples.extend_from_slice(block);
                 let room = owner.grow(&mut held, Bytes::of_len(2 * samples.capacity()));
-                room.then_some(())
-                    .ok_or_else(|| io::Error::from(io::ErrorKind::OutOfMemory))
+                room.then_some(()).ok_or_else(|| io::Error::from(io::ErrorKind::OutOfMemory))
             });
             read.map(|()| (MonoAudio::new(ASR_RATE_HZ, samples), held))
         });
@@ -115,14 +109,8 @@ async fn read_audio(api: &Api, meta: &RequestMeta, file: Piece) -> Result<(MonoA
         };
     }
     let working = api.body_memory(ACT, decoder::BYTES_MAX)?;
-    let patience = meta
-        .patience
-        .unwrap_or(limits.decode_timeout)
-        .min(limits.decode_timeout);
-    let decoded = api
-        .backends()
-        .decoder
-        .decode(&file, duration_max, |bytes| api.grow(&mut held, Bytes::of_len(bytes)));
+    let patience = meta.patience.unwrap_or(limits.decode_timeout).min(limits.decode_timeout);
+    let decoded = api.backends().decoder.decode(&file, duration_max, |bytes| api.grow(&mut held, Bytes::of_len(bytes)));
     let decoded = timeout(patience, decoded).await;
     drop(working);
     match decoded {
@@ -172,12 +160,10 @@ async fn streamed(
     });
     let payloads = stream::iter(first).chain(rest).flat_map(|heard| {
         stream::iter(match heard {
-            Recognised::Piece(text) => vec![Ok(Payload::from(
-                &json!({"type": "transcript.text.delta", "delta": text}),
-            ))],
-            Recognised::Whole(text) => vec![Ok(Payload::from(
-                &json!({"type": "transcript.text.done", "text": text}),
-            ))],
+            Recognised::Piece(text) => {
+                vec![Ok(Payload::from(&json!({"type": "transcript.text.delta", "delta": text})))]
+            }
+            Recognised::Whole(text) => vec![Ok(Payload::from(&json!({"type": "transcript.text.done", "text": text})))],
             Recognised::Failed(refusal) => broken_off(refusal).into(),
         })
     });
@@ -203,12 +189,7 @@ pub(super) struct Hearing {
 impl Hearing {
     /// What `work` recognises, and tells in pieces before it ends.
     pub(super) fn of(work: BoxFuture<'static, Result<Transcript, Refusal>>, pieces: mpsc::Receiver<String>) -> Self {
-        Self {
-            work: Some(work),
-            pieces,
-            heard: false,
-            ready: VecDeque::new(),
-        }
+        Self { work: Some(work), pieces, heard: false, ready: VecDeque::new() }
     }
 
     /// The next report; may be dropped and called again.
@@ -311,11 +292,7 @@ impl Form {
 }
 
 fn invalid_form(error: &MultipartError) -> Fault {
-    Fault::request(
-        StatusCode::BAD_REQUEST,
-        "invalid_form",
-        format!("cannot read the form: {}", error.body_text()),
-    )
+    Fault::request(StatusCode::BAD_REQUEST, "invalid_form", format!("cannot read the form: {}", error.body_text()))
 }
 
 fn invalid_audio(why: &str) -> Fault {
@@ -402,10 +379,7 @@ fn subtitles(text: &str, duration: Duration, point: char, number: &str) -> Strin
 /// The English name, which is what `verbose_json` has, of an ISO 639-1 code; the code itself when it is not known.
 fn language_name(code: &str) -> &str {
     let primary = code.split(['-', '_']).next().unwrap_or(code);
-    LANGUAGES
-        .iter()
-        .find(|(known, _)| known.eq_ignore_ascii_case(primary))
-        .map_or(code, |(_, name)| name)
+    LANGUAGES.iter().find(|(known, _)| known.eq_ignore_ascii_case(primary)).map_or(code, |(_, name)| name)
 }
 
 /// Pieces of a transcript that may wait for the client; then the recogniser does.
@@ -451,10 +425,7 @@ mod tests {
     #[test]
     fn subtitles_have_the_length_of_the_speech() {
         let long = Duration::from_millis(3_725_040);
-        assert_eq!(
-            subtitles("hi", long, ',', "1\n"),
-            "1\n00:00:00,000 --> 01:02:05,040\nhi\n\n"
-        );
+        assert_eq!(subtitles("hi", long, ',', "1\n"), "1\n00:00:00,000 --> 01:02:05,040\nhi\n\n");
         assert_eq!(subtitles("hi", long, '.', ""), "00:00:00.000 --> 01:02:05.040\nhi\n\n");
         assert_eq!(subtitles("", long, '.', ""), "");
     }

@@ -58,25 +58,11 @@ impl BookFile {
     /// # Errors
     /// When the file cannot be opened or read.
     pub fn open(path: &Path) -> Result<(Self, Option<SavedBook>), BookError> {
-        let failed = |act, source| BookError {
-            act,
-            path: path.to_owned(),
-            source,
-        };
+        let failed = |act, source| BookError { act, path: path.to_owned(), source };
         let mut options = OpenOptions::new();
-        options
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .mode(FILE_MODE);
+        options.read(true).write(true).create(true).truncate(false).mode(FILE_MODE);
         let file = open_own(path, &mut options).map_err(|source| failed("open", source))?;
-        let mut book = Self {
-            path: path.to_owned(),
-            file,
-            sequence: 0,
-            buffer: Vec::new(),
-        };
+        let mut book = Self { path: path.to_owned(), file, sequence: 0, buffer: Vec::new() };
         let mut newest: Option<(u64, SavedBook)> = None;
         for place in 0..PLACES {
             let found = book.read_place(place).map_err(|source| failed("read", source))?;
@@ -96,11 +82,7 @@ impl BookFile {
     /// When it is too long, or the system does not take it; the last one is still there.
     pub fn write(&mut self, saved: &SavedBook) -> Result<(), BookError> {
         let result = self.try_write(saved);
-        result.map_err(|source| BookError {
-            act: "write",
-            path: self.path.clone(),
-            source,
-        })
+        result.map_err(|source| BookError { act: "write", path: self.path.clone(), source })
     }
 
     fn try_write(&mut self, saved: &SavedBook) -> io::Result<()> {
@@ -133,9 +115,7 @@ impl BookFile {
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
             Err(error) => return Err(error),
         }
-        let mut fields = header
-            .chunks_exact(8)
-            .map(|field| field.try_into().map_or(0, u64::from_le_bytes));
+        let mut fields = header.chunks_exact(8).map(|field| field.try_into().map_or(0, u64::from_le_bytes));
         let mut next = || fields.next().unwrap_or_default();
         let (magic, sequence, length, sum) = (next(), next(), next(), next());
         if magic != MAGIC || length > PLACE_BYTES {
@@ -163,9 +143,7 @@ const fn place_of(sequence: u64) -> u64 {
 /// also write a whole one.
 fn checksum(sequence: u64, body: &[u8]) -> u64 {
     let bytes = sequence.to_le_bytes().into_iter().chain(body.iter().copied());
-    bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-    })
+    bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
 /// `cotbook1` as bytes.
@@ -195,10 +173,7 @@ mod tests {
             written_at_ticks: 7,
             closed: false,
             book: Book {
-                last: LastNumbers {
-                    lease,
-                    ..LastNumbers::default()
-                },
+                last: LastNumbers { lease, ..LastNumbers::default() },
                 leases: Vec::new(),
                 ended: Vec::new(),
                 workers: vec![BookedWorker {
@@ -262,11 +237,6 @@ mod tests {
         assert_eq!(found, None);
         file.write(&saved(4)).unwrap();
         assert_eq!(BookFile::open(&path).unwrap().1, Some(saved(4)));
-        assert!(
-            BookFile::open(folder.path())
-                .unwrap_err()
-                .to_string()
-                .starts_with("cannot open the book")
-        );
+        assert!(BookFile::open(folder.path()).unwrap_err().to_string().starts_with("cannot open the book"));
     }
 }

@@ -68,10 +68,7 @@ impl Content {
     /// The start of a run of this version.
     #[must_use]
     pub fn start(params: Params) -> Self {
-        Self::Start(Box::new(Start {
-            version: env!("CARGO_PKG_VERSION").to_owned(),
-            params,
-        }))
+        Self::Start(Box::new(Start { version: env!("CARGO_PKG_VERSION").to_owned(), params }))
     }
 }
 
@@ -112,9 +109,7 @@ impl<'de> DeserializeSeed<'de> for Kind {
             Self::Event => Content::Event(Deserialize::deserialize(body)?),
             Self::Action => Content::Action(Deserialize::deserialize(body)?),
             Self::Checkpoint => Content::Checkpoint(Deserialize::deserialize(body)?),
-            Self::Dropped => Content::Dropped {
-                lines: Dropped::deserialize(body)?.lines,
-            },
+            Self::Dropped => Content::Dropped { lines: Dropped::deserialize(body)?.lines },
         })
     }
 }

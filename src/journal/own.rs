@@ -26,9 +26,7 @@ pub fn open_own(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     let us = nix::unistd::geteuid().as_raw();
     if ![us, 0].contains(&found.uid()) {
         let owner = found.uid();
-        return Err(refused(&format!(
-            "it belongs to uid {owner}, and the supervisor runs as uid {us}"
-        )));
+        return Err(refused(&format!("it belongs to uid {owner}, and the supervisor runs as uid {us}")));
     }
     Ok(file)
 }

@@ -51,14 +51,9 @@ pub enum ReadError {
 ///
 /// When the file cannot be read, or no line of it belongs to a journal.
 pub fn read(path: &Path) -> Result<Contents, ReadError> {
-    let fails = |source| ReadError::System {
-        path: path.to_owned(),
-        source,
-    };
+    let fails = |source| ReadError::System { path: path.to_owned(), source };
     let mut text = Vec::new();
-    File::open(path)
-        .and_then(|mut file| file.read_to_end(&mut text))
-        .map_err(fails)?;
+    File::open(path).and_then(|mut file| file.read_to_end(&mut text)).map_err(fails)?;
     // Each line stands alone, and reading them is most of the work.
     let threads = thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX);
     let parts = cut(&text, threads);
@@ -82,11 +77,9 @@ pub fn read(path: &Path) -> Result<Contents, ReadError> {
         number += part.lines;
     }
     match first_fault {
-        Some(source) if contents.entries.is_empty() => Err(ReadError::NotAJournal {
-            path: path.to_owned(),
-            lines: number,
-            source,
-        }),
+        Some(source) if contents.entries.is_empty() => {
+            Err(ReadError::NotAJournal { path: path.to_owned(), lines: number, source })
+        }
         _ => Ok(contents),
     }
 }
@@ -130,10 +123,7 @@ fn cut(text: &[u8], parts: usize) -> Vec<&[u8]> {
     while !rest.is_empty() {
         let from = size.min(rest.len());
         let (_, behind) = rest.split_at(from);
-        let end = behind
-            .iter()
-            .position(|byte| *byte == b'\n')
-            .map(|more| from + more + 1);
+        let end = behind.iter().position(|byte| *byte == b'\n').map(|more| from + more + 1);
         let (part, behind) = rest.split_at(end.unwrap_or(rest.len()));
         cut.push(part);
         rest = behind;
@@ -181,9 +171,7 @@ mod tests {
         let contents = read(&path).unwrap();
         assert_eq!((contents.damaged, contents.torn), (vec![777, 15_000], false));
         let read: Vec<u64> = contents.entries.iter().map(|entry| entry.sequence).collect();
-        let expected: Vec<u64> = (1..=20_000)
-            .filter(|number| *number != 777 && *number != 15_000)
-            .collect();
+        let expected: Vec<u64> = (1..=20_000).filter(|number| *number != 777 && *number != 15_000).collect();
         assert_eq!(read, expected);
         for parts in 1..9 {
             let cut = cut(text.as_bytes(), parts);

@@ -92,11 +92,9 @@ pub const fn name(content: &Content) -> &'static str {
 #[must_use]
 pub fn render(entry: &JournalEntry) -> String {
     match &entry.content {
-        Content::Start(start) => format!(
-            "supervisor {} started with a budget of {}",
-            start.version,
-            start.params.budget.bytes()
-        ),
+        Content::Start(start) => {
+            format!("supervisor {} started with a budget of {}", start.version, start.params.budget.bytes())
+        }
         Content::Event(event) => render_event(event),
         Content::Action(action) => render_action(action),
         Content::Checkpoint(_) => "the whole state, to replay from here".to_owned(),
@@ -115,12 +113,8 @@ fn render_event(event: &Event) -> String {
         Event::Sampled(sample) => render_sample(sample),
         Event::Measured { tenant, used, .. } => format!("`{tenant}` measured: {}", or_unknown(*used)),
         Event::LeaseRequested { request, .. } => {
-            let mut line = format!(
-                "`{}` ({}) asks for {}",
-                request.tenant,
-                request.class,
-                range(request.min, request.max)
-            );
+            let mut line =
+                format!("`{}` ({}) asks for {}", request.tenant, request.class, range(request.min, request.max));
             if request.validate_only {
                 line.push_str(", to know only");
             } else if !request.wait.is_zero() {
@@ -134,9 +128,7 @@ fn render_event(event: &Event) -> String {
             format!("lease {} wants {}", lease.0, range(*min, *max))
         }
         Event::LeaseReleased { lease, .. } => format!("lease {} given back", lease.0),
-        Event::TargetAnswered {
-            lease, nonce, answer, ..
-        } => {
+        Event::TargetAnswered { lease, nonce, answer, .. } => {
             let answer = match answer {
                 TargetAnswer::Applied => "applied".to_owned(),
                 TargetAnswer::Deferred { overage } => format!("deferred, {overage} still in use"),
@@ -148,38 +140,19 @@ fn render_event(event: &Event) -> String {
             let process = pid.map_or_else(|| "the process".to_owned(), |pid| format!("process {pid}"));
             format!("{process} that holds lease {} has ended", lease.0)
         }
-        Event::EngineInspected { shape } => format!(
-            "model `{}` ({}) has {}",
-            shape.name,
-            shape.architecture,
-            counted(shape.layer_count(), "layer")
-        ),
-        Event::EngineApplied {
-            revision,
-            in_force,
-            freed,
-            used,
-            took,
-            untouched,
-            untouched_given: _,
-        } => format!(
+        Event::EngineInspected { shape } => {
+            format!("model `{}` ({}) has {}", shape.name, shape.architecture, counted(shape.layer_count(), "layer"))
+        }
+        Event::EngineApplied { revision, in_force, freed, used, took, untouched, untouched_given: _ } => format!(
             "engine applied plan {revision}: {}; {freed} verified back, {used} held, {untouched} of it untouched, took {took:.1?}",
             plan(in_force)
         ),
         Event::EngineApplyFailed { revision, reason } => format!("engine could not apply plan {revision}: {reason}"),
         Event::EngineFailed { reason, left: None } => format!("engine failed: {reason}"),
-        Event::EngineFailed {
-            reason,
-            left: Some(left),
-        } => format!("engine failed: {reason}; reads that hang keep {left}"),
-        Event::EngineActivity {
-            requests,
-            kv_used,
-            kv_kept,
-            kv_droppable: _,
-            kv_dropped,
-            untouched,
-        } => format!(
+        Event::EngineFailed { reason, left: Some(left) } => {
+            format!("engine failed: {reason}; reads that hang keep {left}")
+        }
+        Event::EngineActivity { requests, kv_used, kv_kept, kv_droppable: _, kv_dropped, untouched } => format!(
             "engine has {}, {kv_used} tokens in the KV cache, {kv_kept} of the last answer, {untouched} untouched{}",
             counted(*requests, "request"),
             match kv_dropped {
@@ -203,16 +176,9 @@ fn render_event(event: &Event) -> String {
         ),
         Event::WorkerReady { worker, pid } => format!("worker `{worker}` (pid {pid}) answers"),
         Event::WorkerDied { certificate } => {
-            format!(
-                "{certificate} [{}, {}]",
-                certificate.verdict.class, certificate.verdict.confidence
-            )
+            format!("{certificate} [{}, {}]", certificate.verdict.class, certificate.verdict.confidence)
         }
-        Event::WorkerExited {
-            worker,
-            intended,
-            cause,
-        } => {
+        Event::WorkerExited { worker, intended, cause } => {
             let asked = if *intended { "as asked" } else { "unasked" };
             format!("worker `{worker}` ended {asked}: {cause}")
         }
@@ -226,12 +192,7 @@ fn render_event(event: &Event) -> String {
         Event::WorkerResizeRequested { worker, variant, .. } => {
             format!("worker `{worker}` is wanted as `{variant}`")
         }
-        Event::WorkerResized {
-            worker,
-            variant,
-            used,
-            error,
-        } => match error {
+        Event::WorkerResized { worker, variant, used, error } => match error {
             Some(error) => format!("worker `{worker}` stays `{variant}`: {error}"),
             None => format!("worker `{worker}` is now `{variant}`, {}", or_unknown(*used)),
         },
@@ -284,16 +245,10 @@ pub fn render_action(action: &Action) -> String {
                 None => format!("denied: {denial}"),
             },
         },
-        Action::SetTarget {
-            lease, bytes, reason, ..
-        } => format!("lease {} comes down to {bytes}: {reason}", lease.0),
+        Action::SetTarget { lease, bytes, reason, .. } => format!("lease {} comes down to {bytes}: {reason}", lease.0),
         Action::EndLease { lease, end } => render_lease_end(lease, end),
         Action::LoadEngine { revision, plan: wanted } => format!("load the model, plan {revision}: {}", plan(wanted)),
-        Action::ApplyPlan {
-            revision,
-            plan: wanted,
-            reason,
-        } => format!("plan {revision}: {}; {reason}", plan(wanted)),
+        Action::ApplyPlan { revision, plan: wanted, reason } => format!("plan {revision}: {}; {reason}", plan(wanted)),
         Action::StartWorker { worker, variant } => match variant {
             Some(variant) => format!("start worker `{worker}` as `{variant}`"),
             None => format!("start worker `{worker}`"),
@@ -355,11 +310,7 @@ fn plan(plan: &EnginePlan) -> String {
 }
 
 fn range(min: Bytes, max: Bytes) -> String {
-    if min == max {
-        min.to_string()
-    } else {
-        format!("{min} to {max}")
-    }
+    if min == max { min.to_string() } else { format!("{min} to {max}") }
 }
 
 fn or_unknown(bytes: Option<Bytes>) -> String {
@@ -374,13 +325,7 @@ mod tests {
     use crate::{policy::lease::Ticket, units::Timestamp};
 
     fn entry(content: Content) -> JournalEntry {
-        JournalEntry {
-            sequence: 1,
-            boot_id: "a".into(),
-            at: Timestamp::START,
-            unix_us: 0,
-            content,
-        }
+        JournalEntry { sequence: 1, boot_id: "a".into(), at: Timestamp::START, unix_us: 0, content }
     }
 
     #[test]
@@ -389,9 +334,7 @@ mod tests {
             Content::Event(Event::Sampled(Sample::default())),
             Content::Event(Event::OperatorRegrow { ticket: Ticket(1) }),
             Content::Event(Event::DrainRequested),
-            Content::Action(Action::SampleAfter {
-                wait: Duration::from_secs(1),
-            }),
+            Content::Action(Action::SampleAfter { wait: Duration::from_secs(1) }),
             Content::Action(Action::Explain { message: "x".into() }),
         ] {
             let written = serde_json::to_value(entry(content.clone())).unwrap();
@@ -445,10 +388,7 @@ mod tests {
             let action: Action = serde_json::from_str(&line.replace('@', words)).unwrap();
             let shown = render_action(&action);
             assert!(shown.contains(words), "{shown}");
-            assert!(
-                serde_json::to_string(&action).unwrap().contains(words),
-                "kept as it was"
-            );
+            assert!(serde_json::to_string(&action).unwrap().contains(words), "kept as it was");
         }
     }
 }

@@ -149,9 +149,7 @@ impl Run {
         begin: &impl Fn(Begin<'_>) -> Result<D, String>,
     ) -> Result<(), Outcome> {
         let Some(first) = rest.first() else { return Ok(()) };
-        let nothing = Outcome::NoStart {
-            sequence: first.sequence,
-        };
+        let nothing = Outcome::NoStart { sequence: first.sequence };
         let mut decider = None;
         // Whether a checkpoint is taken for what it says: right at the start, where a state may have been restored.
         let mut fresh = false;
@@ -161,18 +159,11 @@ impl Run {
                 if decider.take().is_some() {
                     self.gaps += 1;
                 }
-                let next = rest
-                    .iter()
-                    .position(|entry| matches!(entry.content, Content::Start(_) | Content::Checkpoint(_)));
-                let gap = Outcome::Gap {
-                    sequence: entry.sequence,
-                };
+                let next =
+                    rest.iter().position(|entry| matches!(entry.content, Content::Start(_) | Content::Checkpoint(_)));
+                let gap = Outcome::Gap { sequence: entry.sequence };
                 let Some((skipped, resumed)) = next.map(|next| rest.split_at(next)) else {
-                    return Err(if self.events == 0 && self.gaps == 0 {
-                        nothing
-                    } else {
-                        gap
-                    });
+                    return Err(if self.events == 0 && self.gaps == 0 { nothing } else { gap });
                 };
                 self.skipped += u64::try_from(skipped.len()).unwrap_or(u64::MAX);
                 let Some((entry, after)) = resumed.split_first() else {
@@ -202,9 +193,7 @@ impl Run {
                         let again = begin(Begin::Checkpoint(checkpoint));
                         *decide = again.map_err(|reason| Outcome::NoArbiter { reason })?;
                     } else {
-                        return Err(Outcome::StateDiffers {
-                            sequence: entry.sequence,
-                        });
+                        return Err(Outcome::StateDiffers { sequence: entry.sequence });
                     }
                     (rest, last, fresh) = (after, entry.sequence, false);
                 }
@@ -235,12 +224,8 @@ impl Run {
                 _ => None,
             })
             .collect();
-        let replayed = catch_unwind(AssertUnwindSafe(|| decide.decide(entry.at, event.clone()))).map_err(|panic| {
-            Outcome::Panicked {
-                sequence: entry.sequence,
-                message: panic_message(&*panic),
-            }
-        })?;
+        let replayed = catch_unwind(AssertUnwindSafe(|| decide.decide(entry.at, event.clone())))
+            .map_err(|panic| Outcome::Panicked { sequence: entry.sequence, message: panic_message(&*panic) })?;
         self.events += 1;
         let (_, next) = after.split_at(recorded.len());
         let is_cut = next.first().is_none_or(|next| next.sequence != expected + 1);
@@ -280,10 +265,7 @@ mod tests {
     fn lines() -> Vec<JournalEntry> {
         let params = Params::for_budget(Bytes::from_gib(1), Bytes::from_mib(128), Scope::Machine);
         let contents = [
-            Content::Start(Box::new(Start {
-                version: "0".into(),
-                params,
-            })),
+            Content::Start(Box::new(Start { version: "0".into(), params })),
             Content::Event(Event::DrainRequested),
             Content::Action(Action::Explain { message: "one".into() }),
             Content::Event(Event::DeadlineReached),
@@ -367,17 +349,8 @@ mod tests {
     #[test]
     fn a_panic_of_the_arbiter_is_an_outcome() {
         let mut lines = lines();
-        lines[3].content = Content::Event(Event::HolderLost {
-            lease: LeaseId(1),
-            pid: None,
-        });
-        assert_eq!(
-            outcome(&lines),
-            Outcome::Panicked {
-                sequence: 4,
-                message: "held exceeds the budget".into()
-            }
-        );
+        lines[3].content = Content::Event(Event::HolderLost { lease: LeaseId(1), pid: None });
+        assert_eq!(outcome(&lines), Outcome::Panicked { sequence: 4, message: "held exceeds the budget".into() });
     }
 
     fn checkpoint() -> Content {
@@ -389,15 +362,10 @@ mod tests {
     fn a_file_that_begins_in_the_middle_is_replayed_from_its_checkpoint() {
         let mut lines = lines();
         lines.remove(0);
-        lines[0].content = Content::Action(Action::Explain {
-            message: "of before".into(),
-        });
+        lines[0].content = Content::Action(Action::Explain { message: "of before".into() });
         lines[1].content = checkpoint();
         let run = replay_counting(&lines);
-        assert_eq!(
-            (run.events, run.skipped, run.gaps, run.outcome),
-            (1, 1, 0, Outcome::Same)
-        );
+        assert_eq!((run.events, run.skipped, run.gaps, run.outcome), (1, 1, 0, Outcome::Same));
     }
 
     #[test]
@@ -439,17 +407,9 @@ mod tests {
         let params = Params::for_budget(Bytes::from_gib(2), Bytes::from_mib(128), Scope::Machine);
         let start = || Content::start(params.clone());
         // Restored: the state is another one than that of a fresh arbiter.
-        let restored = replay(&entries(vec![
-            start(),
-            checkpoint(),
-            Content::Event(Event::DeadlineReached),
-        ]));
+        let restored = replay(&entries(vec![start(), checkpoint(), Content::Event(Event::DeadlineReached)]));
         assert_eq!(restored[0].outcome, Outcome::Same);
-        let strayed = replay(&entries(vec![
-            start(),
-            Content::Event(Event::DeadlineReached),
-            checkpoint(),
-        ]));
+        let strayed = replay(&entries(vec![start(), Content::Event(Event::DeadlineReached), checkpoint()]));
         assert_eq!(strayed[0].outcome, Outcome::StateDiffers { sequence: 3 });
     }
 }

@@ -94,11 +94,7 @@ pub fn why(entries: &[JournalEntry], sequence: u64) -> Result<Why, WhyError> {
         Content::Event(_) => 0,
         // Actions follow their event without a gap.
         Content::Action(_) => {
-            let actions = before
-                .iter()
-                .rev()
-                .take_while(|entry| matches!(entry.content, Content::Action(_)))
-                .count();
+            let actions = before.iter().rev().take_while(|entry| matches!(entry.content, Content::Action(_))).count();
             actions + 1
         }
         Content::Start(_) | Content::Checkpoint(_) | Content::Dropped { .. } => {
@@ -125,29 +121,15 @@ pub fn why(entries: &[JournalEntry], sequence: u64) -> Result<Why, WhyError> {
         let _ = arbiter.handle(event.at, happened.clone());
         Box::new(arbiter.snapshot())
     });
-    let count = after
-        .iter()
-        .take_while(|entry| matches!(entry.content, Content::Action(_)))
-        .count();
+    let count = after.iter().take_while(|entry| matches!(entry.content, Content::Action(_))).count();
     let (actions, later) = after.split_at(count);
-    let actions = actions
-        .iter()
-        .map(|entry| chosen(entry, known.as_deref(), later))
-        .collect();
-    Ok(Why {
-        asked: asked.clone(),
-        event: event.clone(),
-        before: known,
-        after: later_state,
-        actions,
-    })
+    let actions = actions.iter().map(|entry| chosen(entry, known.as_deref(), later)).collect();
+    Ok(Why { asked: asked.clone(), event: event.clone(), before: known, after: later_state, actions })
 }
 
 /// The arbiter as it was after the last of these lines, from the last state that they have.
 fn state_before(past: &[JournalEntry]) -> Option<Arbiter> {
-    let begin = past
-        .iter()
-        .rposition(|entry| matches!(entry.content, Content::Start(_) | Content::Checkpoint(_)))?;
+    let begin = past.iter().rposition(|entry| matches!(entry.content, Content::Start(_) | Content::Checkpoint(_)))?;
     let (first, rest) = past.split_at(begin).1.split_first()?;
     let mut arbiter = match &first.content {
         Content::Start(start) => Arbiter::new(start.params.clone()).ok()?,
@@ -168,21 +150,12 @@ fn state_before(past: &[JournalEntry]) -> Option<Arbiter> {
 }
 
 fn chosen(entry: &JournalEntry, before: Option<&Snapshot>, later: &[JournalEntry]) -> Chosen {
-    let mut chosen = Chosen {
-        entry: entry.clone(),
-        promised: None,
-        deadline: None,
-        outcome: None,
-        measured: None,
-    };
+    let mut chosen = Chosen { entry: entry.clone(), promised: None, deadline: None, outcome: None, measured: None };
     let Content::Action(action) = &entry.content else {
         return chosen;
     };
     let find_event = |wanted: &dyn Fn(&Event) -> bool| {
-        later
-            .iter()
-            .find(|entry| matches!(&entry.content, Content::Event(event) if wanted(event)))
-            .cloned()
+        later.iter().find(|entry| matches!(&entry.content, Content::Event(event) if wanted(event))).cloned()
     };
     match action {
         Action::ApplyPlan { revision, plan, .. } | Action::LoadEngine { revision, plan } => {
@@ -199,9 +172,7 @@ fn chosen(entry: &JournalEntry, before: Option<&Snapshot>, later: &[JournalEntry
                 chosen.measured = Some(*freed);
             }
         }
-        Action::SetTarget {
-            lease, bytes, deadline, ..
-        } => {
+        Action::SetTarget { lease, bytes, deadline, .. } => {
             let view = before.and_then(|before| before.leases.iter().find(|view| view.id == *lease));
             chosen.promised = view.map(|view| view.held.saturating_sub(*bytes));
             chosen.deadline = Some(*deadline);
@@ -249,9 +220,9 @@ fn chosen(entry: &JournalEntry, before: Option<&Snapshot>, later: &[JournalEntry
 /// The lease that was measured at its target, and what was credited.
 const fn reduced(action: &Action) -> Option<(LeaseId, Bytes)> {
     match action {
-        Action::Decided {
-            decision: Decision::Lease(LeaseDecision::Reduced { lease, freed, .. }),
-        } => Some((lease.id, *freed)),
+        Action::Decided { decision: Decision::Lease(LeaseDecision::Reduced { lease, freed, .. }) } => {
+            Some((lease.id, *freed))
+        }
         _ => None,
     }
 }
@@ -310,13 +281,7 @@ mod tests {
         let mut lines: Vec<JournalEntry> = Vec::new();
         let mut write = |at, content| {
             let sequence = 1 + u64::try_from(lines.len()).unwrap();
-            lines.push(JournalEntry {
-                sequence,
-                boot_id: "a".into(),
-                at,
-                unix_us: 0,
-                content,
-            });
+            lines.push(JournalEntry { sequence, boot_id: "a".into(), at, unix_us: 0, content });
         };
         write(Timestamp::START, Content::start(params));
         let request = |tenant: &str, class, min, max| LeaseRequest {
@@ -340,19 +305,10 @@ mod tests {
         let ms = Timestamp::from_millis;
         let events = [
             (ms(10), Event::Sampled(sample(ms(10)))),
-            (
-                ms(20),
-                Event::LeaseRequested {
-                    ticket: Ticket(1),
-                    request: request("indexer", Class::Batch, 100, 900),
-                },
-            ),
+            (ms(20), Event::LeaseRequested { ticket: Ticket(1), request: request("indexer", Class::Batch, 100, 900) }),
             (
                 ms(250),
-                Event::LeaseRequested {
-                    ticket: Ticket(2),
-                    request: request("asr", Class::AudioRealtime, 300, 300),
-                },
+                Event::LeaseRequested { ticket: Ticket(2), request: request("asr", Class::AudioRealtime, 300, 300) },
             ),
             (
                 ms(260),
@@ -365,11 +321,7 @@ mod tests {
             ),
             (
                 ms(270),
-                Event::Measured {
-                    tenant: "indexer".into(),
-                    used: Some(Bytes::from_mib(600)),
-                    taken_at: ms(270),
-                },
+                Event::Measured { tenant: "indexer".into(), used: Some(Bytes::from_mib(600)), taken_at: ms(270) },
             ),
         ];
         for (at, event) in events {
@@ -384,15 +336,10 @@ mod tests {
     #[test]
     fn a_target_is_explained_with_what_was_known_and_what_came_of_it() {
         let lines = lines();
-        let target = lines
-            .iter()
-            .find(|entry| matches!(entry.content, Content::Action(Action::SetTarget { .. })))
-            .unwrap();
+        let target =
+            lines.iter().find(|entry| matches!(entry.content, Content::Action(Action::SetTarget { .. }))).unwrap();
         let why = why(&lines, target.sequence).unwrap();
-        assert!(matches!(
-            &why.event.content,
-            Content::Event(Event::LeaseRequested { ticket: Ticket(2), .. })
-        ));
+        assert!(matches!(&why.event.content, Content::Event(Event::LeaseRequested { ticket: Ticket(2), .. })));
         let before = why.before.unwrap();
         assert_eq!(before.held, Bytes::from_mib(900));
         assert_eq!(before.sample.unwrap().taken_at, Timestamp::from_millis(10));
@@ -409,14 +356,7 @@ mod tests {
         let mut lines = lines();
         assert_eq!(why(&lines, 1).unwrap_err(), WhyError::NoDecision { sequence: 1 });
         let last = lines.last().unwrap().sequence;
-        assert_eq!(
-            why(&lines, 999).unwrap_err(),
-            WhyError::Unknown {
-                sequence: 999,
-                first: 1,
-                last
-            }
-        );
+        assert_eq!(why(&lines, 999).unwrap_err(), WhyError::Unknown { sequence: 999, first: 1, last });
         lines.drain(..2);
         assert_eq!(why(&lines, 3).unwrap_err(), WhyError::NoEvent { sequence: 3 });
     }

@@ -34,12 +34,7 @@ pub struct JournalSettings {
 
 impl Default for JournalSettings {
     fn default() -> Self {
-        Self {
-            path: None,
-            file_max: Bytes::from_mib(16),
-            files_kept: 4,
-            queue_max: 4096,
-        }
+        Self { path: None, file_max: Bytes::from_mib(16), files_kept: 4, queue_max: 4096 }
     }
 }
 
@@ -99,12 +94,8 @@ impl Journal {
             .path
             .as_ref()
             .map(|path| {
-                Rotating::open(path, settings.file_max.get(), settings.files_kept).map_err(|source| {
-                    JournalError::Open {
-                        path: path.clone(),
-                        source,
-                    }
-                })
+                Rotating::open(path, settings.file_max.get(), settings.files_kept)
+                    .map_err(|source| JournalError::Open { path: path.clone(), source })
             })
             .transpose()?;
         let lost = Arc::<Lost>::default();
@@ -144,19 +135,10 @@ impl Journal {
     /// by the next line that is taken.
     pub fn record(&mut self, at: Timestamp, time: SystemTime, content: Content) {
         let Some(queue) = &self.queue else { return };
-        let unix_us = time
-            .duration_since(UNIX_EPOCH)
-            .ok()
-            .and_then(|since| u64::try_from(since.as_micros()).ok())
-            .unwrap_or(0);
+        let unix_us =
+            time.duration_since(UNIX_EPOCH).ok().and_then(|since| u64::try_from(since.as_micros()).ok()).unwrap_or(0);
         let entry = |sequence, content| {
-            Box::new(JournalEntry {
-                sequence,
-                boot_id: self.boot_id.clone(),
-                at,
-                unix_us,
-                content,
-            })
+            Box::new(JournalEntry { sequence, boot_id: self.boot_id.clone(), at, unix_us, content })
         };
         if self.missing > 0 {
             let gap = entry(self.sequence + 1, Content::Dropped { lines: self.missing });
@@ -192,10 +174,7 @@ impl Journal {
     /// Lines dropped because the writer could not keep up, and lines that the disk did not take.
     #[must_use]
     pub fn lost(&self) -> (u64, u64) {
-        (
-            self.lost.dropped.load(Ordering::Relaxed),
-            self.lost.failed.load(Ordering::Relaxed),
-        )
+        (self.lost.dropped.load(Ordering::Relaxed), self.lost.failed.load(Ordering::Relaxed))
     }
 }
 
@@ -254,10 +233,7 @@ impl<F: FnMut(&JournalEntry, &str)> Writer<F> {
         (self.observer)(entry, &line);
         line.push('\n');
         let is_checkpoint = matches!(entry.content, Content::Checkpoint(_));
-        let written = self
-            .file
-            .as_mut()
-            .map_or(Ok(()), |file| file.write(&line, is_checkpoint));
+        let written = self.file.as_mut().map_or(Ok(()), |file| file.write(&line, is_checkpoint));
         if self.file.as_ref().is_some_and(Rotating::is_nearly_full) && !is_checkpoint {
             self.wants_checkpoint.store(true, Ordering::Relaxed);
         }
@@ -393,10 +369,7 @@ mod tests {
     }
 
     fn settings(path: &Path) -> JournalSettings {
-        JournalSettings {
-            path: Some(path.to_owned()),
-            ..JournalSettings::default()
-        }
+        JournalSettings { path: Some(path.to_owned()), ..JournalSettings::default() }
     }
 
     #[test]
@@ -431,20 +404,14 @@ mod tests {
     fn a_full_file_is_put_aside_and_the_oldest_goes() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("journal.ndjson");
-        let settings = JournalSettings {
-            file_max: Bytes::new(300),
-            files_kept: 2,
-            ..settings(&path)
-        };
+        let settings = JournalSettings { file_max: Bytes::new(300), files_kept: 2, ..settings(&path) };
         let mut written = Journal::open(&settings, "boot-c", |_, _| {}).unwrap();
         for _ in 0..20 {
             written.record(Timestamp::START, UNIX_EPOCH, drain_event());
         }
         drop(written);
-        let mut files: Vec<_> = fs::read_dir(folder.path())
-            .unwrap()
-            .map(|file| file.unwrap().file_name().into_string().unwrap())
-            .collect();
+        let mut files: Vec<_> =
+            fs::read_dir(folder.path()).unwrap().map(|file| file.unwrap().file_name().into_string().unwrap()).collect();
         files.sort();
         assert_eq!(files, ["journal.ndjson", "journal.ndjson.1", "journal.ndjson.2"]);
         for file in files {
@@ -457,10 +424,7 @@ mod tests {
     fn a_writer_that_cannot_keep_up_drops_lines_and_records_the_gap() {
         let (release, held) = mpsc::channel::<()>();
         let (seen, lines) = mpsc::channel();
-        let settings = JournalSettings {
-            queue_max: 2,
-            ..JournalSettings::default()
-        };
+        let settings = JournalSettings { queue_max: 2, ..JournalSettings::default() };
         let mut journal = Journal::open(&settings, "boot-d", move |entry, _| {
             seen.send(entry.clone()).unwrap();
             let _ = held.recv();

@@ -123,11 +123,7 @@ impl Want {
                 return None;
             }
             rank = rank.more_urgent();
-            let lasts = if rank == Class::Interactive {
-                age / TURN_OF_AGE
-            } else {
-                age
-            };
+            let lasts = if rank == Class::Interactive { age / TURN_OF_AGE } else { age };
             until = until + lasts;
         }
         Some((rank, until))
@@ -136,11 +132,7 @@ impl Want {
 
 impl Admission {
     pub(super) const fn new(limits: LeaseParams) -> Self {
-        Self {
-            limits,
-            waiting: BTreeMap::new(),
-            arrivals: 0,
-        }
+        Self { limits, waiting: BTreeMap::new(), arrivals: 0 }
     }
 
     /// Keeps to other limits from now on.
@@ -253,9 +245,7 @@ impl Admission {
     pub(super) fn age(&mut self, now: Timestamp) -> Vec<Aged> {
         let age = self.age_span();
         let rank = |want: &Want| want.rank(now, age).map(|(rank, _)| rank);
-        let moving = self
-            .waiting
-            .extract_if(.., |(class, _), want| Some(*class) != rank(want));
+        let moving = self.waiting.extract_if(.., |(class, _), want| Some(*class) != rank(want));
         let moving: Vec<(Place, Want)> = moving.collect();
         let mut aged = Vec::new();
         for ((_, arrival), mut want) in moving {
@@ -311,10 +301,7 @@ mod tests {
     }
 
     fn queue(queue_max: u32) -> Admission {
-        Admission::new(LeaseParams {
-            queue_max,
-            ..LeaseParams::default()
-        })
+        Admission::new(LeaseParams { queue_max, ..LeaseParams::default() })
     }
 
     fn want(class: Class, lease: u64, uid: u32) -> Want {
@@ -340,18 +327,12 @@ mod tests {
         queue.insert(want(Class::Batch, 1, 0));
         queue.insert(want(Class::Interactive, 2, 0));
         let ranks = |queue: &mut Admission, seconds| queue.age(at(seconds)).pop().map(|aged| aged.rank);
-        assert_eq!(
-            (queue.next_deadline(at(0)), ranks(&mut queue, 29)),
-            (Some(at(30)), None)
-        );
+        assert_eq!((queue.next_deadline(at(0)), ranks(&mut queue, 29)), (Some(at(30)), None));
         assert_eq!(ranks(&mut queue, 30), Some(Some(Class::LlmElastic)));
         assert_eq!(ranks(&mut queue, 60), Some(Some(Class::Interactive)));
         let first = queue.before(Class::Interactive).next().map(|want| want.lease);
         assert_eq!(first, Some(LeaseId(1)), "it came before");
-        assert_eq!(
-            (queue.next_deadline(at(60)), ranks(&mut queue, 70)),
-            (Some(at(70)), Some(None))
-        );
+        assert_eq!((queue.next_deadline(at(60)), ranks(&mut queue, 70)), (Some(at(70)), Some(None)));
         assert_eq!(ranks(&mut queue, 99), None);
         assert_eq!(ranks(&mut queue, 100), Some(Some(Class::LlmElastic)));
     }

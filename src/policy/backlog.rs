@@ -86,10 +86,7 @@ impl Backlog {
         let Some(pace) = self.pace_micros.filter(|_| !old) else {
             return Duration::ZERO;
         };
-        let work = self
-            .work
-            .saturating_add(work)
-            .max(Duration::from_millis(WORK_MIN_MILLIS));
+        let work = self.work.saturating_add(work).max(Duration::from_millis(WORK_MIN_MILLIS));
         let micros = work.as_millis().saturating_mul(u128::from(pace)) / 1000;
         let all = Duration::from_micros(u64::try_from(micros).unwrap_or(u64::MAX));
         let spent = match self.requests {
@@ -130,10 +127,7 @@ mod tests {
         for _ in 0..4 {
             backlog.admit(at(2), seconds(5), PATIENCE).unwrap();
         }
-        assert_eq!(
-            backlog.admit(at(2), seconds(5), PATIENCE),
-            Err(Duration::from_millis(12_500))
-        );
+        assert_eq!(backlog.admit(at(2), seconds(5), PATIENCE), Err(Duration::from_millis(12_500)));
         // One that waits longer, or does not say, is taken, and time that has passed counts.
         let mut later = backlog.clone();
         later.admit(at(2), seconds(5), None).unwrap();
@@ -180,14 +174,8 @@ mod tests {
         backlog.admit(at(0), seconds(1), None).unwrap();
         backlog.answered(at(1), seconds(1));
         backlog.admit(at(1), seconds(2), PATIENCE).unwrap();
-        backlog
-            .clone()
-            .admit_whole(at(1), seconds(1), (seconds(3), 2), PATIENCE)
-            .unwrap();
-        assert_eq!(
-            backlog.admit_whole(at(1), seconds(1), (seconds(3), 3), PATIENCE),
-            Err(seconds(12))
-        );
+        backlog.clone().admit_whole(at(1), seconds(1), (seconds(3), 2), PATIENCE).unwrap();
+        assert_eq!(backlog.admit_whole(at(1), seconds(1), (seconds(3), 3), PATIENCE), Err(seconds(12)));
         assert_eq!(backlog.admit(at(1), seconds(1), PATIENCE), Ok(seconds(3)));
     }
 

@@ -47,10 +47,7 @@ impl State {
             LeaseKind::Tenant => self.tenant_candidate(id, purpose).into_iter().collect(),
             LeaseKind::Worker => {
                 let worker = self.workers.get(&lease.tenant);
-                worker
-                    .and_then(|worker| self.worker_candidate(worker, purpose))
-                    .into_iter()
-                    .collect()
+                worker.and_then(|worker| self.worker_candidate(worker, purpose)).into_iter().collect()
             }
         };
         reclaimable(&candidates)
@@ -97,10 +94,7 @@ impl State {
             undo_us: self.engine.speed().reading_us(bytes),
             ..Cost::default()
         };
-        let source = Source::Tenant {
-            lease: id,
-            tenant: lease.tenant.clone(),
-        };
+        let source = Source::Tenant { lease: id, tenant: lease.tenant.clone() };
         let units = u32::try_from(bytes.get().div_ceil(TENANT_UNIT.get())).unwrap_or(u32::MAX);
         let mut candidate = Candidate::even(source, lease.class, TENANT_UNIT, units, cost);
         // The last unit may not be a whole one.
@@ -122,18 +116,12 @@ impl State {
         if let Purpose::Request(urgent) = purpose
             && lease.class <= urgent
         {
-            let than = if lease.class == urgent {
-                SpareReason::AsUrgent
-            } else {
-                SpareReason::MoreUrgent
-            };
+            let than = if lease.class == urgent { SpareReason::AsUrgent } else { SpareReason::MoreUrgent };
             return Some(than(lease.class));
         }
         match (&lease.phase, lease.kind) {
             (Phase::Revoking(revocation), _) => {
-                return Some(SpareReason::ComingDown {
-                    to: revocation.target.bytes,
-                });
+                return Some(SpareReason::ComingDown { to: revocation.target.bytes });
             }
             (Phase::Ending { .. }, _) => return Some(SpareReason::Ending),
             (Phase::Granted, _) => {}
@@ -189,11 +177,7 @@ impl State {
             free: self.available(class, true),
             reclaimable: self.reclaimable_for(class),
             budget: self.ledger.budget(),
-            holders: Holders::Shares {
-                class,
-                shares: shares.collect(),
-                unaccounted: self.ledger.unaccounted(),
-            },
+            holders: Holders::Shares { class, shares: shares.collect(), unaccounted: self.ledger.unaccounted() },
         }
     }
 
@@ -235,13 +219,8 @@ impl State {
         let mut stopped: Vec<_> = self.workers.values().filter(|worker| worker.was_shed()).collect();
         stopped.sort_by_key(|worker| Reverse((worker.params.class, worker.params.start.start_order)));
         let stopped = stopped.into_iter().map(|Worker { params, .. }| {
-            let source = Source::WorkerStop {
-                worker: params.name.clone(),
-            };
-            let cost = Cost {
-                undo_us: micros(params.start.reload),
-                ..Cost::default()
-            };
+            let source = Source::WorkerStop { worker: params.name.clone() };
+            let cost = Cost { undo_us: micros(params.start.reload), ..Cost::default() };
             Candidate::whole(source, params.class, self.worker_peak(&params.name, None), cost)
         });
         let stopped = stopped.filter(|gain| gain.bytes() <= room.min(self.ledger.free()));
@@ -256,15 +235,8 @@ impl State {
         let variant = worker.run()?.before_shed.clone().filter(|_| worker.is_settled())?;
         let (name, reload) = (&worker.params.name, micros(worker.params.start.reload));
         let peak = self.worker_peak(name, Some(&variant));
-        let cost = Cost {
-            now_us: reload / 2,
-            undo_us: reload,
-            ..Cost::default()
-        };
-        let source = Source::WorkerVariant {
-            worker: name.clone(),
-            variant,
-        };
+        let cost = Cost { now_us: reload / 2, undo_us: reload, ..Cost::default() };
+        let source = Source::WorkerVariant { worker: name.clone(), variant };
         let more = peak.saturating_sub(self.worker_held(name));
         Some(Candidate::whole(source, worker.params.class, more, cost))
     }
@@ -276,9 +248,7 @@ impl State {
             undo_us: self.engine.speed().reading_us(more),
             ..Cost::default()
         };
-        let source = Source::WorkerNotified {
-            worker: worker.params.name.clone(),
-        };
+        let source = Source::WorkerNotified { worker: worker.params.name.clone() };
         Some(Candidate::whole(source, worker.params.class, more, cost))
     }
 

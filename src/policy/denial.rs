@@ -33,18 +33,9 @@ pub enum Denial {
         holders: Holders,
     },
     /// Would not fit into an empty budget.
-    ExceedsBudget {
-        tenant: String,
-        asked: Bytes,
-        budget: Bytes,
-    },
+    ExceedsBudget { tenant: String, asked: Bytes, budget: Bytes },
     /// The request's own figures contradict each other, a limit, or the state of what it names.
-    Invalid {
-        tenant: String,
-        field: String,
-        value: String,
-        problem: Problem,
-    },
+    Invalid { tenant: String, field: String, value: String, problem: Problem },
     /// The same request id came before with other content.
     RequestIdReused { tenant: String, request_id: String },
     /// Too many leases or waiting requests.
@@ -72,19 +63,9 @@ pub enum Denial {
         problem: NotHolder,
     },
     /// The last sample of the machine is older than a grant accepts.
-    StaleSample {
-        tenant: String,
-        asked: Bytes,
-        age: Duration,
-        limit: Duration,
-    },
+    StaleSample { tenant: String, asked: Bytes, age: Duration, limit: Duration },
     /// Under this pressure nothing is admitted for this class.
-    PressureHigh {
-        tenant: String,
-        asked: Bytes,
-        class: Class,
-        level: PressureLevel,
-    },
+    PressureHigh { tenant: String, asked: Bytes, class: Class, level: PressureLevel },
     /// The engine does not grow back.
     NotGrowing { wait: GrowthWait },
     /// The supervisor takes nothing new.
@@ -211,11 +192,6 @@ impl Denial {
     /// A value of a request that is refused.
     #[must_use]
     pub fn invalid(tenant: &str, field: &str, value: &dyn ToString, problem: Problem) -> Self {
-        Self::Invalid {
-            tenant: tenant.to_owned(),
-            field: field.to_owned(),
-            value: value.to_string(),
-            problem,
-        }
+        Self::Invalid { tenant: tenant.to_owned(), field: field.to_owned(), value: value.to_string(), problem }
     }
 }

@@ -30,12 +30,7 @@ impl Dwell {
     /// Before anything was shed.
     #[must_use]
     pub const fn new(span: Duration) -> Self {
-        Self {
-            span,
-            shed_at: None,
-            grown_at: None,
-            regrets: 0,
-        }
+        Self { span, shed_at: None, grown_at: None, regrets: 0 }
     }
 
     /// Waits for another time from now on.

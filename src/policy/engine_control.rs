@@ -276,10 +276,7 @@ impl EngineControl {
     /// It is gone, its lease and its plans with it. `hangs` says that the disk does not answer.
     pub(super) fn failed(&mut self, reason: &str, hangs: bool, now: Timestamp) -> AfterFailure {
         self.lease = None;
-        self.plans = Plans {
-            last: self.plans.last,
-            ..Plans::default()
-        };
+        self.plans = Plans { last: self.plans.last, ..Plans::default() };
         self.kv = KvUse::default();
         self.blocked.chunk = None;
         self.requests = 0;
@@ -335,11 +332,7 @@ impl EngineControl {
         let limits = PlanLimits::new(params, used).at_speed(self.pace.speed);
         // Larger chunks are worth something only by what was measured: the figures of the field do not count for that.
         let is_measured = self.pace.calibration.is_some_and(|by| by.prefill_ns_per_mib > 0);
-        Some(if is_measured {
-            limits.with_chunks_up_to(params.prefill_chunk_max)
-        } else {
-            limits
-        })
+        Some(if is_measured { limits.with_chunks_up_to(params.prefill_chunk_max) } else { limits })
     }
 
     /// Whether no request runs, so that no chunk of a prompt is under way.
@@ -367,12 +360,7 @@ impl EngineControl {
 
     /// Contents of the KV cache, for snapshots.
     pub(super) const fn kv_view(&self) -> KvView {
-        KvView {
-            used: self.kv.used,
-            kept: self.kv.kept,
-            dropped: self.kv.dropped,
-            untouched: self.kv.untouched,
-        }
+        KvView { used: self.kv.used, kept: self.kv.kept, dropped: self.kv.dropped, untouched: self.kv.untouched }
     }
 
     /// KV blocks of the goal that no token has touched yet: the last ones.
@@ -413,18 +401,13 @@ impl EngineControl {
         let (Some(shape), Some(plan)) = (self.shape.as_ref(), &self.plans.in_force) else {
             return;
         };
-        let weights = shape
-            .bytes_without(&std::collections::BTreeSet::new())
-            .saturating_add(shape.fixed_bytes);
+        let weights = shape.bytes_without(&std::collections::BTreeSet::new()).saturating_add(shape.fixed_bytes);
         let streamed = shape.bytes_without(&plan.resident);
         let calibration = self.pace.calibration.map(|by| match timing.token_ns() {
             Some(token_ns) => by.learn(shape, &plan.resident, token_ns),
             None => by,
         });
-        self.pace = Pace {
-            speed: self.pace.speed.learn(timing, weights, streamed),
-            calibration,
-        };
+        self.pace = Pace { speed: self.pace.speed.learn(timing, weights, streamed), calibration };
     }
 
     /// Tokens per second under the plan in force, in thousandths, once it was measured what the engine can do.
@@ -475,11 +458,7 @@ impl EngineControl {
 
     /// Its share that is kept against every class: its floor, while it is loaded or comes back.
     pub(super) fn keeps(&self) -> Option<Bytes> {
-        if self.lease.is_some() {
-            self.floor_bytes()
-        } else {
-            self.returning()
-        }
+        if self.lease.is_some() { self.floor_bytes() } else { self.returning() }
     }
 
     /// Whether a shed may be asked of it.
@@ -531,10 +510,7 @@ impl EngineControl {
         };
         let pinned = self.kv.pinned.map(|(_, until)| until);
         let Blocked { growth, shed, chunk } = self.blocked;
-        [overdue, retry, pinned, self.plans.confirm_at, growth, shed, chunk]
-            .into_iter()
-            .flatten()
-            .min()
+        [overdue, retry, pinned, self.plans.confirm_at, growth, shed, chunk].into_iter().flatten().min()
     }
 }
 
@@ -546,10 +522,7 @@ impl Plans {
 
     /// Everything that was asked for and may be in force, wholly or in part.
     fn asked(&self) -> impl Iterator<Item = &EnginePlan> {
-        self.pending
-            .values()
-            .map(|pending| &pending.plan)
-            .chain(self.doubtful.values())
+        self.pending.values().map(|pending| &pending.plan).chain(self.doubtful.values())
     }
 
     /// Takes the answer to a plan: it and all before it are out of doubt.
@@ -636,17 +609,10 @@ mod tests {
 
     #[test]
     fn a_plan_that_failed_is_in_doubt_until_a_later_one_is_answered() {
-        let mut plans = Plans {
-            in_force: Some(plan(512)),
-            ..Plans::default()
-        };
+        let mut plans = Plans { in_force: Some(plan(512)), ..Plans::default() };
         plans.failed(3, plan(1024), Deadline::after(at(10), Duration::ZERO));
         assert_eq!(plans.asked().count(), 1);
-        assert_eq!(
-            plans.take_unconfirmed(at(10)),
-            None,
-            "not due at once, whatever the settings say"
-        );
+        assert_eq!(plans.take_unconfirmed(at(10)), None, "not due at once, whatever the settings say");
         assert_eq!(plans.take_unconfirmed(at(11)), Some(plan(512)));
         plans.settled(4);
         assert_eq!(plans.asked().count(), 0);

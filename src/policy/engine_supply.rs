@@ -35,11 +35,7 @@ pub(super) struct EngineSupply<'a> {
 impl EngineSupply<'_> {
     /// All that it can give. Parts that make tokens slower or less precise are left out until it is `serious`.
     pub(super) fn candidates(&self, serious: bool) -> Vec<Candidate> {
-        let kv_least = if serious {
-            self.limits.kv_type_least
-        } else {
-            self.goal.kv_type
-        };
+        let kv_least = if serious { self.limits.kv_type_least } else { self.goal.kv_type };
         let mut candidates = self.kv(kv_least);
         if serious {
             candidates.extend(self.kv_type());
@@ -58,14 +54,7 @@ impl EngineSupply<'_> {
     /// together never promise more than they give. Blocks that no token has touched take no memory yet and cost nothing,
     /// unless the mode asks for context.
     fn kv(&self, kv_least: KvType) -> Vec<Candidate> {
-        let Self {
-            shape,
-            limits,
-            goal,
-            kept,
-            untouched,
-            ..
-        } = *self;
+        let Self { shape, limits, goal, kept, untouched, .. } = *self;
         let kind = goal.kv_type.min(kv_least);
         let block = shape.kv.block_tokens.get().max(1);
         let all = shape.blocks_to_give(goal, limits);
@@ -145,13 +134,7 @@ impl EngineSupply<'_> {
 
     /// KV in a smaller type, one step for each type that is allowed; `held` tokens have to be converted.
     fn kv_type(&self) -> Option<Candidate> {
-        let Self {
-            shape,
-            limits,
-            goal,
-            held,
-            ..
-        } = *self;
+        let Self { shape, limits, goal, held, .. } = *self;
         let worth = shape.worth(limits);
         let capacity = goal.kv_capacity;
         let now = shape.kv.capacity_bytes(capacity, goal.kv_type);
@@ -188,20 +171,11 @@ impl EngineSupply<'_> {
     /// They come behind all that the engine could give of its KV otherwise, which are the `others`, for only they take something
     /// from the answer that nothing brings back: so each costs more than all of those together.
     fn oldest_kv(&self, kv_least: KvType, others: &[Candidate]) -> Option<Candidate> {
-        let Self {
-            shape,
-            limits,
-            goal,
-            droppable,
-            ..
-        } = *self;
+        let Self { shape, limits, goal, droppable, .. } = *self;
         let kind = goal.kv_type.min(kv_least);
         let (block, has) = (shape.kv.block_tokens.get().max(1), goal.kv_capacity);
         let free = shape.blocks_to_give(goal, limits);
-        let idle = PlanLimits {
-            kv_used: Tokens::ZERO,
-            ..*limits
-        };
+        let idle = PlanLimits { kv_used: Tokens::ZERO, ..*limits };
         let most = shape.blocks_to_give(goal, &idle).saturating_sub(free);
         let blocks = most.min(droppable.get() / block);
         let without = |blocks: u32| {
@@ -212,9 +186,7 @@ impl EngineSupply<'_> {
         let tokens = |blocks: u32| blocks.saturating_mul(block).min(limits.kv_used.get());
         let lost = |blocks: u32| {
             let left = Tokens::new(limits.kv_used.get().saturating_sub(tokens(blocks)));
-            worth
-                .context_us(limits.kv_used, left, limits.kv_used)
-                .saturating_mul(LOST_FOR_EVER)
+            worth.context_us(limits.kv_used, left, limits.kv_used).saturating_mul(LOST_FOR_EVER)
         };
         let before: u64 = others
             .iter()
@@ -246,17 +218,11 @@ impl EngineSupply<'_> {
 
     /// Resident layers, one step for each.
     fn layers(&self) -> Option<Candidate> {
-        let Self {
-            shape, limits, goal, ..
-        } = *self;
+        let Self { shape, limits, goal, .. } = *self;
         let gives = shape.layers_give(goal, limits);
         let worth = shape.worth(limits);
         let speed = worth.speed();
-        let ring = if goal.resident.len() == shape.layers.len() {
-            shape.ring_bytes
-        } else {
-            Bytes::ZERO
-        };
+        let ring = if goal.resident.len() == shape.layers.len() { shape.ring_bytes } else { Bytes::ZERO };
         let steps: Vec<Step> = (1..)
             .zip(&gives)
             .map(|(units, bytes)| {
@@ -295,9 +261,7 @@ impl EngineSupply<'_> {
 
     /// Workspace of a chunk that is larger than that of every other plan, as a whole.
     fn chunk(&self) -> Option<Candidate> {
-        let Self {
-            shape, limits, goal, ..
-        } = *self;
+        let Self { shape, limits, goal, .. } = *self;
         let bytes = shape.chunk_bytes(limits.prefill_chunk, goal.prefill_chunk);
         let worth = shape.worth(limits);
         let streamed = shape.bytes_without(&goal.resident);

@@ -39,8 +39,7 @@ impl GrowthRoom {
     /// What the headroom leaves above the watermark and its hysteresis.
     #[must_use]
     pub fn by_headroom(&self) -> Bytes {
-        self.headroom
-            .saturating_sub(self.elevated.saturating_add(self.hysteresis))
+        self.headroom.saturating_sub(self.elevated.saturating_add(self.hysteresis))
     }
 
     /// Why a step of so many bytes has to wait.
@@ -48,11 +47,7 @@ impl GrowthRoom {
     pub fn lacks(&self, step: Bytes) -> GrowthWait {
         let needs = self.reserved.saturating_add(step);
         if self.free < needs {
-            return GrowthWait::Budget {
-                needs: step,
-                free: self.free,
-                reserved: self.reserved,
-            };
+            return GrowthWait::Budget { needs: step, free: self.free, reserved: self.reserved };
         }
         GrowthWait::Headroom {
             needs: needs.saturating_add(self.elevated).saturating_add(self.hysteresis),
@@ -124,11 +119,7 @@ impl EngineGrowth<'_> {
             return Ok(None);
         }
         // While a chunk is under way it keeps its size, whatever else changes.
-        let limits = if self.idle {
-            self.limits
-        } else {
-            self.limits.at_chunk(goal.prefill_chunk)
-        };
+        let limits = if self.idle { self.limits } else { self.limits.at_chunk(goal.prefill_chunk) };
         let same_chunk = self.idle || goal.prefill_chunk == full.prefill_chunk;
         if full_bytes <= now_bytes && same_chunk {
             // The ring of a model whose layers are smaller than it: all resident takes no more than some streamed.
@@ -162,25 +153,11 @@ impl EngineGrowth<'_> {
         if gained == Bytes::ZERO || (only_kv && gained < kv_least) {
             return Err(self.room.lacks(if only_kv { kv_least } else { least }));
         }
-        if bytes
-            > self
-                .held
-                .saturating_add(self.room.free.saturating_sub(self.room.reserved))
-        {
+        if bytes > self.held.saturating_add(self.room.free.saturating_sub(self.room.reserved)) {
             return Err(self.room.lacks(bytes.saturating_sub(self.held)));
         }
-        let gain = Candidate::whole(
-            Source::Layers,
-            Class::LlmElastic,
-            gained,
-            self.cost_of(&plan, gained, &limits),
-        );
-        Ok(Some(EngineStep {
-            plan,
-            bytes,
-            gain,
-            kind: StepKind::Regrowth,
-        }))
+        let gain = Candidate::whole(Source::Layers, Class::LlmElastic, gained, self.cost_of(&plan, gained, &limits));
+        Ok(Some(EngineStep { plan, bytes, gain, kind: StepKind::Regrowth }))
     }
 
     /// What the engine may hold after the step.
@@ -191,10 +168,7 @@ impl EngineGrowth<'_> {
         }
         // A chunk that cannot become smaller yet does not come on top of all the rest: that with KV as it is kept now, for
         // it becomes smaller with the full plan alone.
-        let most = EnginePlan {
-            kv_type: self.full.kv_type.max(self.goal.kv_type),
-            ..self.full.clone()
-        };
+        let most = EnginePlan { kv_type: self.full.kv_type.max(self.goal.kv_type), ..self.full.clone() };
         target.min(self.shape.plan_bytes(&most).max(now_bytes))
     }
 
@@ -204,10 +178,7 @@ impl EngineGrowth<'_> {
         let streamed = streamed.filter(|(_, index)| !self.goal.resident.contains(index));
         let layer = streamed.map(|(layer, _)| layer.resident_bytes).min();
         // The last layer makes the staging ring superfluous.
-        let all_layers = self
-            .shape
-            .bytes_without(&self.goal.resident)
-            .saturating_sub(self.shape.ring_bytes);
+        let all_layers = self.shape.bytes_without(&self.goal.resident).saturating_sub(self.shape.ring_bytes);
         let least = match layer {
             Some(layer) if self.limits.mode != ResidencyMode::MaxContext => layer.min(all_layers),
             Some(_) | None => self.kv_step_min,
@@ -242,9 +213,7 @@ impl EngineGrowth<'_> {
         let kv_now = shape.kv.capacity_bytes(goal.kv_capacity, goal.kv_type);
         let layers = gained.saturating_sub(kv.saturating_sub(kv_now));
         Cost {
-            now_us: context
-                .saturating_add(precision)
-                .saturating_add(worth.streaming_us(layers)),
+            now_us: context.saturating_add(precision).saturating_add(worth.streaming_us(layers)),
             undo_us: worth.speed().reading_us(layers),
             ..Cost::default()
         }

@@ -53,18 +53,14 @@ impl Health {
             return Self::Blind { age };
         }
         if let Some(reason) = safe_profile(state) {
-            return Self::SafeProfile {
-                reason: reason.to_owned(),
-            };
+            return Self::SafeProfile { reason: reason.to_owned() };
         }
         if state.engine.state == EngineState::Failed {
             return Self::EngineFailed;
         }
         let given_up = |worker: &&super::snapshot::WorkerView| worker.state == WorkerState::Degraded;
         match state.workers.iter().find(given_up) {
-            Some(worker) => Self::WorkerGivenUp {
-                worker: worker.name.clone(),
-            },
+            Some(worker) => Self::WorkerGivenUp { worker: worker.name.clone() },
             None => match state.reboot.first() {
                 Some(&reason) => Self::RebootAdvised { reason },
                 None => Self::Serving,
@@ -103,9 +99,7 @@ mod tests {
             state: WorkerState::Degraded,
             ..WorkerView::default()
         });
-        let given_up = Health::WorkerGivenUp {
-            worker: "asr".to_owned(),
-        };
+        let given_up = Health::WorkerGivenUp { worker: "asr".to_owned() };
         assert_eq!(Health::of(&state, fresh), given_up);
         state.engine.state = EngineState::Failed;
         assert_eq!(Health::of(&state, fresh), Health::EngineFailed);
@@ -116,11 +110,7 @@ mod tests {
         let age = HEALTHY_SAMPLE_AGE + Duration::from_millis(1);
         assert_eq!(Health::of(&state, Some(age)), Health::Blind { age });
         state.sample_interval = Duration::from_secs(4);
-        assert_eq!(
-            Health::of(&state, Some(age)),
-            Health::EngineFailed,
-            "sampled on purpose so rarely"
-        );
+        assert_eq!(Health::of(&state, Some(age)), Health::EngineFailed, "sampled on purpose so rarely");
         state.draining = true;
         assert_eq!(Health::of(&state, fresh), Health::Draining);
     }

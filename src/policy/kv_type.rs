@@ -89,10 +89,7 @@ impl FromStr for KvType {
     type Err = UnknownKvType;
 
     fn from_str(word: &str) -> Result<Self, UnknownKvType> {
-        Self::ALL
-            .into_iter()
-            .find(|kind| kind.word() == word)
-            .ok_or_else(|| UnknownKvType(word.to_owned()))
+        Self::ALL.into_iter().find(|kind| kind.word() == word).ok_or_else(|| UnknownKvType(word.to_owned()))
     }
 }
 

@@ -193,11 +193,7 @@ impl LeaseView {
     /// As whom its process is measured: what [`Measure`](super::event::Action::Measure) names.
     #[must_use]
     pub fn holder(&self) -> &str {
-        if self.holder.is_empty() {
-            &self.tenant
-        } else {
-            &self.holder
-        }
+        if self.holder.is_empty() { &self.tenant } else { &self.holder }
     }
 
     /// Whether it only waits in the queue: what its process uses says nothing of a lease.

@@ -111,11 +111,7 @@ impl LeaseTable {
             leases: BTreeMap::new(),
             residual: BTreeMap::new(),
             beyond: BTreeSet::new(),
-            last: LastNumbers {
-                lease: 0,
-                generation: 0,
-                nonce: 0,
-            },
+            last: LastNumbers { lease: 0, generation: 0, nonce: 0 },
             changes: 0,
         }
     }
@@ -145,10 +141,7 @@ impl LeaseTable {
     /// The name of a lease in decisions.
     pub(super) fn name_of(&self, id: LeaseId) -> LeaseName {
         let tenant = self.leases.get(&id).map(|lease| lease.tenant.clone());
-        LeaseName {
-            id,
-            tenant: tenant.unwrap_or_default(),
-        }
+        LeaseName { id, tenant: tenant.unwrap_or_default() }
     }
 
     pub(super) fn view(&self, id: LeaseId, ledger: &Ledger) -> Option<LeaseView> {
@@ -157,14 +150,9 @@ impl LeaseTable {
         let (state, target) = match &lease.phase {
             Phase::Granted => (LeaseState::Granted, None),
             Phase::Revoking(revocation) => (LeaseState::Revoking, Some(revocation.target.clone())),
-            Phase::Ending { deadline, .. } => (
-                LeaseState::Gone,
-                Some(Target {
-                    nonce: 0,
-                    bytes: Bytes::ZERO,
-                    deadline: *deadline,
-                }),
-            ),
+            Phase::Ending { deadline, .. } => {
+                (LeaseState::Gone, Some(Target { nonce: 0, bytes: Bytes::ZERO, deadline: *deadline }))
+            }
         };
         let (owner_uid, owner_pid) = lease.owner;
         Some(LeaseView {
@@ -204,11 +192,7 @@ impl LeaseTable {
     pub(super) fn owned(&self, id: LeaseId, generation: u64, peer: &Peer) -> Result<&Lease, Denial> {
         let lease = self.leases.get(&id).filter(|lease| !lease.is_ending());
         let lease = lease.ok_or_else(|| unknown(id))?;
-        let refuse = |problem| Denial::NotHolder {
-            lease: self.name_of(id).to_string(),
-            uid: peer.uid,
-            problem,
-        };
+        let refuse = |problem| Denial::NotHolder { lease: self.name_of(id).to_string(), uid: peer.uid, problem };
         if lease.kind != LeaseKind::Tenant {
             return Err(refuse(NotHolder::Supervisor));
         }
@@ -314,11 +298,7 @@ impl LeaseTable {
                 true
             }
             Err(error) => {
-                turn.decide(LeaseDecision::NotBooked {
-                    tenant: lease.tenant,
-                    asked: error.asked,
-                    free: error.free,
-                });
+                turn.decide(LeaseDecision::NotBooked { tenant: lease.tenant, asked: error.asked, free: error.free });
                 false
             }
         }
@@ -367,9 +347,7 @@ impl LeaseTable {
             let phase = match &lease.phase {
                 Phase::Granted => None,
                 Phase::Revoking(revocation) => Some(revocation.ends_at(patience).min(revocation.next_poll)),
-                Phase::Ending {
-                    deadline, next_poll, ..
-                } => Some((*deadline).min(*next_poll)),
+                Phase::Ending { deadline, next_poll, .. } => Some((*deadline).min(*next_poll)),
             };
             [phase, lease.expires_at].into_iter().flatten().min()
         });
@@ -385,12 +363,7 @@ impl LeaseTable {
         if held == Bytes::ZERO || used <= held.saturating_add(slack) {
             self.beyond.remove(holder);
         } else if self.beyond.insert(holder.to_owned()) {
-            turn.decide(LeaseDecision::BeyondLease {
-                holder: holder.to_owned(),
-                used,
-                held,
-                free: turn.ledger.free(),
-            });
+            turn.decide(LeaseDecision::BeyondLease { holder: holder.to_owned(), used, held, free: turn.ledger.free() });
         }
     }
 
@@ -423,9 +396,7 @@ impl LeaseTable {
 }
 
 fn unknown(id: LeaseId) -> Denial {
-    Denial::UnknownLease {
-        lease: format!("#{}", id.0),
-    }
+    Denial::UnknownLease { lease: format!("#{}", id.0) }
 }
 
 /// Use beyond a lease that is put down to whole pages and shared libraries.

@@ -221,11 +221,7 @@ impl Ledger {
     /// Bytes that all leases of one holder hold.
     #[must_use]
     pub fn held_by_tenant(&self, tenant: &str) -> Bytes {
-        self.entries
-            .values()
-            .filter(|entry| entry.tenant == tenant)
-            .map(|entry| entry.held)
-            .sum()
+        self.entries.values().filter(|entry| entry.tenant == tenant).map(|entry| entry.held).sum()
     }
 
     /// The last reading of a holder.
@@ -249,8 +245,7 @@ impl Ledger {
     /// Use by processes that are not on the book, as far as it exceeds the reserve.
     #[must_use]
     pub fn unmanaged(&self) -> Bytes {
-        self.outside()
-            .map_or(Bytes::ZERO, |outside| outside.saturating_sub(self.reserve))
+        self.outside().map_or(Bytes::ZERO, |outside| outside.saturating_sub(self.reserve))
     }
 
     /// The unused part of the reserve: it is there to be used, but not by us.
@@ -289,33 +284,21 @@ impl Ledger {
     /// Budget minus held minus unaccounted.
     #[must_use]
     pub fn free(&self) -> Bytes {
-        self.budget
-            .saturating_sub(self.held())
-            .saturating_sub(self.unaccounted())
+        self.budget.saturating_sub(self.held()).saturating_sub(self.unaccounted())
     }
 
     /// The measured use of all holders; those that were not measured are not in it.
     #[must_use]
     pub fn measured_use(&self) -> Bytes {
-        self.measured
-            .values()
-            .map(|measured| measured.used)
-            .fold(Bytes::ZERO, Bytes::saturating_add)
+        self.measured.values().map(|measured| measured.used).fold(Bytes::ZERO, Bytes::saturating_add)
     }
 
     /// The use of all holders, by measurement where there is one and by the book where there is none.
     #[must_use]
     pub fn used_by_holders(&self) -> Bytes {
-        let unmeasured = self
-            .entries
-            .values()
-            .filter(|entry| !self.measured.contains_key(&entry.tenant))
-            .map(|entry| entry.held);
-        self.measured
-            .values()
-            .map(|measured| measured.used)
-            .chain(unmeasured)
-            .fold(Bytes::ZERO, Bytes::saturating_add)
+        let unmeasured =
+            self.entries.values().filter(|entry| !self.measured.contains_key(&entry.tenant)).map(|entry| entry.held);
+        self.measured.values().map(|measured| measured.used).chain(unmeasured).fold(Bytes::ZERO, Bytes::saturating_add)
     }
 
     /// Whether the book is right: what is held never exceeds the budget.
@@ -339,15 +322,7 @@ impl Ledger {
 
     fn book_unchecked(&mut self, id: LeaseId, tenant: &str, bytes: Bytes, now: Timestamp) {
         self.changes += 1;
-        self.entries.insert(
-            id,
-            Entry {
-                tenant: tenant.to_owned(),
-                held: bytes,
-                booked_at: now,
-                moving: false,
-            },
-        );
+        self.entries.insert(id, Entry { tenant: tenant.to_owned(), held: bytes, booked_at: now, moving: false });
     }
 
     fn check_free(&self, asked: Bytes) -> Result<(), OverCommit> {
@@ -396,11 +371,7 @@ impl Ledger {
             }
         }
         let age = measured.map(|measured| at.saturating_since(measured.at));
-        if believed && age.is_some_and(|age| age <= MEASUREMENT_AGE_MAX) {
-            used
-        } else {
-            used.max(held_then)
-        }
+        if believed && age.is_some_and(|age| age <= MEASUREMENT_AGE_MAX) { used } else { used.max(held_then) }
     }
 }
 

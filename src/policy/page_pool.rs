@@ -123,20 +123,12 @@ mod tests {
         pool.observe(&sample(100, 300, 500));
         assert_eq!(pool.bytes_to_empty(short, at(100)), None, "enough is there");
         pool.observe(&sample(200, 63, 100));
-        assert_eq!(
-            pool.bytes_to_empty(short, at(200)),
-            None,
-            "the pool has next to nothing"
-        );
+        assert_eq!(pool.bytes_to_empty(short, at(200)), None, "the pool has next to nothing");
         pool.observe(&sample(300, 300, 499));
         assert_eq!(pool.bytes_to_empty(short, at(300)), Some(Bytes::from_mib(300)));
         assert_eq!(pool.bytes_to_empty(short, at(5299)), None);
         assert_eq!(pool.bytes_to_empty(short, at(5300)), Some(Bytes::from_mib(300)));
         pool.observe(&Sample::default());
-        assert_eq!(
-            pool.bytes_to_empty(short, at(60_000)),
-            None,
-            "the pool is not read any more"
-        );
+        assert_eq!(pool.bytes_to_empty(short, at(60_000)), None, "the pool is not read any more");
     }
 }

@@ -406,16 +406,11 @@ impl WorkerParams {
     /// The most it needs to get into `variant`; into its first one if `variant` is unknown.
     #[must_use]
     pub fn peak_of(&self, variant: Option<&str>) -> Bytes {
-        self.variant(variant)
-            .map_or(self.peak, |variant| variant.peak)
-            .max(self.steady_of(variant))
+        self.variant(variant).map_or(self.peak, |variant| variant.peak).max(self.steady_of(variant))
     }
 
     fn variant(&self, name: Option<&str>) -> Option<&VariantParams> {
-        self.variants
-            .iter()
-            .find(|variant| Some(variant.name.as_str()) == name)
-            .or_else(|| self.variants.first())
+        self.variants.iter().find(|variant| Some(variant.name.as_str()) == name).or_else(|| self.variants.first())
     }
 }
 

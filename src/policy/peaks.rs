@@ -105,8 +105,7 @@ impl Peaks {
     }
 
     fn place(&self, holder: &str, variant: Option<&str>) -> Result<usize, usize> {
-        self.0
-            .binary_search_by(|peak| (peak.holder.as_str(), peak.variant.as_deref()).cmp(&(holder, variant)))
+        self.0.binary_search_by(|peak| (peak.holder.as_str(), peak.variant.as_deref()).cmp(&(holder, variant)))
     }
 
     fn entry(&mut self, holder: &str, variant: Option<&str>) -> Option<&mut LearnedPeak> {
@@ -167,11 +166,7 @@ mod tests {
         assert!(peaks.seen("asr", None, mib(1000)));
         assert_eq!(expected(&peaks), mib(1375), "one life says nothing about less");
         assert!(peaks.seen("asr", None, mib(3160)));
-        assert_eq!(
-            expected(&peaks),
-            mib(3476),
-            "Moonshine: 1.1 GB at rest, 3.16 GB at its peak"
-        );
+        assert_eq!(expected(&peaks), mib(3476), "Moonshine: 1.1 GB at rest, 3.16 GB at its peak");
         assert!(!peaks.seen("asr", None, mib(3160)) && !peaks.seen("asr", None, mib(2)));
     }
 
@@ -179,26 +174,14 @@ mod tests {
     fn a_lower_peak_has_to_be_seen_in_several_lives() {
         let mut peaks = Peaks::default();
         for life in 0..3 {
-            assert_eq!(
-                peaks.expected("tts", Some("hd"), mib(900), mib(300)),
-                mib(900),
-                "{life}"
-            );
+            assert_eq!(peaks.expected("tts", Some("hd"), mib(900), mib(300)), mib(900), "{life}");
             peaks.lived("tts", Some("hd"), mib(400));
         }
         assert_eq!(peaks.expected("tts", Some("hd"), mib(900), mib(300)), mib(440));
-        assert_eq!(
-            peaks.expected("tts", Some("hd"), mib(900), mib(600)),
-            mib(600),
-            "never below rest"
-        );
+        assert_eq!(peaks.expected("tts", Some("hd"), mib(900), mib(600)), mib(600), "never below rest");
         peaks.seen("tts", Some("hd"), mib(800));
         peaks.lived("tts", Some("hd"), mib(400));
-        assert_eq!(
-            peaks.of("tts", Some("hd")).unwrap().bytes,
-            mib(700),
-            "a quarter each time"
-        );
+        assert_eq!(peaks.of("tts", Some("hd")).unwrap().bytes, mib(700), "a quarter each time");
         assert_eq!(peaks.of("tts", None), None);
     }
 
@@ -208,11 +191,7 @@ mod tests {
         peaks.seen("asr", None, mib(300));
         peaks.seen("tts", None, mib(200));
         peaks.forget_other_models("asr", Some("vosk"));
-        assert_eq!(
-            peaks.of("asr", None).unwrap().bytes,
-            mib(300),
-            "of whichever model it was"
-        );
+        assert_eq!(peaks.of("asr", None).unwrap().bytes, mib(300), "of whichever model it was");
         peaks.name_model("asr", Some("vosk"));
         peaks.forget_other_models("asr", Some("vosk"));
         assert_eq!(peaks.of("asr", None).unwrap().bytes, mib(300));

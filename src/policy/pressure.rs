@@ -289,12 +289,7 @@ impl Pressure {
             }
             _ => self.fall(at, headroom),
         };
-        self.last = Some(Reading {
-            at,
-            headroom,
-            level: now,
-            sample: sample.clone(),
-        });
+        self.last = Some(Reading { at, headroom, level: now, sample: sample.clone() });
         self.granted = Bytes::ZERO;
         if let Some(change) = &change {
             if change.to > change.from {
@@ -356,18 +351,14 @@ impl Pressure {
     /// the dwell.
     #[must_use]
     pub fn is_critical_now(&self) -> bool {
-        let below = self
-            .headroom()
-            .map(|headroom| self.level_of(headroom, self.params.hysteresis));
+        let below = self.headroom().map(|headroom| self.level_of(headroom, self.params.hysteresis));
         self.level == PressureLevel::Critical && (self.critical_by_signs || below == Some(PressureLevel::Critical))
     }
 
     /// Whether the level is Critical, or will be within the grace at the present slope.
     #[must_use]
     pub fn is_urgent(&self) -> bool {
-        let critical_ahead = self
-            .reached_in(self.params.critical_below)
-            .is_some_and(|left| left <= self.params.grace);
+        let critical_ahead = self.reached_in(self.params.critical_below).is_some_and(|left| left <= self.params.grace);
         self.level == PressureLevel::Critical || critical_ahead
     }
 
@@ -416,18 +407,10 @@ impl Pressure {
         let micros = at.saturating_since(last.at).as_micros().max(1);
         let grown = |before: Option<u64>, now: Option<u64>| u128::from(grown(before, now).unwrap_or(0));
         let refaults = grown(last.sample.refaults_file, sample.refaults_file) * 1_000_000 / micros;
-        self.refaulting_since = if refaults >= REFAULTS_PER_S {
-            self.refaulting_since.or(Some(last.at))
-        } else {
-            None
-        };
+        self.refaulting_since = if refaults >= REFAULTS_PER_S { self.refaulting_since.or(Some(last.at)) } else { None };
         let stalls = grown(last.sample.allocstalls, sample.allocstalls);
         let scans = grown(last.sample.pgscan_direct, sample.pgscan_direct);
-        self.stalls_in_a_row = if stalls > 0 || scans > 0 {
-            self.stalls_in_a_row.saturating_add(1)
-        } else {
-            0
-        };
+        self.stalls_in_a_row = if stalls > 0 || scans > 0 { self.stalls_in_a_row.saturating_add(1) } else { 0 };
         let full = grown(last.sample.psi_full_total_us, sample.psi_full_total_us);
         let all_stalled = full * 1000 / micros >= PSI_FULL_PER_MILLE && micros >= PSI_LEAST_US;
         // The kernel counts for the whole machine. What stalls others says nothing of a session while the machine has plenty.
@@ -439,19 +422,9 @@ impl Pressure {
         if headroom < elevated && (self.stalls_in_a_row >= STALLS_IN_A_ROW || all_stalled) {
             let watermark = elevated;
             let reason = if all_stalled {
-                LevelReason::AllStalled {
-                    headroom,
-                    watermark,
-                    stalled_us: to_u64(full),
-                    of_us: to_u64(micros),
-                }
+                LevelReason::AllStalled { headroom, watermark, stalled_us: to_u64(full), of_us: to_u64(micros) }
             } else {
-                LevelReason::StallsAgain {
-                    headroom,
-                    watermark,
-                    stalls: to_u64(stalls),
-                    scans: to_u64(scans),
-                }
+                LevelReason::StallsAgain { headroom, watermark, stalls: to_u64(stalls), scans: to_u64(scans) }
             };
             return Some((PressureLevel::Critical, reason));
         }
@@ -462,11 +435,7 @@ impl Pressure {
         }
         let since = self.refaulting_since?;
         let (lasted, per_s) = (at.saturating_since(since), to_u64(refaults));
-        let reason = LevelReason::Refaults {
-            headroom,
-            per_s,
-            lasted,
-        };
+        let reason = LevelReason::Refaults { headroom, per_s, lasted };
         let counts = lasted >= REFAULTS_FOR && headroom < elevated.saturating_mul(2);
         counts.then_some((PressureLevel::Elevated, reason))
     }
@@ -493,11 +462,7 @@ impl Pressure {
         let slope = self.losing_per_s().max(lately).max(before);
         let calm = lost_in(slope.saturating_mul(SLOPE_MARGIN)).min(CALM_INTERVAL);
         let has_trend = self.earlier[0].is_some_and(|(since, _)| last.at.saturating_since(since) >= TREND);
-        let interval = if has_trend && last.level < PressureLevel::Critical {
-            shortest.max(calm)
-        } else {
-            shortest
-        };
+        let interval = if has_trend && last.level < PressureLevel::Critical { shortest.max(calm) } else { shortest };
         interval.clamp(self.params.sample_min, self.params.sample_max)
     }
 
@@ -532,11 +497,7 @@ impl Pressure {
         (to > self.level).then_some(LevelChange {
             from: self.level,
             to,
-            reason: LevelReason::Below {
-                headroom,
-                watermark,
-                by,
-            },
+            reason: LevelReason::Below { headroom, watermark, by },
         })
     }
 
@@ -549,11 +510,7 @@ impl Pressure {
         let before = last.headroom.saturating_sub(self.granted);
         let lost = u128::from(before.checked_sub(headroom)?.get());
         let took = at.saturating_since(last.at).as_micros().max(1);
-        let two_samples = 2 * self
-            .params
-            .sample_min
-            .as_micros()
-            .max(took.min(self.params.sample_max.as_micros()));
+        let two_samples = 2 * self.params.sample_min.as_micros().max(took.min(self.params.sample_max.as_micros()));
         let left = headroom.saturating_sub(Bytes::new(to_u64(lost * two_samples / took)));
         (lost > 0 && left < next).then(|| Confirmation::Slope {
             lost: Bytes::new(to_u64(lost)),
@@ -570,15 +527,9 @@ impl Pressure {
             return None;
         }
         let gap_max = self.params.sample_max.saturating_mul(SAMPLES_MISSED_MAX);
-        let gap = self
-            .last
-            .as_ref()
-            .is_some_and(|last| at.saturating_since(last.at) > gap_max);
+        let gap = self.last.as_ref().is_some_and(|last| at.saturating_since(last.at) > gap_max);
         let calm = match self.calm {
-            Some(calm) if !gap => Calm {
-                since: calm.since,
-                worst: calm.worst.max(now),
-            },
+            Some(calm) if !gap => Calm { since: calm.since, worst: calm.worst.max(now) },
             _ => Calm { since: at, worst: now },
         };
         self.calm = Some(calm);
@@ -586,19 +537,13 @@ impl Pressure {
         (lasted >= dwell).then_some(LevelChange {
             from: self.level,
             to: calm.worst,
-            reason: LevelReason::Above {
-                headroom,
-                lasted,
-                dwell,
-            },
+            reason: LevelReason::Above { headroom, lasted, dwell },
         })
     }
 }
 
 fn per_second(bytes: Bytes, took: Duration) -> Bytes {
-    let per_s = (u128::from(bytes.get()) * 1_000_000)
-        .checked_div(took.as_micros())
-        .unwrap_or(0);
+    let per_s = (u128::from(bytes.get()) * 1_000_000).checked_div(took.as_micros()).unwrap_or(0);
     Bytes::new(to_u64(per_s))
 }
 

@@ -42,32 +42,22 @@ impl State {
     /// Space of workers that are wanted, do not run, are not in the queue and could be started some time; and what those
     /// lack for their start that are about to be started again.
     pub(super) fn returning_workers(&self) -> Vec<(Class, Bytes)> {
-        self.returns()
-            .map(|(worker, bytes)| (worker.params.class, bytes))
-            .collect()
+        self.returns().map(|(worker, bytes)| (worker.params.class, bytes)).collect()
     }
 
     /// Space of all workers that are wanted, do not run and could be started some time. Those that sleep do not count
     /// where they are more urgent: the engine, which asks, gives it back when one wakes.
     pub(super) fn returning_or_waiting_workers(&self) -> Bytes {
         let counts = |worker: &Worker| !(worker.is_asleep() && worker.params.class < Class::LlmElastic);
-        let returning = self
-            .returns()
-            .filter(|(worker, _)| counts(worker))
-            .map(|(_, bytes)| bytes);
-        let waiting = self
-            .workers
-            .values()
-            .filter(|worker| worker.is_waiting() && !self.start_is_out_of_reach(worker));
+        let returning = self.returns().filter(|(worker, _)| counts(worker)).map(|(_, bytes)| bytes);
+        let waiting = self.workers.values().filter(|worker| worker.is_waiting() && !self.start_is_out_of_reach(worker));
         let waiting = waiting.map(|worker| self.worker_peak(&worker.params.name, None));
         returning.chain(waiting).fold(Bytes::ZERO, Bytes::saturating_add)
     }
 
     fn returns(&self) -> impl Iterator<Item = (&Worker, Bytes)> {
-        let within_reach = self
-            .workers
-            .values()
-            .filter(|worker| worker.is_wanted() && !self.start_is_out_of_reach(worker));
+        let within_reach =
+            self.workers.values().filter(|worker| worker.is_wanted() && !self.start_is_out_of_reach(worker));
         within_reach.filter_map(|worker| {
             let name = &worker.params.name;
             let bytes = worker.returns_for(self.worker_peak(name, None), self.worker_held(name))?;
@@ -157,9 +147,7 @@ impl State {
     /// The most that can ever be booked for a holder while those stay that it cannot take from.
     fn reach(&self, holder: &str, class: Class, whose: Whose) -> Bytes {
         let kept = self.keepers(holder, class, whose).map(|(_, bytes)| bytes);
-        self.ledger
-            .budget()
-            .saturating_sub(kept.fold(Bytes::ZERO, Bytes::saturating_add))
+        self.ledger.budget().saturating_sub(kept.fold(Bytes::ZERO, Bytes::saturating_add))
     }
 
     /// The holders that keep something against a holder of `class`, whatever happens.

@@ -90,11 +90,18 @@ pub enum PlanReason {
         change: PlanChange,
     },
     /// An operator wants KV kept as the type of the new plan.
-    KvType { change: PlanChange },
+    KvType {
+        change: PlanChange,
+    },
     /// A request wants so much KV capacity.
-    Capacity { wanted: Tokens, change: PlanChange },
+    Capacity {
+        wanted: Tokens,
+        change: PlanChange,
+    },
     /// The full plan takes no more than the one in force.
-    FullForNothing { now: PlanSize },
+    FullForNothing {
+        now: PlanSize,
+    },
     /// Larger prefill chunks: reading `streamed` for each takes longer than computing it.
     Chunk {
         tokens: Tokens,
@@ -187,39 +194,17 @@ pub struct IgnoredPressure {
 #[serde(rename_all = "snake_case")]
 pub enum LevelReason {
     /// All tasks stalled for `stalled_us` of `of_us`.
-    AllStalled {
-        headroom: Bytes,
-        watermark: Bytes,
-        stalled_us: u64,
-        of_us: u64,
-    },
+    AllStalled { headroom: Bytes, watermark: Bytes, stalled_us: u64, of_us: u64 },
     /// Samples in a row show allocations that stalled, or scanned pages themselves.
-    StallsAgain {
-        headroom: Bytes,
-        watermark: Bytes,
-        stalls: u64,
-        scans: u64,
-    },
+    StallsAgain { headroom: Bytes, watermark: Bytes, stalls: u64, scans: u64 },
     /// File pages are read again, so many per second, for so long.
-    Refaults {
-        headroom: Bytes,
-        per_s: u64,
-        lasted: Duration,
-    },
+    Refaults { headroom: Bytes, per_s: u64, lasted: Duration },
     /// The kernel refused so many allocations of CMA.
     CmaRefused { headroom: Bytes, refused: u64 },
     /// Below the watermark, and confirmed.
-    Below {
-        headroom: Bytes,
-        watermark: Bytes,
-        by: Confirmation,
-    },
+    Below { headroom: Bytes, watermark: Bytes, by: Confirmation },
     /// Above the watermark of the level for longer than the dwell.
-    Above {
-        headroom: Bytes,
-        lasted: Duration,
-        dwell: Duration,
-    },
+    Above { headroom: Bytes, lasted: Duration, dwell: Duration },
     #[serde(untagged)]
     Text(String),
 }

@@ -98,9 +98,7 @@ impl Watched {
 impl RebootAdvice {
     /// The reasons for which a reboot is advised.
     pub(super) fn reasons(&self) -> impl Iterator<Item = RebootReason> {
-        [self.orphaned, self.contiguous, self.fragmented]
-            .into_iter()
-            .filter_map(|watched| watched.advised)
+        [self.orphaned, self.contiguous, self.fragmented].into_iter().filter_map(|watched| watched.advised)
     }
 
     /// Takes a sample, and the level that it has led to; returns what changes by it.
@@ -127,11 +125,7 @@ impl RebootAdvice {
     }
 
     fn refused(&mut self, count: u64, level: PressureLevel, now: Timestamp) -> Option<RebootReason> {
-        let known = self.refusals.get_or_insert(Refusals {
-            count,
-            before: count,
-            risen_at: now,
-        });
+        let known = self.refusals.get_or_insert(Refusals { count, before: count, risen_at: now });
         let goes_on = now.saturating_since(known.risen_at) < REFUSED_EACH;
         if count > known.count {
             if !goes_on {
@@ -189,10 +183,7 @@ mod tests {
     }
 
     fn orphaned(second: u64, mib: u64) -> Sample {
-        Sample {
-            gpu_orphaned: Some(Bytes::from_mib(mib)),
-            ..board(second)
-        }
+        Sample { gpu_orphaned: Some(Bytes::from_mib(mib)), ..board(second) }
     }
 
     fn changes(advice: &mut RebootAdvice, sample: &Sample) -> Vec<Changed> {
@@ -207,10 +198,7 @@ mod tests {
         assert_eq!(changes(&mut advice, &orphaned(300, 800)), [], "it fell below the bound");
         assert_eq!(changes(&mut advice, &orphaned(301, 900)), []);
         assert_eq!(changes(&mut advice, &orphaned(900, 900)), []);
-        let reason = RebootReason::OrphanedGpuMemory {
-            bytes: Bytes::from_mib(910),
-            of: Bytes::from_gib(3),
-        };
+        let reason = RebootReason::OrphanedGpuMemory { bytes: Bytes::from_mib(910), of: Bytes::from_gib(3) };
         assert_eq!(changes(&mut advice, &orphaned(901, 910)), [Changed::Advised(reason)]);
         assert_eq!(advice.reasons().collect::<Vec<_>>(), [reason]);
         // Half of the bound has to be reached, and what cannot be read changes nothing.
@@ -218,19 +206,13 @@ mod tests {
         assert_eq!(changes(&mut advice, &Sample::default()), []);
         assert_eq!(changes(&mut advice, &orphaned(2001, 100)), []);
         assert_eq!(changes(&mut advice, &orphaned(2600, 100)), []);
-        assert!(matches!(
-            changes(&mut advice, &orphaned(2601, 100))[..],
-            [Changed::NotAdvised(_)]
-        ));
+        assert!(matches!(changes(&mut advice, &orphaned(2601, 100))[..], [Changed::NotAdvised(_)]));
         assert_eq!(advice.reasons().count(), 0);
     }
 
     #[test]
     fn refusals_of_contiguous_memory_are_advised_where_they_go_on_though_memory_is_plentiful() {
-        let refused = |second, count| Sample {
-            cma_failures: Some(count),
-            ..board(second)
-        };
+        let refused = |second, count| Sample { cma_failures: Some(count), ..board(second) };
         let mut advice = RebootAdvice::default();
         for second in (0..600).step_by(60) {
             assert_eq!(changes(&mut advice, &refused(second, 7 + second / 60)), []);
@@ -260,11 +242,7 @@ mod tests {
         };
         let mut advice = RebootAdvice::default();
         assert_eq!(changes(&mut advice, &pieces(0, 32, 100)), []);
-        assert_eq!(
-            changes(&mut advice, &pieces(700, 32, 600)),
-            [],
-            "little was free before"
-        );
+        assert_eq!(changes(&mut advice, &pieces(700, 32, 600)), [], "little was free before");
         assert!(matches!(
             changes(&mut advice, &pieces(1300, 32, 600))[..],
             [Changed::Advised(RebootReason::Fragmented { .. })]
@@ -278,10 +256,7 @@ mod tests {
         let all = [
             RebootReason::OrphanedGpuMemory { bytes: mib, of: mib },
             RebootReason::ContiguousRefused { refusals: 1 },
-            RebootReason::Fragmented {
-                free: mib,
-                largest: mib,
-            },
+            RebootReason::Fragmented { free: mib, largest: mib },
         ];
         assert_eq!(all.map(RebootReason::word), RebootReason::WORDS);
         for reason in all {

@@ -71,9 +71,7 @@ pub(super) fn under_pressure(state: &State, relieved_at: Option<Timestamp>) -> R
     }
     // The loss until the next step may follow is part of this one: steps of one size never catch up with a neighbour
     // that takes as much in each settle time.
-    let wanted = elevated
-        .saturating_add(shed.minimum_reclaim)
-        .saturating_add(state.pressure.lost_within(shed.settle));
+    let wanted = elevated.saturating_add(shed.minimum_reclaim).saturating_add(state.pressure.lost_within(shed.settle));
     let coming = state.physically_coming_back(level);
     let missing = wanted.saturating_sub(headroom).saturating_sub(coming);
     if missing == Bytes::ZERO {
@@ -90,18 +88,9 @@ pub(super) fn under_pressure(state: &State, relieved_at: Option<Timestamp>) -> R
     let mut candidates = state.candidates(purpose);
     let owed = elevated.saturating_sub(headroom).saturating_sub(coming);
     stops_for_what_is_owed(&mut candidates, owed);
-    let reason = ReclaimReason::Pressure {
-        level,
-        headroom,
-        watermark: elevated,
-        missing,
-        wanted,
-    };
+    let reason = ReclaimReason::Pressure { level, headroom, watermark: elevated, missing, wanted };
     match weigh(state, &candidates, missing, purpose, reason) {
-        Some(reclaim) => Relief::Reclaim {
-            urgency,
-            reclaim: Box::new(reclaim),
-        },
+        Some(reclaim) => Relief::Reclaim { urgency, reclaim: Box::new(reclaim) },
         None => Relief::NothingLeft { urgency },
     }
 }
@@ -109,25 +98,12 @@ pub(super) fn under_pressure(state: &State, relieved_at: Option<Timestamp>) -> R
 /// What would be shed first if the headroom fell to the upper watermark; `None` before the first sample.
 pub(super) fn next(state: &State) -> Option<NextShed> {
     let (headroom, below) = (state.pressure.headroom()?, state.params.pressure.elevated_below);
-    let need = state
-        .params
-        .shed
-        .minimum_reclaim
-        .saturating_add(below.saturating_sub(headroom));
+    let need = state.params.shed.minimum_reclaim.saturating_add(below.saturating_sub(headroom));
     // At Elevated nothing is given up that makes the engine slower; beyond it everything may be.
     let chosen_for = |urgency| choose(&state.candidates(Purpose::Pressure(urgency)), need);
     let gentle = chosen_for(Urgency::Warning);
-    let chosen = if gentle.is_empty() {
-        chosen_for(Urgency::Urgent)
-    } else {
-        gentle
-    };
-    Some(NextShed {
-        chosen,
-        need,
-        below,
-        headroom,
-    })
+    let chosen = if gentle.is_empty() { chosen_for(Urgency::Urgent) } else { gentle };
+    Some(NextShed { chosen, need, below, headroom })
 }
 
 fn enough(
@@ -138,11 +114,7 @@ fn enough(
     reason: ReclaimReason,
 ) -> Option<Reclaim> {
     let suffices = reclaimable(candidates) >= missing;
-    if suffices {
-        weigh(state, candidates, missing, purpose, reason)
-    } else {
-        None
-    }
+    if suffices { weigh(state, candidates, missing, purpose, reason) } else { None }
 }
 
 /// The cheapest set that suffices, or all that there is.
@@ -161,14 +133,7 @@ fn weigh(
     weighing.mode = state.engine.mode().filter(|_| state.engine.lease.is_some());
     weighing.spared = state.spared(purpose);
     if let Purpose::Pressure(_) = purpose {
-        weighing
-            .spared
-            .extend(state.not_stopped_for_foresight(candidates, purpose));
+        weighing.spared.extend(state.not_stopped_for_foresight(candidates, purpose));
     }
-    Some(Reclaim {
-        purpose,
-        reason,
-        weighing,
-        chosen,
-    })
+    Some(Reclaim { purpose, reason, weighing, chosen })
 }

@@ -33,31 +33,17 @@ pub enum Refusal {
     },
     /// Would fit, but nothing of this class is admitted at this pressure.
     #[error("cannot {act}: pressure is {level}")]
-    PressureHigh {
-        act: String,
-        level: PressureLevel,
-        retry_after: Duration,
-    },
+    PressureHigh { act: String, level: PressureLevel, retry_after: Duration },
     /// The prompt is longer than the *configured* context.
     #[error(
         "cannot take a prompt of {prompt} tokens: this model's maximum context length is {limit} tokens (`{model}`)"
     )]
-    ContextLengthExceeded {
-        model: String,
-        prompt: Tokens,
-        limit: Tokens,
-    },
+    ContextLengthExceeded { model: String, prompt: Tokens, limit: Tokens },
     /// The prompt fits the configured context, and not the KV capacity as shed.
     #[error(
         "cannot take a prompt of {prompt} tokens now: the KV cache of `{model}` is shed to {capacity} of {limit} tokens"
     )]
-    KvCapacityShed {
-        model: String,
-        prompt: Tokens,
-        capacity: Tokens,
-        limit: Tokens,
-        retry_after: Duration,
-    },
+    KvCapacityShed { model: String, prompt: Tokens, capacity: Tokens, limit: Tokens, retry_after: Duration },
     /// The KV cache of a running sequence was taken away.
     #[error("generation stopped after {generated} tokens: its KV cache was reclaimed")]
     KvReclaimed { generated: Tokens, retry_after: Duration },
@@ -88,11 +74,7 @@ pub enum Refusal {
     EngineLost { reason: String, retry_after: Duration },
     /// A worker died, hung, or answered nonsense in the middle of the request.
     #[error("worker `{worker}` failed: {reason}")]
-    WorkerLost {
-        worker: String,
-        reason: String,
-        retry_after: Duration,
-    },
+    WorkerLost { worker: String, reason: String, retry_after: Duration },
     /// The answer cannot come within the time that the caller is ready to wait.
     #[error("cannot {act} in time: the caller waits {patience_ms} ms, it would take {expected_ms} ms")]
     DeadlineUnreachable {
@@ -198,16 +180,8 @@ pub(crate) fn samples() -> Vec<Refusal> {
             budget: large,
             retry_after,
         },
-        Refusal::PressureHigh {
-            act: act(),
-            level: PressureLevel::Critical,
-            retry_after,
-        },
-        Refusal::ContextLengthExceeded {
-            model: "m".to_owned(),
-            prompt: Tokens::new(9000),
-            limit: Tokens::new(4096),
-        },
+        Refusal::PressureHigh { act: act(), level: PressureLevel::Critical, retry_after },
+        Refusal::ContextLengthExceeded { model: "m".to_owned(), prompt: Tokens::new(9000), limit: Tokens::new(4096) },
         Refusal::KvCapacityShed {
             model: "m".to_owned(),
             prompt: Tokens::new(2000),
@@ -215,57 +189,24 @@ pub(crate) fn samples() -> Vec<Refusal> {
             limit: Tokens::new(4096),
             retry_after,
         },
-        Refusal::KvReclaimed {
-            generated: Tokens::new(7),
-            retry_after,
-        },
-        Refusal::QuotaExceeded {
-            act: act(),
-            what: "requests in flight".to_owned(),
-            limit: 16,
-            retry_after,
-        },
-        Refusal::Draining {
-            act: act(),
-            retry_after,
-        },
-        Refusal::Starting {
-            act: act(),
-            who: "the engine".to_owned(),
-            state: "loading".to_owned(),
-            retry_after,
-        },
-        Refusal::EngineLost {
-            reason: "it panicked".to_owned(),
-            retry_after,
-        },
+        Refusal::KvReclaimed { generated: Tokens::new(7), retry_after },
+        Refusal::QuotaExceeded { act: act(), what: "requests in flight".to_owned(), limit: 16, retry_after },
+        Refusal::Draining { act: act(), retry_after },
+        Refusal::Starting { act: act(), who: "the engine".to_owned(), state: "loading".to_owned(), retry_after },
+        Refusal::EngineLost { reason: "it panicked".to_owned(), retry_after },
         Refusal::WorkerLost {
             worker: "tts".to_owned(),
             reason: "killed by SIGKILL, sender unknown".to_owned(),
             retry_after,
         },
-        Refusal::DeadlineUnreachable {
-            act: act(),
-            patience_ms: 1000,
-            expected_ms: 4000,
-            retry_after,
-        },
+        Refusal::DeadlineUnreachable { act: act(), patience_ms: 1000, expected_ms: 4000, retry_after },
         Refusal::Invalid {
             field: "top_p".to_owned(),
             value: "7".to_owned(),
             problem: "is above the limit of 1".to_owned(),
         },
-        Refusal::UnknownModel {
-            model: "x".to_owned(),
-            known: "; there is `m`".to_owned(),
-        },
-        Refusal::NotConfigured {
-            act: act(),
-            what: "model".to_owned(),
-        },
-        Refusal::Stopped {
-            act: act(),
-            worker: "tts".to_owned(),
-        },
+        Refusal::UnknownModel { model: "x".to_owned(), known: "; there is `m`".to_owned() },
+        Refusal::NotConfigured { act: act(), what: "model".to_owned() },
+        Refusal::Stopped { act: act(), worker: "tts".to_owned() },
     ]
 }

@@ -82,12 +82,8 @@ pub fn rehearse(params: &Params, shape: Option<&ModelShape>) -> Result<Rehearsal
     stage.run(START_TIME);
     let after = stage.arbiter.snapshot();
     let is_waiting = |state: &WorkerState| matches!(state, WorkerState::AwaitingMemory | WorkerState::BackingOff);
-    let mut waiting: Vec<String> = after
-        .workers
-        .iter()
-        .filter(|worker| is_waiting(&worker.state))
-        .map(|worker| worker.name.clone())
-        .collect();
+    let mut waiting: Vec<String> =
+        after.workers.iter().filter(|worker| is_waiting(&worker.state)).map(|worker| worker.name.clone()).collect();
     if shape.is_some() && after.engine.state != EngineState::Ready {
         waiting.insert(0, ENGINE_TENANT.to_owned());
     }
@@ -103,10 +99,7 @@ pub fn rehearse(params: &Params, shape: Option<&ModelShape>) -> Result<Rehearsal
         shortages: Vec::new(),
     };
     for (level, target) in [
-        (
-            PressureLevel::Elevated,
-            Bytes::new(elevated.get().midpoint(critical.get())),
-        ),
+        (PressureLevel::Elevated, Bytes::new(elevated.get().midpoint(critical.get()))),
         (PressureLevel::Critical, Bytes::new(critical.get() / 2)),
     ] {
         rehearsal.shortages.push(stage.shortage(level, target));
@@ -163,10 +156,7 @@ impl Stage {
             self.settle();
             self.peak = self.peak.max(self.arbiter.snapshot().held);
             let tick = self.now + TICK;
-            let due = self
-                .arbiter
-                .next_deadline()
-                .filter(|due| *due > self.now && *due < tick);
+            let due = self.arbiter.next_deadline().filter(|due| *due > self.now && *due < tick);
             self.now = due.unwrap_or(tick);
             self.handle(Event::DeadlineReached);
             self.settle();
@@ -207,11 +197,7 @@ impl Stage {
     }
 
     fn measured(&mut self, tenant: String, used: Bytes) {
-        self.handle(Event::Measured {
-            tenant,
-            used: Some(used),
-            taken_at: self.now,
-        });
+        self.handle(Event::Measured { tenant, used: Some(used), taken_at: self.now });
     }
 
     /// Gives the arbiter what its actions have led to, until nothing more comes of it.
@@ -243,29 +229,16 @@ impl Stage {
             Action::StartWorker { worker, variant } => self.start(&worker, variant.as_deref()),
             Action::StopWorker { worker, .. } => {
                 self.used.insert(worker.clone(), Bytes::ZERO);
-                self.events.push_back(Event::WorkerExited {
-                    worker,
-                    intended: true,
-                    cause: String::new(),
-                });
+                self.events.push_back(Event::WorkerExited { worker, intended: true, cause: String::new() });
             }
             Action::ResizeWorker { worker, variant } => {
                 let steady = self.params.worker(&worker).map(|it| it.steady_of(Some(&variant)));
                 self.used.insert(worker.clone(), steady.unwrap_or_default());
-                self.events.push_back(Event::WorkerResized {
-                    worker,
-                    variant,
-                    used: steady,
-                    error: None,
-                });
+                self.events.push_back(Event::WorkerResized { worker, variant, used: steady, error: None });
             }
             Action::Measure { tenant } => {
                 let used = self.used.get(&tenant).copied();
-                self.events.push_back(Event::Measured {
-                    tenant,
-                    used,
-                    taken_at: self.now,
-                });
+                self.events.push_back(Event::Measured { tenant, used, taken_at: self.now });
             }
             Action::Weighed { weighing } => {
                 for weighed in weighing.candidates {
@@ -292,20 +265,14 @@ impl Stage {
         self.used.insert(worker.to_owned(), steady.unwrap_or_default());
         let pid = FIRST_PID.saturating_add(u32::try_from(self.settled.len()).unwrap_or(u32::MAX));
         self.settled.insert(worker.to_owned());
-        self.events.push_back(Event::WorkerReady {
-            worker: worker.to_owned(),
-            pid,
-        });
+        self.events.push_back(Event::WorkerReady { worker: worker.to_owned(), pid });
     }
 
     fn started(&mut self, holder: &str) {
         let held = self.arbiter.snapshot().held;
         self.peak = self.peak.max(held);
         if self.starts.iter().all(|start| start.holder != holder) {
-            self.starts.push(Start {
-                holder: holder.to_owned(),
-                held,
-            });
+            self.starts.push(Start { holder: holder.to_owned(), held });
         }
     }
 
@@ -351,11 +318,7 @@ mod tests {
         let shape = sample_shape(24, Bytes::from_mib(80));
         ModelShape {
             fixed_bytes: Bytes::from_mib(50),
-            kv: KvShape {
-                kv_heads: 4,
-                head_dim: 256,
-                ..shape.kv
-            },
+            kv: KvShape { kv_heads: 4, head_dim: 256, ..shape.kv },
             workspace_fixed_bytes: Bytes::from_mib(10),
             workspace_bytes_per_token: Bytes::from_kib(64),
             ring_bytes: Bytes::from_mib(48),
@@ -368,10 +331,7 @@ mod tests {
             name: (*name).to_owned(),
             steady: Bytes::from_mib(*mib),
             peak: Bytes::from_mib(mib + mib / 4),
-            start: StartParams {
-                start_order: order,
-                ..StartParams::default()
-            },
+            start: StartParams { start_order: order, ..StartParams::default() },
             ..WorkerParams::default()
         };
         Params {
@@ -411,10 +371,7 @@ mod tests {
     fn an_engine_that_can_never_start_is_named() {
         let rehearsal = rehearse(
             &params(1200, &[("asr", 100)]),
-            Some(&ModelShape {
-                fixed_bytes: Bytes::from_mib(2000),
-                ..shape()
-            }),
+            Some(&ModelShape { fixed_bytes: Bytes::from_mib(2000), ..shape() }),
         )
         .unwrap();
         assert_eq!(rehearsal.waiting.first().map(String::as_str), Some(ENGINE_TENANT));

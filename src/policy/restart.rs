@@ -32,12 +32,7 @@ impl Restart {
     /// Nothing has failed yet.
     #[must_use]
     pub const fn new(params: RestartParams) -> Self {
-        Self {
-            params,
-            recent: VecDeque::new(),
-            in_a_row: 0,
-            ready_since: None,
-        }
+        Self { params, recent: VecDeque::new(), in_a_row: 0, ready_since: None }
     }
 
     /// Counts by other settings from now on.
@@ -82,11 +77,7 @@ impl Restart {
 
     fn next_try(&mut self, now: Timestamp) -> Timestamp {
         let doubled = 1u32.checked_shl(self.in_a_row).unwrap_or(u32::MAX);
-        let wait = self
-            .params
-            .backoff_min
-            .saturating_mul(doubled)
-            .min(self.params.backoff_max);
+        let wait = self.params.backoff_min.saturating_mul(doubled).min(self.params.backoff_max);
         self.in_a_row = self.in_a_row.saturating_add(1).min(DOUBLINGS_MAX);
         now + wait
     }

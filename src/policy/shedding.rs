@@ -99,11 +99,7 @@ impl Candidate {
     #[must_use]
     pub fn whole(source: Source, class: Class, bytes: Bytes, cost: Cost) -> Self {
         Self {
-            steps: vec![Step {
-                units: 1,
-                bytes,
-                cost_us: cost.now_us.saturating_add(cost.undo_us),
-            }],
+            steps: vec![Step { units: 1, bytes, cost_us: cost.now_us.saturating_add(cost.undo_us) }],
             source,
             class,
             cost,
@@ -135,19 +131,9 @@ impl Candidate {
         let stride = units.div_ceil(STEPS_MAX).max(1);
         let steps = (1..=units.div_ceil(stride))
             .map(|step| step.saturating_mul(stride).min(units))
-            .map(|taken| Step {
-                units: taken,
-                bytes: unit.saturating_mul(u64::from(taken)),
-                cost_us: cost_of(taken),
-            })
+            .map(|taken| Step { units: taken, bytes: unit.saturating_mul(u64::from(taken)), cost_us: cost_of(taken) })
             .collect();
-        Self {
-            source,
-            class,
-            cost,
-            steps,
-            unit,
-        }
+        Self { source, class, cost, steps, unit }
     }
 
     /// The most that it can give.
@@ -165,11 +151,7 @@ impl Candidate {
             Class::LlmElastic => 2,
             Class::Batch => 1,
         };
-        let stop = if matches!(self.source, Source::WorkerStop { .. }) {
-            STOP_WEIGHT
-        } else {
-            1
-        };
+        let stop = if matches!(self.source, Source::WorkerStop { .. }) { STOP_WEIGHT } else { 1 };
         class * stop
     }
 
@@ -179,9 +161,7 @@ impl Candidate {
     pub fn by_cost_of_a_byte(&self, other: &Self) -> Ordering {
         let whole = |candidate: &Self| {
             let most = candidate.steps.last();
-            most.map_or((0, 1), |step| {
-                (candidate.score(step), u128::from(step.bytes.get().max(1)))
-            })
+            most.map_or((0, 1), |step| (candidate.score(step), u128::from(step.bytes.get().max(1))))
         };
         let ((cost, bytes), (other_cost, other_bytes)) = (whole(self), whole(other));
         cost.saturating_mul(other_bytes).cmp(&other_cost.saturating_mul(bytes))
@@ -260,10 +240,7 @@ pub fn choose(candidates: &[Candidate], need: Bytes) -> Vec<Chosen> {
         }
         front = undominated(next, need);
     }
-    let best = front
-        .iter()
-        .filter(|partial| partial.bytes >= need)
-        .min_by_key(|partial| partial.key());
+    let best = front.iter().filter(|partial| partial.bytes >= need).min_by_key(|partial| partial.key());
     let Some(best) = best else { return Vec::new() };
     let mut taken: Vec<(&Candidate, Step)> = trail
         .back_from(best.last)
@@ -274,19 +251,13 @@ pub fn choose(candidates: &[Candidate], need: Bytes) -> Vec<Chosen> {
         })
         .collect();
     spare(&mut taken, best.bytes.saturating_sub(need));
-    taken
-        .iter()
-        .filter_map(|(candidate, step)| chosen(candidate, step))
-        .collect()
+    taken.iter().filter_map(|(candidate, step)| chosen(candidate, step)).collect()
 }
 
 /// The sum of what all candidates can give.
 #[must_use]
 pub fn reclaimable(candidates: &[Candidate]) -> Bytes {
-    candidates
-        .iter()
-        .map(Candidate::bytes)
-        .fold(Bytes::ZERO, Bytes::saturating_add)
+    candidates.iter().map(Candidate::bytes).fold(Bytes::ZERO, Bytes::saturating_add)
 }
 
 /// What was weighed before something was asked back: who was asked, and who was not.
@@ -350,22 +321,12 @@ impl Weighing {
                     cost: candidate.cost,
                     weight: candidate.weight(),
                     score: u64::try_from(score).unwrap_or(u64::MAX),
-                    chosen: choice
-                        .iter()
-                        .find(|chosen| chosen.source == candidate.source)
-                        .map(|chosen| chosen.bytes),
+                    chosen: choice.iter().find(|chosen| chosen.source == candidate.source).map(|chosen| chosen.bytes),
                 }
             })
             .collect();
         weighed.sort_by(|one, other| (one.score, &one.source).cmp(&(other.score, &other.source)));
-        Self {
-            reason,
-            need,
-            reclaimable: reclaimable(candidates),
-            mode: None,
-            candidates: weighed,
-            spared: Vec::new(),
-        }
+        Self { reason, need, reclaimable: reclaimable(candidates), mode: None, candidates: weighed, spared: Vec::new() }
     }
 }
 
@@ -506,17 +467,11 @@ mod tests {
     }
 
     fn cost(undo_us: u64) -> Cost {
-        Cost {
-            undo_us,
-            ..Cost::default()
-        }
+        Cost { undo_us, ..Cost::default() }
     }
 
     fn tenant(lease: u64) -> Source {
-        Source::Tenant {
-            lease: LeaseId(lease),
-            tenant: format!("t{lease}"),
-        }
+        Source::Tenant { lease: LeaseId(lease), tenant: format!("t{lease}") }
     }
 
     fn layers(count: u32, each_us: u64) -> Candidate {
@@ -534,11 +489,7 @@ mod tests {
         let tts = stop("tts", Class::AudioRealtime, 500, 1_000_000);
         assert_eq!(
             choose(&[tts, layers(50, 5000)], mib(64)),
-            [Chosen {
-                source: Source::Layers,
-                units: 7,
-                bytes: mib(70)
-            }]
+            [Chosen { source: Source::Layers, units: 7, bytes: mib(70) }]
         );
     }
 
@@ -576,18 +527,9 @@ mod tests {
             &candidates,
             &choose(&candidates, mib(20)),
         );
-        let seen: Vec<_> = weighing
-            .candidates
-            .iter()
-            .map(|weighed| (weighed.source.clone(), weighed.score, weighed.chosen))
-            .collect();
-        assert_eq!(
-            seen,
-            [
-                (Source::Layers, 6002, Some(mib(20))),
-                (candidates[1].source.clone(), 1_280_128, None)
-            ]
-        );
+        let seen: Vec<_> =
+            weighing.candidates.iter().map(|weighed| (weighed.source.clone(), weighed.score, weighed.chosen)).collect();
+        assert_eq!(seen, [(Source::Layers, 6002, Some(mib(20))), (candidates[1].source.clone(), 1_280_128, None)]);
     }
 
     #[test]
@@ -595,13 +537,7 @@ mod tests {
         let candidates: Vec<Candidate> = (1..=64)
             .map(|lease| {
                 let units = 100 + u32::try_from(lease * lease % 97).unwrap();
-                Candidate::even(
-                    tenant(lease),
-                    Class::Batch,
-                    Bytes::new(997 + lease),
-                    units,
-                    cost(lease * 7919),
-                )
+                Candidate::even(tenant(lease), Class::Batch, Bytes::new(997 + lease), units, cost(lease * 7919))
             })
             .collect();
         let need = reclaimable(&candidates).per_mille(618);
@@ -641,20 +577,12 @@ mod tests {
                         .into_iter()
                         .map(|(more, dearer)| {
                             (units, bytes, cost_us) = (units + 1, bytes + more, cost_us + dearer);
-                            Step {
-                                units,
-                                bytes: Bytes::new(bytes),
-                                cost_us,
-                            }
+                            Step { units, bytes: Bytes::new(bytes), cost_us }
                         })
                         .collect();
                     let worker = format!("w{lease}");
                     Candidate {
-                        source: if stops {
-                            Source::WorkerStop { worker }
-                        } else {
-                            tenant(lease)
-                        },
+                        source: if stops { Source::WorkerStop { worker } } else { tenant(lease) },
                         class,
                         cost: Cost::default(),
                         steps,

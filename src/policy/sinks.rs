@@ -33,9 +33,7 @@ impl Sinks {
     pub fn from_wire(number: i64) -> Option<Self> {
         match number {
             -1 => Some(Self::Prompt),
-            number => u32::try_from(number)
-                .ok()
-                .map(|tokens| Self::Tokens(Tokens::new(tokens))),
+            number => u32::try_from(number).ok().map(|tokens| Self::Tokens(Tokens::new(tokens))),
         }
     }
 

@@ -149,12 +149,7 @@ impl Worth {
     /// The costs of a model with `weights` when `kv_wanted` is the capacity of its full plan.
     #[must_use]
     pub const fn new(weights: Bytes, speed: Speed, mode: ResidencyMode, kv_wanted: Tokens) -> Self {
-        Self {
-            speed,
-            mode: mode.weights(),
-            weights,
-            kv_wanted,
-        }
+        Self { speed, mode: mode.weights(), weights, kv_wanted }
     }
 
     /// The speed that it reckons with.
@@ -172,11 +167,7 @@ impl Worth {
     /// The cost of streaming so much more, µs: each token until the shed is likely undone has to read it.
     #[must_use]
     pub const fn streaming_us(&self, bytes: Bytes) -> u64 {
-        self.speed
-            .reading_us(bytes)
-            .saturating_mul(TOKENS_SLOWED)
-            .saturating_mul(self.mode.speed)
-            / IN_FULL
+        self.speed.reading_us(bytes).saturating_mul(TOKENS_SLOWED).saturating_mul(self.mode.speed) / IN_FULL
     }
 
     /// Time of the prompts that are read until a shed is likely undone, in chunks of `chunk` while `streamed` is
@@ -217,10 +208,7 @@ impl Worth {
         // The mean of a line is its value in the middle.
         let likely = (from - kept) * u128::from(self.needed_per_mille((from + kept) / 2));
         let ns = (certain + likely) / 1000 * token_ns;
-        u64::try_from(ns / 1000)
-            .unwrap_or(u64::MAX)
-            .saturating_mul(self.mode.context)
-            / IN_FULL
+        u64::try_from(ns / 1000).unwrap_or(u64::MAX).saturating_mul(self.mode.context) / IN_FULL
     }
 
     /// The cost of keeping a capacity of `capacity`, of which the sequence has `kept`, as `to` instead of `from`, µs: the
@@ -363,11 +351,7 @@ mod tests {
             speed = speed.learn(&timing(20 * 150_000), weights, Bytes::from_mib(500));
         }
         assert!(speed.read_ns_per_mib.abs_diff(300_000) < 100, "{speed:?}");
-        let short = Timing {
-            answer_tokens: Tokens::new(2),
-            prompt_tokens: Tokens::new(2),
-            ..timing(1)
-        };
+        let short = Timing { answer_tokens: Tokens::new(2), prompt_tokens: Tokens::new(2), ..timing(1) };
         assert_eq!(speed.learn(&short, weights, Bytes::ZERO), speed);
     }
 }

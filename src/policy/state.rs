@@ -76,11 +76,7 @@ impl State {
         params.engine.clone_from(&self.params.engine);
         params.budget.scope = self.params.budget.scope;
         params.peaks.clone_from(&self.params.peaks);
-        if let Some(fault) = params
-            .validate()
-            .err()
-            .and_then(|error| error.faults.into_iter().next())
-        {
+        if let Some(fault) = params.validate().err().and_then(|error| error.faults.into_iter().next()) {
             return Err(fault);
         }
         let (budget, held) = (params.budget.bytes(), self.ledger.held());
@@ -154,22 +150,10 @@ impl State {
             let held = self.ledger.held_by(id);
             let stays = match (&lease.phase, lease.kind) {
                 (Phase::Revoking(revocation), _) => revocation.target.bytes,
-                (
-                    Phase::Ending {
-                        since, unacknowledged, ..
-                    },
-                    _,
-                ) => {
+                (Phase::Ending { since, unacknowledged, .. }, _) => {
                     // The bytes that its holder may take until its term is over are not waited for before that.
-                    let (settle, over) = (
-                        self.params.shed.settle,
-                        unacknowledged.map_or(*since, |open| open.until),
-                    );
-                    if self.now <= over + settle && over <= self.now + settle {
-                        Bytes::ZERO
-                    } else {
-                        held
-                    }
+                    let (settle, over) = (self.params.shed.settle, unacknowledged.map_or(*since, |open| open.until));
+                    if self.now <= over + settle && over <= self.now + settle { Bytes::ZERO } else { held }
                 }
                 (Phase::Granted, LeaseKind::Engine) => {
                     let goal = self.engine.goal();
@@ -215,10 +199,7 @@ impl State {
 
     /// The booking for a worker that now asks for itself.
     pub(super) fn reserved_until_asked(&self, want: &Want) -> Option<(LeaseId, Bytes)> {
-        let worker = self
-            .workers
-            .get(&want.tenant)
-            .filter(|worker| worker.params.own_lease)?;
+        let worker = self.workers.get(&want.tenant).filter(|worker| worker.params.own_lease)?;
         let id = worker.lease()?;
         matches!(want.kind, WantKind::Lease(_)).then(|| (id, self.ledger.held_by(id)))
     }

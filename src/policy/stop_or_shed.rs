@@ -91,16 +91,8 @@ pub(super) fn offer(state: &State, worker: &Worker, purpose: Purpose) -> Option<
         && let Some(smaller) = worker.smaller_variant(held)
     {
         let bytes = held.saturating_sub(worker.params.steady_of(Some(smaller)));
-        let cost = Cost {
-            free_us: reload,
-            now_us: reload / 2,
-            undo_us: reload,
-            ..Cost::default()
-        };
-        let variant = Source::WorkerVariant {
-            worker: name,
-            variant: smaller.to_owned(),
-        };
+        let cost = Cost { free_us: reload, now_us: reload / 2, undo_us: reload, ..Cost::default() };
+        let variant = Source::WorkerVariant { worker: name, variant: smaller.to_owned() };
         return Some(Candidate::whole(variant, class, bytes, cost));
     }
     if state.workers.is_any_stopping() {
@@ -155,16 +147,8 @@ fn stop_cost(worker: &Worker, idle: Duration) -> Cost {
 /// Leaves only those stops among the candidates that are chosen for what is `owed`, what is missing below the watermark.
 pub(super) fn stops_for_what_is_owed(candidates: &mut Vec<Candidate>, owed: Bytes) {
     let goes_on = |candidate: &Candidate| !candidate.source.stops();
-    let without_stops: Bytes = candidates
-        .iter()
-        .filter(|candidate| goes_on(candidate))
-        .map(Candidate::bytes)
-        .sum();
-    let stopped = if without_stops >= owed {
-        Vec::new()
-    } else {
-        choose(candidates, owed)
-    };
+    let without_stops: Bytes = candidates.iter().filter(|candidate| goes_on(candidate)).map(Candidate::bytes).sum();
+    let stopped = if without_stops >= owed { Vec::new() } else { choose(candidates, owed) };
     candidates.retain(|candidate| goes_on(candidate) || stopped.iter().any(|chosen| chosen.source == candidate.source));
 }
 
@@ -205,20 +189,13 @@ mod tests {
         let (id, now) = (state.leases.next_id(), Timestamp::from_millis(1));
         let kind = (LeaseKind::Worker, Class::AudioRealtime);
         let lease = Lease::of_ours("tts", kind, 1, (mib(100), mib(100)), now);
-        let mut turn = Turn {
-            now,
-            ledger: &mut state.ledger,
-            effects: Vec::new(),
-        };
+        let mut turn = Turn { now, ledger: &mut state.ledger, effects: Vec::new() };
         assert!(state.leases.grant((id, lease), None, mib(100), &mut turn));
         let worker = state.workers.get_mut("tts").unwrap();
         worker.start(id, now);
         worker.answered(7, now);
         for taken_at in [now, Timestamp::from_millis(2)] {
-            let sample = Sample {
-                taken_at,
-                ..Sample::default()
-            };
+            let sample = Sample { taken_at, ..Sample::default() };
             pressure.observe(&sample, headroom);
         }
         state.pressure = pressure;
@@ -239,10 +216,7 @@ mod tests {
         let normal = state(mib(900));
         assert_eq!(kept(&normal, Purpose::Request(Class::AudioRealtime)), None);
         let mut recovered = state(Bytes::ZERO);
-        let later = Sample {
-            taken_at: Timestamp::from_millis(3),
-            ..Sample::default()
-        };
+        let later = Sample { taken_at: Timestamp::from_millis(3), ..Sample::default() };
         recovered.pressure.observe(&later, mib(900));
         assert_eq!(kept(&recovered, urgent), Some(SpareReason::Recovered));
         let worker = critical.workers.get_mut("tts").unwrap();

@@ -40,12 +40,7 @@ impl Calibration {
     /// Time for one token of an answer while only `resident` parts are in memory, ns.
     #[must_use]
     pub fn token_ns(&self, shape: &ModelShape, resident: &BTreeSet<u32>) -> u64 {
-        let mut passage = Passage {
-            by: self,
-            ring: shape.ring_bytes.get().max(1),
-            ahead: 0,
-            now_ns: 0,
-        };
+        let mut passage = Passage { by: self, ring: shape.ring_bytes.get().max(1), ahead: 0, now_ns: 0 };
         let mut before = 0;
         // The ring is in its rhythm after one token; the first starts with an empty one.
         for _ in 0..TOKENS {
@@ -67,10 +62,8 @@ impl Calibration {
     pub fn learn(self, shape: &ModelShape, resident: &BTreeSet<u32>, token_ns: u64) -> Self {
         let foretold = self.token_ns(shape, resident).max(1);
         let (all, streamed) = (shape.bytes_without(&BTreeSet::new()), shape.bytes_without(resident));
-        let (computing, reading) = (
-            time_of(all.get(), self.compute_ns_per_mib),
-            time_of(streamed.get(), self.read_ns_per_mib),
-        );
+        let (computing, reading) =
+            (time_of(all.get(), self.compute_ns_per_mib), time_of(streamed.get(), self.read_ns_per_mib));
         // One answer in a bad moment does not turn everything over.
         let measured = token_ns.clamp(foretold / LEARNED_MOST, foretold.saturating_mul(LEARNED_MOST));
         let newer = |ns: u64| (ns.saturating_mul(3) + scaled(ns, measured, foretold)) / 4;
@@ -85,20 +78,13 @@ impl Calibration {
     #[must_use]
     pub fn with_reading(self, read_ns_per_mib: u64) -> Self {
         let busy = scaled(self.read_busy_ns_per_mib, read_ns_per_mib, self.read_ns_per_mib);
-        Self {
-            read_ns_per_mib,
-            read_busy_ns_per_mib: busy.max(read_ns_per_mib),
-            ..self
-        }
+        Self { read_ns_per_mib, read_busy_ns_per_mib: busy.max(read_ns_per_mib), ..self }
     }
 
     /// The same engine, on a machine whose processors now take `compute_ns_per_mib` while nothing is read.
     #[must_use]
     pub const fn with_computing(self, compute_ns_per_mib: u64) -> Self {
-        Self {
-            compute_ns_per_mib,
-            ..self
-        }
+        Self { compute_ns_per_mib, ..self }
     }
 
     /// Tokens per second, in thousandths.
@@ -166,10 +152,7 @@ mod tests {
 
     /// 40 parts of 10 MiB, 10 ms of computing, 100 ms of reading.
     fn shape(ring: u64) -> ModelShape {
-        ModelShape {
-            ring_bytes: Bytes::from_mib(ring),
-            ..sample_shape(40, Bytes::from_mib(10))
-        }
+        ModelShape { ring_bytes: Bytes::from_mib(ring), ..sample_shape(40, Bytes::from_mib(10)) }
     }
 
     const EVEN: Calibration = Calibration {
@@ -207,10 +190,7 @@ mod tests {
 
     #[test]
     fn readers_that_need_a_processor_slow_the_kernels_by_what_is_read() {
-        let slowed = Calibration {
-            slowed_ns_per_mib: 50_000,
-            ..EVEN
-        };
+        let slowed = Calibration { slowed_ns_per_mib: 50_000, ..EVEN };
         // 10 MiB for each token, wherever they are read.
         let micros = micros(slowed, 24, &[20]);
         assert!((10_450..=10_550).contains(&micros), "{micros}");
@@ -218,10 +198,7 @@ mod tests {
 
     #[test]
     fn another_disk_changes_reading_and_another_processor_computing() {
-        let by = Calibration {
-            read_busy_ns_per_mib: 300_000,
-            ..EVEN
-        };
+        let by = Calibration { read_busy_ns_per_mib: 300_000, ..EVEN };
         let disk = by.with_reading(500_000);
         assert_eq!(
             (disk.read_ns_per_mib, disk.read_busy_ns_per_mib, disk.compute_ns_per_mib),
@@ -236,11 +213,7 @@ mod tests {
         for streamed in [0, 1, 10, 40] {
             let resident: BTreeSet<u32> = (streamed..40).collect();
             // The machine as it is now is slower than what was measured, in the disk or in the processors.
-            let now = if streamed < 4 {
-                EVEN.with_computing(40_000)
-            } else {
-                EVEN.with_reading(400_000)
-            };
+            let now = if streamed < 4 { EVEN.with_computing(40_000) } else { EVEN.with_reading(400_000) };
             let truth = now.token_ns(&shape, &resident);
             let mut by = EVEN;
             for _ in 0..40 {
@@ -255,11 +228,7 @@ mod tests {
 
     #[test]
     fn more_in_memory_is_never_slower() {
-        let by = Calibration {
-            slowed_ns_per_mib: 40_000,
-            read_busy_ns_per_mib: 300_000,
-            ..EVEN
-        };
+        let by = Calibration { slowed_ns_per_mib: 40_000, read_busy_ns_per_mib: 300_000, ..EVEN };
         let mut order: Vec<u32> = (0..40).collect();
         order.sort_by_key(|part| part.reverse_bits());
         let times: Vec<u64> = (0..=40).map(|streamed| micros(by, 24, &order[..streamed])).collect();

@@ -57,11 +57,7 @@ impl SentTarget {
 
     /// Judges an answer that names the target `nonce` with `bytes`.
     pub fn receive(&mut self, nonce: u64, bytes: Bytes, answer: TargetAnswer) -> Receipt {
-        let without_effect = |verdict, reason: &str| Receipt {
-            verdict,
-            reason: reason.to_owned(),
-            pass_on: None,
-        };
+        let without_effect = |verdict, reason: &str| Receipt { verdict, reason: reason.to_owned(), pass_on: None };
         let Some(newest) = &self.newest else {
             return without_effect(Verdict::Stale, "no_target_in_force");
         };
@@ -79,17 +75,11 @@ impl SentTarget {
             TargetAnswer::Deferred { .. } => (Verdict::Deferred, "in_use_above_target".to_owned()),
             TargetAnswer::Refused { reason } => (Verdict::Refused, reason.clone()),
         };
-        let known = self
-            .answered
-            .filter(|answered| *answered == Verdict::Applied || *answered == verdict);
+        let known = self.answered.filter(|answered| *answered == Verdict::Applied || *answered == verdict);
         if known.is_none() {
             self.answered = Some(verdict);
         }
-        Receipt {
-            verdict: known.unwrap_or(verdict),
-            reason,
-            pass_on: known.is_none().then_some(answer),
-        }
+        Receipt { verdict: known.unwrap_or(verdict), reason, pass_on: known.is_none().then_some(answer) }
     }
 }
 
@@ -101,11 +91,7 @@ mod tests {
     use crate::units::Timestamp;
 
     fn target(nonce: u64) -> Target {
-        Target {
-            nonce,
-            bytes: Bytes::new(100),
-            deadline: Timestamp::from_millis(1),
-        }
+        Target { nonce, bytes: Bytes::new(100), deadline: Timestamp::from_millis(1) }
     }
 
     fn sent(nonce: u64) -> SentTarget {
@@ -114,9 +100,7 @@ mod tests {
         sent
     }
 
-    const DEFERRED: TargetAnswer = TargetAnswer::Deferred {
-        overage: Bytes::new(50),
-    };
+    const DEFERRED: TargetAnswer = TargetAnswer::Deferred { overage: Bytes::new(50) };
 
     fn receive(sent: &mut SentTarget, nonce: u64, bytes: u64, answer: TargetAnswer) -> (Verdict, bool) {
         let receipt = sent.receive(nonce, Bytes::new(bytes), answer);
@@ -143,19 +127,9 @@ mod tests {
         let mut sent = sent(5);
         assert_eq!(receive(&mut sent, 5, 100, DEFERRED), (Verdict::Deferred, true));
         assert_eq!(receive(&mut sent, 5, 100, DEFERRED), (Verdict::Deferred, false));
-        assert_eq!(
-            receive(&mut sent, 5, 100, TargetAnswer::Applied),
-            (Verdict::Applied, true)
-        );
-        assert_eq!(
-            receive(&mut sent, 5, 100, TargetAnswer::Applied),
-            (Verdict::Applied, false)
-        );
-        assert_eq!(
-            receive(&mut sent, 5, 100, DEFERRED),
-            (Verdict::Applied, false),
-            "applied stays applied"
-        );
+        assert_eq!(receive(&mut sent, 5, 100, TargetAnswer::Applied), (Verdict::Applied, true));
+        assert_eq!(receive(&mut sent, 5, 100, TargetAnswer::Applied), (Verdict::Applied, false));
+        assert_eq!(receive(&mut sent, 5, 100, DEFERRED), (Verdict::Applied, false), "applied stays applied");
         assert!(!sent.learn(Some(&target(5))) && !sent.learn(Some(&target(4))) && !sent.learn(None));
         assert!(sent.learn(Some(&target(6))));
         assert_eq!(receive(&mut sent, 6, 100, DEFERRED), (Verdict::Deferred, true));

@@ -359,15 +359,11 @@ impl Worker {
     }
 
     pub(super) fn is_winding_down(&self) -> bool {
-        self.run()
-            .and_then(Run::ready)
-            .is_some_and(|ready| ready.winding.is_some())
+        self.run().and_then(Run::ready).is_some_and(|ready| ready.winding.is_some())
     }
 
     pub(super) fn ignores_pressure(&self) -> bool {
-        self.run()
-            .and_then(Run::ready)
-            .is_some_and(|ready| ready.ignores_pressure)
+        self.run().and_then(Run::ready).is_some_and(|ready| ready.ignores_pressure)
     }
 
     /// Whether it was stopped to make room, and comes back.
@@ -507,10 +503,10 @@ impl Worker {
             lease: Some((run.lease, held)),
             ready: run.answered,
             variant: run.variant.clone(),
-            change: run.resizing.as_ref().map(|resizing| BookedChange {
-                variant: resizing.variant.clone(),
-                to_shed: resizing.to_shed,
-            }),
+            change: run
+                .resizing
+                .as_ref()
+                .map(|resizing| BookedChange { variant: resizing.variant.clone(), to_shed: resizing.to_shed }),
             stop: run.stopping().map(|cause| match cause {
                 StopCause::Operator => BookedStop::ForGood,
                 // One that was to sleep is started, and sleeps again when it has nothing to do.
@@ -607,12 +603,7 @@ impl Worker {
         if rest.is_some() {
             self.phase = Phase::Stopped(rest);
         }
-        Some(Ended {
-            lease: run.lease,
-            tickets: tickets.unwrap_or_default(),
-            stopping: run.stopping().is_some(),
-            next,
-        })
+        Some(Ended { lease: run.lease, tickets: tickets.unwrap_or_default(), stopping: run.stopping().is_some(), next })
     }
 
     fn failed(&mut self, needs_operator: bool, now: Timestamp) -> AfterExit {
@@ -747,16 +738,15 @@ impl Worker {
                 run.since = now;
                 Some(Due::NotStopped)
             }
-            Stage::Ready(ready) => match run
-                .resizing
-                .take_if(|resizing| resizing.asked_at + self.params.start.ready_timeout <= now)
-            {
-                Some(resizing) => {
-                    run.since = now;
-                    Some(Due::NotChanged(resizing))
+            Stage::Ready(ready) => {
+                match run.resizing.take_if(|resizing| resizing.asked_at + self.params.start.ready_timeout <= now) {
+                    Some(resizing) => {
+                        run.since = now;
+                        Some(Due::NotChanged(resizing))
+                    }
+                    None => ready.verify_by.take_if(|by| *by <= now).map(|_| Due::NotSmaller),
                 }
-                None => ready.verify_by.take_if(|by| *by <= now).map(|_| Due::NotSmaller),
-            },
+            }
         }
     }
 
@@ -771,10 +761,7 @@ impl Worker {
             Stage::Starting => Some(run.since + self.params.start.ready_timeout),
             Stage::Stopping { .. } => Some(run.since + self.params.stop_grace + STOP_SLACK),
             Stage::Ready(ready) => {
-                let changed = run
-                    .resizing
-                    .as_ref()
-                    .map(|resizing| resizing.asked_at + self.params.start.ready_timeout);
+                let changed = run.resizing.as_ref().map(|resizing| resizing.asked_at + self.params.start.ready_timeout);
                 [changed, ready.verify_by].into_iter().flatten().min()
             }
         }
@@ -791,12 +778,7 @@ impl Run {
             since: now,
             resizing: None,
             before_shed: None,
-            peak: RunPeak {
-                seen: None,
-                counted: false,
-                of_others: None,
-                next_is_of_others: false,
-            },
+            peak: RunPeak { seen: None, counted: false, of_others: None, next_is_of_others: false },
             taken_over_at: None,
             answered: false,
             needs_operator: false,
@@ -844,11 +826,7 @@ mod tests {
     }
 
     fn variant(name: &str, mib: u64) -> VariantParams {
-        VariantParams {
-            name: name.to_owned(),
-            steady: Bytes::from_mib(mib),
-            peak: Bytes::from_mib(mib),
-        }
+        VariantParams { name: name.to_owned(), steady: Bytes::from_mib(mib), peak: Bytes::from_mib(mib) }
     }
 
     /// Ready at 100 ms, in `open`; asked into `small` when idle for 1 s, and stopped when idle for 2 s.
@@ -877,19 +855,9 @@ mod tests {
         for (cause, next, rest) in [
             (StopCause::Operator, AfterExit::Rests, Some(Rest::Operator)),
             (StopCause::Idle, AfterExit::Sleeps, Some(Rest::Idle)),
-            (
-                StopCause::Shed,
-                AfterExit::Shed {
-                    restarts_if_fits: false,
-                },
-                Some(Rest::Shed),
-            ),
+            (StopCause::Shed, AfterExit::Shed { restarts_if_fits: false }, Some(Rest::Shed)),
             (StopCause::Recycle, AfterExit::Restarts, None),
-            (
-                StopCause::NotReady,
-                AfterExit::Failed(Failure::RetriesAt(at(5500))),
-                None,
-            ),
+            (StopCause::NotReady, AfterExit::Failed(Failure::RetriesAt(at(5500))), None),
         ] {
             let mut worker = ready();
             assert!(worker.stop(cause, at(200)).is_some());
@@ -902,10 +870,7 @@ mod tests {
     #[test]
     fn an_operators_last_word_counts_while_a_worker_stops() {
         let mut worker = ready();
-        assert_eq!(
-            worker.command(WorkerCommand::Stop, at(200)),
-            Commanded::Stop(StopCause::Operator)
-        );
+        assert_eq!(worker.command(WorkerCommand::Stop, at(200)), Commanded::Stop(StopCause::Operator));
         worker.stop(StopCause::Operator, at(200));
         assert_eq!(worker.command(WorkerCommand::Start, at(300)), Commanded::Nothing);
         assert_eq!(exit(&mut worker), AfterExit::Restarts);
@@ -914,19 +879,10 @@ mod tests {
     #[test]
     fn what_is_due_is_taken_once() {
         let mut worker = ready();
-        let resizing = Resizing {
-            variant: "small".to_owned(),
-            tickets: Vec::new(),
-            asked_at: at(200),
-            to_shed: true,
-        };
+        let resizing = Resizing { variant: "small".to_owned(), tickets: Vec::new(), asked_at: at(200), to_shed: true };
         assert!(worker.change(resizing.clone()));
         assert_eq!(worker.stays(Bytes::from_mib(100)), Bytes::from_mib(40));
-        assert!(
-            worker
-                .changed("small", false, Duration::from_millis(250), at(300))
-                .is_some()
-        );
+        assert!(worker.changed("small", false, Duration::from_millis(250), at(300)).is_some());
         assert!(worker.take_due(at(549)).is_none());
         assert!(matches!(worker.take_due(at(550)), Some(Due::NotSmaller)));
         assert!(worker.take_due(at(550)).is_none());

@@ -52,17 +52,10 @@ impl WorkerControl {
     pub(super) fn next_to_start(&self, engine_is_up: bool, now: Timestamp) -> Option<&str> {
         let mut order: Vec<&Worker> = self.values().filter(|worker| worker.params.start.autostart).collect();
         order.sort_by_key(|worker| {
-            (
-                !worker.params.start.before_engine,
-                worker.params.start.start_order,
-                &worker.params.name,
-            )
+            (!worker.params.start.before_engine, worker.params.start.start_order, &worker.params.name)
         });
         // The engine is no worker, and was waited for already.
-        let up = |name: &String| {
-            self.get(name)
-                .is_none_or(|other| !other.is_wanted() || other.has_come_up(now))
-        };
+        let up = |name: &String| self.get(name).is_none_or(|other| !other.is_wanted() || other.has_come_up(now));
         for worker in order {
             if !worker.params.start.before_engine && !engine_is_up {
                 return None;
@@ -80,9 +73,7 @@ impl WorkerControl {
 
     /// Whether all workers that come before the engine are up, or have had their time.
     pub(super) fn first_are_up(&self, now: Timestamp) -> bool {
-        let mut first = self
-            .values()
-            .filter(|worker| worker.params.start.before_engine && worker.is_wanted());
+        let mut first = self.values().filter(|worker| worker.params.start.before_engine && worker.is_wanted());
         first.all(|worker| worker.has_come_up(now))
     }
 
@@ -99,10 +90,7 @@ impl WorkerControl {
         may_rest: impl Fn(LeaseId) -> bool,
         now: Timestamp,
     ) -> Option<(String, RestStep)> {
-        let mut workers = self
-            .0
-            .iter_mut()
-            .filter(|(name, _)| after.is_none_or(|after| name.as_str() > after));
+        let mut workers = self.0.iter_mut().filter(|(name, _)| after.is_none_or(|after| name.as_str() > after));
         workers.find_map(|(name, worker)| {
             let may_rest = worker.lease().is_some_and(&may_rest);
             Some((name.clone(), worker.take_rest(may_rest, now)?))
@@ -124,10 +112,7 @@ mod tests {
     fn worker(name: &str, start_order: u32) -> WorkerParams {
         WorkerParams {
             name: name.to_owned(),
-            start: StartParams {
-                start_order,
-                ..StartParams::default()
-            },
+            start: StartParams { start_order, ..StartParams::default() },
             ..WorkerParams::default()
         }
     }
@@ -141,25 +126,14 @@ mod tests {
 
     #[test]
     fn workers_start_one_after_the_other_and_around_the_engine() {
-        let first = WorkerParams {
-            start: StartParams {
-                before_engine: true,
-                ..worker("vad", 9).start
-            },
-            ..worker("vad", 9)
-        };
+        let first =
+            WorkerParams { start: StartParams { before_engine: true, ..worker("vad", 9).start }, ..worker("vad", 9) };
         let after = WorkerParams {
-            start: StartParams {
-                after: vec!["tts".to_owned(), "llm".to_owned()],
-                ..worker("asr", 1).start
-            },
+            start: StartParams { after: vec!["tts".to_owned(), "llm".to_owned()], ..worker("asr", 1).start },
             ..worker("asr", 1)
         };
         let by_hand = WorkerParams {
-            start: StartParams {
-                autostart: false,
-                ..worker("indexer", 0).start
-            },
+            start: StartParams { autostart: false, ..worker("indexer", 0).start },
             ..worker("indexer", 0)
         };
         let mut workers = WorkerControl::new(&[after, worker("tts", 2), first, by_hand]);
@@ -169,11 +143,7 @@ mod tests {
         comes_up(&mut workers, "vad", now);
         assert!(workers.first_are_up(now));
         assert_eq!(workers.next_to_start(false, now), None, "the engine is next");
-        assert_eq!(
-            workers.next_to_start(true, now),
-            Some("tts"),
-            "before the one that waits for it"
-        );
+        assert_eq!(workers.next_to_start(true, now), Some("tts"), "before the one that waits for it");
         workers.get_mut("tts").unwrap().want(now);
         assert_eq!(workers.next_to_start(true, now), None);
         let late = Timestamp::from_millis(60_001);

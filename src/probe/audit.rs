@@ -31,13 +31,7 @@ pub fn audit(root: &ProbeRoot) -> Vec<Finding> {
     rules()
         .filter_map(|(rule, look)| {
             let found = look(&facts)?;
-            Some(Finding {
-                rule,
-                severity: found.severity,
-                text: found.text,
-                cost: found.cost,
-                remedy: found.remedy,
-            })
+            Some(Finding { rule, severity: found.severity, text: found.text, cost: found.cost, remedy: found.remedy })
         })
         .collect()
 }

@@ -40,10 +40,7 @@ impl FreeBlocks {
             }
         }
         let order = by_order.iter().rposition(|count| *count > 0)?;
-        Some(Self {
-            count: by_order.get(order).copied()?,
-            size: Bytes::new(PAGE << order),
-        })
+        Some(Self { count: by_order.get(order).copied()?, size: Bytes::new(PAGE << order) })
     }
 }
 
@@ -60,12 +57,7 @@ mod tests {
 
     #[test]
     fn counts_that_are_no_numbers_and_lines_of_another_form_are_passed_over() {
-        for text in [
-            "",
-            "Node 0, zone\n",
-            "Node 0, zone DMA\n",
-            "Node 0, zone DMA x 0 0\nfree 7 7\n",
-        ] {
+        for text in ["", "Node 0, zone\n", "Node 0, zone DMA\n", "Node 0, zone DMA x 0 0\nfree 7 7\n"] {
             assert_eq!(FreeBlocks::parse(text.as_bytes()), None, "{text}");
         }
         let half = FreeBlocks::parse(b"Node 0, zone DMA 3 x 2\nNode 1, zone DMA 3 1").unwrap();

@@ -83,11 +83,7 @@ impl Capabilities {
     #[must_use]
     pub fn lines(&self) -> Vec<String> {
         let line = |item: &Capability| format!("{}: {}; {}", item.name, item.detail, item.consequence);
-        self.items
-            .iter()
-            .map(line)
-            .chain(self.warnings.iter().cloned())
-            .collect()
+        self.items.iter().map(line).chain(self.warnings.iter().cloned()).collect()
     }
 
     /// The entry of this name.
@@ -103,12 +99,7 @@ impl Capabilities {
         detail: impl Into<String>,
         consequence: impl Into<String>,
     ) {
-        self.items.push(Capability {
-            name,
-            presence,
-            detail: detail.into(),
-            consequence: consequence.into(),
-        });
+        self.items.push(Capability { name, presence, detail: detail.into(), consequence: consequence.into() });
     }
 
     fn memory(&mut self, root: &ProbeRoot, meminfo: &Result<Meminfo, ProbeError>) {
@@ -135,12 +126,7 @@ impl Capabilities {
             }
             Err(error) => {
                 let cause = std::error::Error::source(error).map_or_else(String::new, |cause| format!(": {cause}"));
-                self.add(
-                    "memory",
-                    Presence::Absent,
-                    format!("{error}{cause}"),
-                    "the supervisor cannot run",
-                );
+                self.add("memory", Presence::Absent, format!("{error}{cause}"), "the supervisor cannot run");
             }
         }
     }
@@ -186,11 +172,7 @@ impl Capabilities {
             ("swap-ins", stat.swap_ins),
             ("OOM kills", stat.oom_kills),
         ];
-        let missing: Vec<&str> = counters
-            .iter()
-            .filter(|(_, value)| value.is_none())
-            .map(|(name, _)| *name)
-            .collect();
+        let missing: Vec<&str> = counters.iter().filter(|(_, value)| value.is_none()).map(|(name, _)| *name).collect();
         if missing.is_empty() {
             self.add(
                 "vmstat",
@@ -199,11 +181,7 @@ impl Capabilities {
                 "thrash is seen before it hurts",
             );
         } else {
-            let presence = if missing.len() == counters.len() {
-                Presence::Absent
-            } else {
-                Presence::Limited
-            };
+            let presence = if missing.len() == counters.len() { Presence::Absent } else { Presence::Limited };
             self.add(
                 "vmstat",
                 presence,
@@ -250,11 +228,7 @@ impl Capabilities {
         };
         self.add(
             "cgroup",
-            if version == 2 {
-                Presence::Present
-            } else {
-                Presence::Limited
-            },
+            if version == 2 { Presence::Present } else { Presence::Limited },
             format!("version {version}, {limit}"),
             "a worker's page cache is seen with it; GPU memory of a Jetson is in no control group",
         );
@@ -288,12 +262,7 @@ impl Capabilities {
                      in the page pool",
                 );
             } else {
-                self.add(
-                    "nvmap",
-                    Presence::Absent,
-                    "not a Jetson with nvmap",
-                    "GPU memory is not seen per process",
-                );
+                self.add("nvmap", Presence::Absent, "not a Jetson with nvmap", "GPU memory is not seen per process");
             }
             return;
         };
@@ -306,10 +275,7 @@ impl Capabilities {
             "which may not be emptied from here"
         };
         let (presence, consequence) = if whole {
-            (
-                Presence::Present,
-                "GPU memory is seen per process, and so is what the page pool keeps",
-            )
+            (Presence::Present, "GPU memory is seen per process, and so is what the page pool keeps")
         } else {
             (
                 Presence::Limited,
@@ -319,21 +285,14 @@ impl Capabilities {
         self.add(
             "nvmap",
             presence,
-            format!(
-                "{} allocated, {} in the page pool, {emptied}",
-                show(total),
-                show(pool.map(|pool| pool.bytes()))
-            ),
+            format!("{} allocated, {} in the page pool, {emptied}", show(total), show(pool.map(|pool| pool.bytes()))),
             consequence,
         );
     }
 
     fn swap(&mut self, root: &ProbeRoot, meminfo: Option<&Meminfo>) {
         let devices = swap::devices(root);
-        let total: Bytes = devices
-            .iter()
-            .map(|device| device.size)
-            .fold(Bytes::ZERO, Bytes::saturating_add);
+        let total: Bytes = devices.iter().map(|device| device.size).fold(Bytes::ZERO, Bytes::saturating_add);
         let zram: Bytes = devices
             .iter()
             .filter(|device| device.is_zram())
@@ -377,25 +336,15 @@ impl Capabilities {
             self.add(
                 "board",
                 Presence::Absent,
-                board
-                    .model
-                    .clone()
-                    .unwrap_or_else(|| "not a Jetson: no device tree of NVIDIA, no L4T".to_owned()),
+                board.model.clone().unwrap_or_else(|| "not a Jetson: no device tree of NVIDIA, no L4T".to_owned()),
                 "what is particular to a Jetson (CMA, nvmap, its page pool) is not exercised here",
             );
             return;
         }
-        let l4t = board
-            .l4t
-            .map_or_else(|| "L4T unknown".to_owned(), |l4t| format!("L4T {l4t}"));
+        let l4t = board.l4t.map_or_else(|| "L4T unknown".to_owned(), |l4t| format!("L4T {l4t}"));
         let model = board.model.as_deref().unwrap_or("unknown model");
         let mode = if board.is_super() { ", super mode" } else { "" };
-        self.add(
-            "board",
-            Presence::Present,
-            format!("{model}, {l4t}{mode}"),
-            "limits known for this board apply",
-        );
+        self.add("board", Presence::Present, format!("{model}, {l4t}{mode}"), "limits known for this board apply");
         if let Some(warning) = board.l4t.and_then(L4tRelease::warning) {
             self.warnings.push(warning.to_owned());
         }

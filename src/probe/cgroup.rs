@@ -94,10 +94,11 @@ impl Cgroup {
             let mount = root.sys(mount);
             let folder = mount.join(path?.trim_start_matches('/'));
             // In a container the path may be the host's while the mount shows the container's group at its top.
-            [folder, mount.clone()]
-                .into_iter()
-                .find(|folder| has_controller(version, folder))
-                .map(|folder| Self { version, mount, folder })
+            [folder, mount.clone()].into_iter().find(|folder| has_controller(version, folder)).map(|folder| Self {
+                version,
+                mount,
+                folder,
+            })
         })
     }
 }
@@ -189,9 +190,7 @@ mod tests {
     fn tree(membership: &str, files: &[(&str, &str)]) -> (tempfile::TempDir, ProbeRoot) {
         let folder = tempfile::tempdir().unwrap();
         let root = ProbeRoot::at(folder.path());
-        let files = files
-            .iter()
-            .map(|(path, text)| (root.sys("fs/cgroup").join(path), *text));
+        let files = files.iter().map(|(path, text)| (root.sys("fs/cgroup").join(path), *text));
         for (path, text) in files.chain([(root.proc("self/cgroup"), membership)]) {
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, text).unwrap();
@@ -208,10 +207,7 @@ mod tests {
                 ("system.slice/cotenant.service/memory.stat", "anon 1\n"),
                 ("system.slice/cotenant.service/memory.current", "1048576\n"),
                 ("system.slice/cotenant.service/memory.max", "max\n"),
-                (
-                    "system.slice/cotenant.service/memory.events",
-                    "low 0\nhigh 0\nmax 7\noom 1\noom_kill 2\n",
-                ),
+                ("system.slice/cotenant.service/memory.events", "low 0\nhigh 0\nmax 7\noom 1\noom_kill 2\n"),
             ],
         );
         let group = Cgroup::own(&root).unwrap();
@@ -234,10 +230,7 @@ mod tests {
                 ("memory/a/b/memory.limit_in_bytes", "9223372036854771712\n"),
                 ("memory/a/b/memory.usage_in_bytes", "1024\n"),
                 ("memory/a/b/memory.memsw.usage_in_bytes", "1524\n"),
-                (
-                    "memory/a/b/memory.oom_control",
-                    "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n",
-                ),
+                ("memory/a/b/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n"),
                 ("memory/a/b/memory.failcnt", "9\n"),
             ],
         );
@@ -251,10 +244,7 @@ mod tests {
 
     #[test]
     fn in_a_container_the_mount_itself_is_the_group() {
-        let (_folder, root) = tree(
-            "0::/docker/0123\n",
-            &[("memory.stat", ""), ("memory.max", "1073741824\n")],
-        );
+        let (_folder, root) = tree("0::/docker/0123\n", &[("memory.stat", ""), ("memory.max", "1073741824\n")]);
         assert_eq!(Cgroup::own(&root).unwrap().tightest_limit(), Some(Bytes::from_gib(1)));
     }
 

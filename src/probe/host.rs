@@ -121,10 +121,7 @@ mod tests {
     fn a_file_that_this_process_has_open_names_it_as_holder() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let holders = holders_of(file.path());
-        assert!(
-            holders.iter().any(|holder| holder.pid == std::process::id()),
-            "{holders:?}"
-        );
+        assert!(holders.iter().any(|holder| holder.pid == std::process::id()), "{holders:?}");
         assert!(holders_of(Path::new("/nowhere")).is_empty());
     }
 

@@ -70,8 +70,7 @@ impl Clients {
     #[must_use]
     pub fn held_by_all(&self) -> Option<Bytes> {
         let held = self.rows.iter().map(|row| row.size);
-        self.total
-            .map(|_complete| held.fold(Bytes::ZERO, Bytes::saturating_add))
+        self.total.map(|_complete| held.fold(Bytes::ZERO, Bytes::saturating_add))
     }
 
     /// What several processes hold together; `None` when none of them has a row.
@@ -170,12 +169,7 @@ fn row(user: bool, words: &[&[u8]], sizes: usize) -> Option<Client> {
     let size = kib(words.last()?)?;
     let (pid, name) = words.get(..end)?.split_last()?;
     let name: Vec<_> = name.iter().map(|word| String::from_utf8_lossy(word)).collect();
-    Some(Client {
-        user,
-        process: name.join(" "),
-        pid: u32::try_from(number(pid)?).ok()?,
-        size,
-    })
+    Some(Client { user, process: name.join(" "), pid: u32::try_from(number(pid)?).ok()?, size })
 }
 
 /// `5678K`; old releases print `5678KB`.
@@ -195,11 +189,7 @@ mod tests {
 
     macro_rules! fixture {
         ($name:literal) => {
-            Clients::parse(include_bytes!(concat!(
-                "../../tests/fixtures/jetson/nvmap/iovmm_clients_",
-                $name,
-                ".txt"
-            )))
+            Clients::parse(include_bytes!(concat!("../../tests/fixtures/jetson/nvmap/iovmm_clients_", $name, ".txt")))
         };
     }
 

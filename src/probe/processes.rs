@@ -51,14 +51,7 @@ impl ProcessStat {
         let (parent, group, session) = (id(fields.next())?, id(fields.next())?, id(fields.next())?);
         // Field 22; the session was field 6 (proc_pid_stat(5)).
         let start_ticks = number(fields.nth(22 - 7)?)?;
-        Some(Self {
-            pid,
-            state,
-            parent,
-            group,
-            session,
-            start_ticks,
-        })
+        Some(Self { pid, state, parent, group, session, start_ticks })
     }
 
     /// Whether it has ended and only waits to be reaped; it holds no memory then.
@@ -103,9 +96,7 @@ impl ProcessMemory {
             pss: kib(text, b"Pss:")?,
             rss: kib(text, b"Rss:")?,
             anonymous: kib(text, b"Anonymous:").unwrap_or_default(),
-            swap_pss: kib(text, b"SwapPss:")
-                .or_else(|| kib(text, b"Swap:"))
-                .unwrap_or_default(),
+            swap_pss: kib(text, b"SwapPss:").or_else(|| kib(text, b"Swap:")).unwrap_or_default(),
             shared_pss: kib(text, b"Pss_Shmem:"),
         })
     }
@@ -237,11 +228,7 @@ pub struct MemorySum {
 
 /// Adds up what processes use; those that have ended count nothing.
 pub fn sum(proc: &Path, pids: impl IntoIterator<Item = u32>) -> MemorySum {
-    let mut sum = MemorySum {
-        anonymous: Some(Bytes::ZERO),
-        peak: Some(Bytes::ZERO),
-        ..MemorySum::default()
-    };
+    let mut sum = MemorySum { anonymous: Some(Bytes::ZERO), peak: Some(Bytes::ZERO), ..MemorySum::default() };
     let mut files = OpenMemory::default();
     for pid in pids {
         files.add(proc, pid);
@@ -282,10 +269,7 @@ struct OpenMemory {
 
 impl Default for OpenMemory {
     fn default() -> Self {
-        Self {
-            files: BTreeMap::new(),
-            mapped: Some(Bytes::ZERO),
-        }
+        Self { files: BTreeMap::new(), mapped: Some(Bytes::ZERO) }
     }
 }
 
@@ -296,8 +280,7 @@ impl OpenMemory {
             if target.as_os_str().as_encoded_bytes().starts_with(b"/memfd:")
                 && let Ok(found) = fs::metadata(entry.path())
             {
-                self.files
-                    .insert(found.ino(), Bytes::new(found.blocks()).saturating_mul(512));
+                self.files.insert(found.ino(), Bytes::new(found.blocks()).saturating_mul(512));
             }
         }
     }
@@ -370,14 +353,7 @@ mod tests {
     const ROLLUP: &str = "00400000-7ffe000 ---p 00000000 00:00 0 [rollup]\nRss:  2048 kB\nPss:  1024 kB\nAnonymous:  512 kB\nSwap:  8 kB\nSwapPss:  4 kB\n";
 
     fn process(pid: u32, parent: u32, group: u32, session: u32) -> ProcessStat {
-        ProcessStat {
-            pid,
-            state: 'S',
-            parent,
-            group,
-            session,
-            start_ticks: 0,
-        }
+        ProcessStat { pid, state: 'S', parent, group, session, start_ticks: 0 }
     }
 
     fn stat(pid: u32, parent: u32, group: u32) -> String {
@@ -398,10 +374,7 @@ mod tests {
     #[test]
     fn a_name_with_brackets_and_blanks_is_read() {
         let stat = ProcessStat::parse(STAT.as_bytes()).unwrap();
-        let expected = ProcessStat {
-            start_ticks: 98_765,
-            ..process(4712, 1, 4712, 4711)
-        };
+        let expected = ProcessStat { start_ticks: 98_765, ..process(4712, 1, 4712, 4711) };
         assert_eq!(stat, expected);
         assert!(!stat.is_dead());
         for broken in ["", "1 (x", "1 (x) S", "x (y) S 1 1 1", "1 (x) S 1 2 3 0 -1 0 0 0 0 0 0"] {

@@ -62,9 +62,7 @@ impl Pressure {
     pub fn read(root: &ProbeRoot) -> Result<Option<Self>, ProbeError> {
         let path = root.proc(MEMORY);
         match read_bytes(&path) {
-            Ok(text) => Self::parse(&text)
-                .map(Some)
-                .map_err(|error| ProbeError::parse(&path, error)),
+            Ok(text) => Self::parse(&text).map(Some).map_err(|error| ProbeError::parse(&path, error)),
             Err(error) if is_absent(&error) => Ok(None),
             Err(error) => Err(ProbeError::io("pressure", &path, error)),
         }
@@ -84,10 +82,7 @@ impl Pressure {
                 _ => {}
             }
         }
-        Ok(Self {
-            some: some.ok_or_else(|| ParseError::missing("`some`"))?,
-            full,
-        })
+        Ok(Self { some: some.ok_or_else(|| ParseError::missing("`some`"))?, full })
     }
 }
 
@@ -150,11 +145,7 @@ impl PsiWatch {
     #[must_use]
     pub fn arm_at(path: &Path) -> Self {
         if let Err(error) = read_bytes(path) {
-            return Self {
-                rung: PsiRung::Absent,
-                reason: Some(error.to_string()),
-                trigger: None,
-            };
+            return Self { rung: PsiRung::Absent, reason: Some(error.to_string()), trigger: None };
         }
         let mut reason = None;
         for (rung, stall, window) in [
@@ -163,20 +154,12 @@ impl PsiWatch {
         ] {
             match PsiTrigger::arm(path, stall, window) {
                 Ok(trigger) => {
-                    return Self {
-                        rung,
-                        reason,
-                        trigger: Some(trigger),
-                    };
+                    return Self { rung, reason, trigger: Some(trigger) };
                 }
                 Err(error) => reason = Some(format!("{window:?} window: {error}")),
             }
         }
-        Self {
-            rung: PsiRung::ReadOnly,
-            reason,
-            trigger: None,
-        }
+        Self { rung: PsiRung::ReadOnly, reason, trigger: None }
     }
 }
 
@@ -193,11 +176,7 @@ impl PsiTrigger {
     /// When the file may not be written, is not one of the kernel's, or the kernel refuses the window: without
     /// CAP_SYS_RESOURCE newer kernels take multiples of 2 s and older ones nothing.
     pub fn arm(path: &Path, stall: Duration, window: Duration) -> io::Result<Self> {
-        let mut file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .custom_flags(libc::O_NONBLOCK)
-            .open(path)?;
+        let mut file = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(path)?;
         // A folder that stands for /proc holds plain files: leave them as they are.
         let kind = fstatfs(&file)?.filesystem_type();
         if kind != PROC_SUPER_MAGIC && kind != CGROUP2_SUPER_MAGIC {
@@ -207,10 +186,7 @@ impl PsiTrigger {
         let text = format!("some {} {}\n", stall.as_micros(), window.as_micros());
         match file.write(text.as_bytes())? {
             written if written == text.len() => Ok(Self { file }),
-            written => Err(io::Error::other(format!(
-                "the kernel took {written} of {} bytes",
-                text.len()
-            ))),
+            written => Err(io::Error::other(format!("the kernel took {written} of {} bytes", text.len()))),
         }
     }
 
@@ -314,11 +290,7 @@ fn stall<'a>(line: usize, words: impl Iterator<Item = &'a [u8]>) -> Result<Stall
         };
         *slot = hundredths(value).ok_or_else(|| ParseError::value("`avg`", line, value, "a percentage"))?;
     }
-    if has_total {
-        Ok(stall)
-    } else {
-        Err(ParseError::value("`total`", line, b"", "a number of µs"))
-    }
+    if has_total { Ok(stall) } else { Err(ParseError::value("`total`", line, b"", "a number of µs")) }
 }
 
 /// `61.42` as 6142.
@@ -350,11 +322,7 @@ mod tests {
 
     macro_rules! fixture {
         ($name:literal) => {
-            Pressure::parse(include_bytes!(concat!(
-                "../../tests/fixtures/jetson/pressure/",
-                $name,
-                ".txt"
-            )))
+            Pressure::parse(include_bytes!(concat!("../../tests/fixtures/jetson/pressure/", $name, ".txt")))
         };
     }
 
@@ -383,11 +351,7 @@ mod tests {
             ("some avg10=0.00", "line 1: `` is not a number of µs"),
             ("full avg10=0.00 total=1", "there is no such line"),
         ] {
-            assert_eq!(
-                Pressure::parse(text.as_bytes()).unwrap_err().to_string(),
-                message,
-                "{text}"
-            );
+            assert_eq!(Pressure::parse(text.as_bytes()).unwrap_err().to_string(), message, "{text}");
         }
     }
 

@@ -25,12 +25,7 @@ impl ProbeRoot {
     /// A tree with `proc`, `sys` and `etc` below `root`; any of them may be missing.
     #[must_use]
     pub fn at(root: &Path) -> Self {
-        Self {
-            proc: root.join("proc"),
-            sys: root.join("sys"),
-            etc: root.join("etc"),
-            var: root.join("var"),
-        }
+        Self { proc: root.join("proc"), sys: root.join("sys"), etc: root.join("etc"), var: root.join("var") }
     }
 
     /// A path below `/proc`.

@@ -68,10 +68,7 @@ impl Reading {
             scope_used: self.scope.map(|scope| scope.used),
             psi_some_avg10: self.pressure.map(|pressure| pressure.some.avg10),
             psi_some_total_us: self.pressure.map(|pressure| pressure.some.total_us),
-            psi_full_total_us: self
-                .pressure
-                .and_then(|pressure| pressure.full)
-                .map(|full| full.total_us),
+            psi_full_total_us: self.pressure.and_then(|pressure| pressure.full).map(|full| full.total_us),
             refaults_file: stat.refaults_file,
             pgscan_direct: stat.pgscan_direct,
             allocstalls: stat.allocstalls,
@@ -156,9 +153,7 @@ impl GpuCounter {
             }
             Self::Inferred(at_start) => {
                 let residual = meminfo.residual().saturating_sub(zram_store.unwrap_or_default());
-                Some(GpuUse::Inferred(
-                    residual.saturating_sub(*at_start.get_or_insert(residual)),
-                ))
+                Some(GpuUse::Inferred(residual.saturating_sub(*at_start.get_or_insert(residual))))
             }
             Self::Apart => None,
         }
@@ -187,10 +182,7 @@ impl Sampler {
             buddyinfo: Source::open_optional(root.proc("buddyinfo")),
             zram: ZramStore::open(root),
             gpu: GpuCounter::open(root),
-            orphans: Orphans {
-                nvmap: Nvmap::find(root),
-                last: None,
-            },
+            orphans: Orphans { nvmap: Nvmap::find(root), last: None },
         })
     }
 
@@ -242,9 +234,7 @@ impl Sampler {
     /// Whether there is something to [`refresh`](Self::refresh).
     #[must_use]
     pub fn wants_refresh(&self) -> bool {
-        self.session
-            .as_ref()
-            .is_some_and(|session| session.wants_refresh(Instant::now()))
+        self.session.as_ref().is_some_and(|session| session.wants_refresh(Instant::now()))
     }
 
     /// Reads what the next readings are reckoned from, for some milliseconds: to be done when the last one was handed on.

@@ -90,8 +90,7 @@ impl SessionReader {
 
     /// What they use now, never too little: what has grown since page tables were read counts in full.
     pub(super) fn read(&mut self, now: Instant) -> Result<MemorySum, ProbeError> {
-        self.list()
-            .map_err(|error| ProbeError::io("processes", &self.root.proc, error))?;
+        self.list().map_err(|error| ProbeError::io("processes", &self.root.proc, error))?;
         self.choose();
         for index in 0..self.members.len() {
             self.look(index, now);
@@ -112,11 +111,7 @@ impl SessionReader {
     pub(super) fn refresh(&mut self, now: Instant) {
         let ends = Instant::now() + REFRESH;
         while Instant::now() < ends {
-            let stale = self
-                .members
-                .iter()
-                .enumerate()
-                .filter(|(_, member)| member.is_stale(now));
+            let stale = self.members.iter().enumerate().filter(|(_, member)| member.is_stale(now));
             let Some((index, _)) = stale.min_by_key(|(_, member)| member.read_at) else {
                 return;
             };
@@ -140,12 +135,7 @@ impl SessionReader {
         loop {
             // SAFETY: the kernel writes at most as many bytes as the buffer has.
             let length = unsafe {
-                libc::syscall(
-                    libc::SYS_getdents64,
-                    self.folder.as_raw_fd(),
-                    entries.as_mut_ptr(),
-                    entries.len(),
-                )
+                libc::syscall(libc::SYS_getdents64, self.folder.as_raw_fd(), entries.as_mut_ptr(), entries.len())
             };
             let length = usize::try_from(length).map_err(|_| io::Error::last_os_error())?;
             let mut rest = entries.get(..length).unwrap_or_default();
@@ -188,10 +178,8 @@ impl SessionReader {
                     continue;
                 };
                 let parent = self.found.binary_search_by_key(&found.parent, |other| other.pid);
-                let is_child = parent
-                    .ok()
-                    .and_then(|parent| self.found.get(parent))
-                    .is_some_and(|parent| parent.is_member);
+                let is_child =
+                    parent.ok().and_then(|parent| self.found.get(parent)).is_some_and(|parent| parent.is_member);
                 if is_child
                     && !found.is_member
                     && let Some(found) = self.found.get_mut(index)
@@ -372,11 +360,7 @@ mod tests {
     #[test]
     fn a_session_takes_in_children_that_left_it_and_those_who_are_named() {
         let machine = Machine::new();
-        machine
-            .process(10, 1, 10)
-            .process(11, 10, 10)
-            .process(20, 1, 20)
-            .process(21, 20, 21);
+        machine.process(10, 1, 10).process(11, 10, 10).process(20, 1, 20).process(21, 20, 21);
         // A child with a session of its own, and its child, which is listed before it.
         machine.process(14, 11, 14).process(12, 14, 14).process(30, 1, 10);
         let mut reader = machine.reader(10);
@@ -399,10 +383,7 @@ mod tests {
         // It fills memory; what of it is shared is not known before its tables are read again.
         machine.rss(10, 300).pss(10, 170);
         assert_eq!(mib(reader.read(start).unwrap()), 250);
-        assert!(
-            !reader.wants_refresh(start),
-            "a large process, and its tables were read a moment ago"
-        );
+        assert!(!reader.wants_refresh(start), "a large process, and its tables were read a moment ago");
         let later = start + STALE * 2;
         assert!(reader.wants_refresh(later));
         reader.refresh(later);
@@ -414,9 +395,7 @@ mod tests {
         // Another program with the same number is another process.
         fs::remove_dir_all(machine.folder(10)).unwrap();
         machine.process(10, 1, 10);
-        let stat = fs::read_to_string(machine.folder(10).join("stat"))
-            .unwrap()
-            .replace(" 77 ", " 99 ");
+        let stat = fs::read_to_string(machine.folder(10).join("stat")).unwrap().replace(" 77 ", " 99 ");
         fs::write(machine.folder(10).join("stat"), stat).unwrap();
         assert_eq!(mib(reader.read(later).unwrap()), 4);
     }

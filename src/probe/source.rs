@@ -19,11 +19,7 @@ impl Source {
     /// Opens the file.
     pub(super) fn open(path: PathBuf) -> io::Result<Self> {
         let file = File::open(&path)?;
-        Ok(Self {
-            path,
-            file,
-            buffer: vec![0; FIRST_BUFFER],
-        })
+        Ok(Self { path, file, buffer: vec![0; FIRST_BUFFER] })
     }
 
     /// Opens the file if the system has it and lets us read it.
@@ -83,8 +79,7 @@ pub(super) fn lines(text: &[u8]) -> impl Iterator<Item = (usize, &[u8])> {
 
 /// Words between blanks and tabs.
 pub(super) fn words(line: &[u8]) -> impl Iterator<Item = &[u8]> + Clone {
-    line.split(|b| matches!(b, b' ' | b'\t'))
-        .filter(|word| !word.is_empty())
+    line.split(|b| matches!(b, b' ' | b'\t')).filter(|word| !word.is_empty())
 }
 
 /// A decimal number without sign.

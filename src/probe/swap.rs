@@ -88,15 +88,10 @@ mod tests {
 
     #[test]
     fn stock_zram_and_a_swap_file_are_told_apart() {
-        let devices = parse(include_bytes!(
-            "../../tests/fixtures/jetson/zram/proc_swaps_orin-nx-16g.RECONSTRUCTED.txt"
-        ));
+        let devices =
+            parse(include_bytes!("../../tests/fixtures/jetson/zram/proc_swaps_orin-nx-16g.RECONSTRUCTED.txt"));
         assert_eq!(devices.len(), 9);
-        let zram: Bytes = devices
-            .iter()
-            .filter(|device| device.is_zram())
-            .map(|device| device.size)
-            .sum();
+        let zram: Bytes = devices.iter().filter(|device| device.is_zram()).map(|device| device.size).sum();
         assert_eq!(zram, Bytes::from_kib(8 * 1_001_996));
         assert_eq!(devices[8].used, Bytes::from_kib(4_508_876));
     }

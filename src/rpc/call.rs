@@ -62,15 +62,10 @@ impl Context {
     ) -> Result<Call, CallError> {
         // A connection without credentials has no owner and no role.
         let peer = match self.remote {
-            Some(_) => Some(PeerInfo {
-                uid: u32::MAX,
-                ..PeerInfo::default()
-            }),
+            Some(_) => Some(PeerInfo { uid: u32::MAX, ..PeerInfo::default() }),
             None => request.extensions().get::<PeerInfo>().cloned(),
         };
-        let role = self
-            .remote
-            .or_else(|| peer.as_ref().and_then(|peer| self.roles.role_of(peer)));
+        let role = self.remote.or_else(|| peer.as_ref().and_then(|peer| self.roles.role_of(peer)));
         match (peer, role) {
             (Some(peer), Some(role)) if role.may(needed) => Ok(Call {
                 peer,
@@ -91,13 +86,8 @@ impl Context {
     pub(super) async fn ask(&self, call: &Call, event: impl FnOnce(Ticket) -> Event) -> Result<Answer, Status> {
         let ticket = self.supervisor.ticket();
         let (sender, receiver) = oneshot::channel();
-        self.supervisor
-            .submit(event(ticket), Some((ticket, sender)))
-            .map_err(CallError::from)?;
-        let mut pending = Pending {
-            supervisor: &*self.supervisor,
-            ticket: Some(ticket),
-        };
+        self.supervisor.submit(event(ticket), Some((ticket, sender))).map_err(CallError::from)?;
+        let mut pending = Pending { supervisor: &*self.supervisor, ticket: Some(ticket) };
         let answer = tokio::select! {
             answer = receiver => answer.map_err(|_closed| CallError::Stopping)?,
             allowed = call.expired() => return Err(CallError::DeadlinePassed { allowed }.into()),
@@ -114,11 +104,7 @@ impl Context {
 impl Call {
     /// The peer as policy knows it.
     pub(super) fn policy_peer(&self) -> Peer {
-        Peer {
-            uid: self.peer.uid,
-            pid: self.peer.pid,
-            operator: self.role.may(Permission::Operate),
-        }
+        Peer { uid: self.peer.uid, pid: self.peer.pid, operator: self.role.may(Permission::Operate) }
     }
 
     /// That the caller is the process that holds the lease: the one that asked for it, and that is measured.
@@ -127,10 +113,7 @@ impl Call {
             return Ok(());
         }
         let process = |pid: Option<u32>| {
-            pid.map_or_else(
-                || "a process that the kernel does not name".to_owned(),
-                |pid| format!("process {pid}"),
-            )
+            pid.map_or_else(|| "a process that the kernel does not name".to_owned(), |pid| format!("process {pid}"))
         };
         Err(CallError::NotTheHolder {
             lease: view.name(),
@@ -146,8 +129,7 @@ impl Call {
 
     /// Time left until the client gives up.
     pub(super) fn time_left(&self) -> Option<Duration> {
-        self.deadline
-            .map(|(deadline, _)| deadline.saturating_duration_since(Instant::now()))
+        self.deadline.map(|(deadline, _)| deadline.saturating_duration_since(Instant::now()))
     }
 
     /// `wished`, or the time left when that is less: an answer with its reason has to reach the client in time.

@@ -104,10 +104,7 @@ impl Endpoint {
         let tls = ClientTlsConfig::new()
             .ca_certificate(Certificate::from_pem(&files.ca))
             .identity(Identity::from_pem(&files.certificate, &files.key));
-        tonic::transport::Endpoint::from_shared(url.to_owned())?
-            .tls_config(tls)?
-            .connect()
-            .await
+        tonic::transport::Endpoint::from_shared(url.to_owned())?.tls_config(tls)?.connect().await
     }
 
     /// Connects.
@@ -115,10 +112,7 @@ impl Endpoint {
     /// # Errors
     /// When no server listens there, or not to this user.
     pub async fn connect(&self) -> Result<Channel, ConnectError> {
-        let fails = |source: io::Error| ConnectError {
-            endpoint: self.clone(),
-            source,
-        };
+        let fails = |source: io::Error| ConnectError { endpoint: self.clone(), source };
         if let Self::Tls(url, files) = self {
             let Some(files) = files else {
                 return Err(fails(io::Error::new(io::ErrorKind::InvalidInput, NO_CERTIFICATE)));
@@ -193,15 +187,7 @@ mod tests {
         ] {
             assert_eq!(text.parse::<Endpoint>().unwrap().to_string(), shown);
         }
-        for text in [
-            "",
-            "@",
-            "unix:",
-            "unix://a.sock",
-            "http://localhost:1",
-            "https://",
-            "a.sock",
-        ] {
+        for text in ["", "@", "unix:", "unix://a.sock", "http://localhost:1", "https://", "a.sock"] {
             assert!(text.parse::<Endpoint>().is_err(), "{text}");
         }
     }

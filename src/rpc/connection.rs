@@ -24,12 +24,7 @@ pub(super) struct Connection<S, P = ()> {
 
 impl<S, P> Connection<S, P> {
     pub(super) fn new(stream: S, peer: P, cut: &CancellationToken, slot: Slot) -> Self {
-        Self {
-            stream,
-            peer,
-            cut: Box::pin(cut.clone().cancelled_owned()),
-            _slot: slot,
-        }
+        Self { stream, peer, cut: Box::pin(cut.clone().cancelled_owned()), _slot: slot }
     }
 }
 

@@ -40,13 +40,8 @@ impl Clock {
         } else {
             self.wall.checked_sub(self.now.saturating_since(at))
         };
-        let last = prost_types::Timestamp {
-            seconds: MAX_SECONDS,
-            nanos: 0,
-        };
-        time.map(prost_types::Timestamp::from)
-            .filter(|time| time.seconds < MAX_SECONDS)
-            .unwrap_or(last)
+        let last = prost_types::Timestamp { seconds: MAX_SECONDS, nanos: 0 };
+        time.map(prost_types::Timestamp::from).filter(|time| time.seconds < MAX_SECONDS).unwrap_or(last)
     }
 
     /// Time left until then.
@@ -57,10 +52,7 @@ impl Clock {
 
 /// Saturates.
 pub(super) fn duration(duration: Duration) -> prost_types::Duration {
-    prost_types::Duration::try_from(duration).unwrap_or(prost_types::Duration {
-        seconds: i64::MAX,
-        nanos: 0,
-    })
+    prost_types::Duration::try_from(duration).unwrap_or(prost_types::Duration { seconds: i64::MAX, nanos: 0 })
 }
 
 /// A lease.
@@ -169,9 +161,7 @@ fn status(snapshot: &Snapshot, boot_id: &str, last_sequence: u64, clock: Clock) 
             mem_available_bytes: sample.map(|sample| sample.mem_available.get()),
             cma_free_bytes: sample.and_then(|sample| sample.cma_free).map(Bytes::get),
             // Hundredths of a percent.
-            some_avg10_ratio: sample
-                .and_then(|sample| sample.psi_some_avg10)
-                .map(|avg10| f64::from(avg10) / 10_000.0),
+            some_avg10_ratio: sample.and_then(|sample| sample.psi_some_avg10).map(|avg10| f64::from(avg10) / 10_000.0),
             scope_used_bytes: sample.and_then(|sample| sample.scope_used).map(Bytes::get),
             oom_kills: sample.and_then(|sample| sample.oom_kills),
             free_without_reclaim_bytes: sample.map(|sample| sample.free_without_reclaim().get()),
@@ -213,17 +203,7 @@ fn status(snapshot: &Snapshot, boot_id: &str, last_sequence: u64, clock: Clock) 
 }
 
 fn engine(snapshot: &Snapshot) -> v1::Engine {
-    let EngineView {
-        state,
-        shape,
-        in_force,
-        asked,
-        full,
-        waits,
-        failure,
-        milli_tokens_per_s,
-        kv,
-    } = &snapshot.engine;
+    let EngineView { state, shape, in_force, asked, full, waits, failure, milli_tokens_per_s, kv } = &snapshot.engine;
     let bytes_of = |plan: &Option<EnginePlan>| match (shape, plan) {
         (Some(shape), Some(plan)) => shape.plan_bytes(plan).get(),
         _ => 0,
@@ -237,10 +217,7 @@ fn engine(snapshot: &Snapshot) -> v1::Engine {
         }
         .into(),
         model: shape.as_ref().map(|shape| shape.name.clone()).unwrap_or_default(),
-        architecture: shape
-            .as_ref()
-            .map(|shape| shape.architecture.clone())
-            .unwrap_or_default(),
+        architecture: shape.as_ref().map(|shape| shape.architecture.clone()).unwrap_or_default(),
         layers_total: shape.as_ref().map_or(0, ModelShape::layer_count),
         layers_resident: match (shape, in_force) {
             (Some(shape), Some(plan)) => shape.resident_layers(plan),
@@ -264,10 +241,7 @@ fn engine(snapshot: &Snapshot) -> v1::Engine {
         shed_bytes: snapshot.shed_bytes.get(),
         regrown_bytes: snapshot.regrown_bytes.get(),
         milli_tokens_per_second: milli_tokens_per_s.unwrap_or(0),
-        kv_type: in_force
-            .as_ref()
-            .map_or(v1::KvType::Unspecified, |plan| kv_type(plan.kv_type))
-            .into(),
+        kv_type: in_force.as_ref().map_or(v1::KvType::Unspecified, |plan| kv_type(plan.kv_type)).into(),
         kv_used_tokens: kv.used.get(),
         kv_kept_tokens: kv.kept.get(),
         kv_dropped_tokens: kv.dropped.get(),
@@ -380,11 +354,9 @@ pub(super) fn class_of(number: i32) -> Result<Class, CallError> {
 pub(super) fn tenant_kind(number: i32) -> Result<(), CallError> {
     match v1::LeaseKind::try_from(number) {
         Ok(v1::LeaseKind::Unspecified | v1::LeaseKind::Tenant) => Ok(()),
-        Ok(kind @ (v1::LeaseKind::Engine | v1::LeaseKind::Worker)) => Err(invalid(
-            "kind",
-            kind.as_str_name(),
-            "is the supervisor's own: ask for LEASE_KIND_TENANT",
-        )),
+        Ok(kind @ (v1::LeaseKind::Engine | v1::LeaseKind::Worker)) => {
+            Err(invalid("kind", kind.as_str_name(), "is the supervisor's own: ask for LEASE_KIND_TENANT"))
+        }
         Err(_) => Err(invalid("kind", &number.to_string(), "is not a known kind")),
     }
 }
@@ -428,11 +400,7 @@ pub(super) fn sizes_of(min: u64, max: u64) -> Result<(Bytes, Bytes), CallError> 
     }
     let max = size_of("max_bytes", max)?;
     if max < min {
-        return Err(invalid(
-            "max_bytes",
-            &max.get().to_string(),
-            &format!("is below min_bytes, {}", min.get()),
-        ));
+        return Err(invalid("max_bytes", &max.get().to_string(), &format!("is below min_bytes, {}", min.get())));
     }
     Ok((min, max))
 }
@@ -441,11 +409,9 @@ pub(super) fn sizes_of(min: u64, max: u64) -> Result<(Bytes, Bytes), CallError> 
 pub(super) fn size_of(field: &'static str, bytes: u64) -> Result<Bytes, CallError> {
     match bytes {
         0 => Err(invalid(field, "0", "is not above zero")),
-        bytes if bytes > SIZE_MAX => Err(invalid(
-            field,
-            &bytes.to_string(),
-            &format!("is above the limit of {SIZE_MAX} bytes"),
-        )),
+        bytes if bytes > SIZE_MAX => {
+            Err(invalid(field, &bytes.to_string(), &format!("is above the limit of {SIZE_MAX} bytes")))
+        }
         bytes => Ok(Bytes::new(bytes)),
     }
 }
@@ -465,11 +431,7 @@ pub(super) fn span_of(
         _ => return Err(invalid(field, &value, "is negative")),
     };
     if span > limit {
-        return Err(invalid(
-            field,
-            &value,
-            &format!("is above the limit of {} s", limit.as_secs()),
-        ));
+        return Err(invalid(field, &value, &format!("is above the limit of {} s", limit.as_secs())));
     }
     Ok(Some(span))
 }
@@ -493,11 +455,7 @@ pub(super) fn name_of(field: &'static str, name: String, limit: usize) -> Result
 
 /// A fault of a request's field.
 pub(super) fn invalid(field: &'static str, value: &str, problem: &str) -> CallError {
-    CallError::InvalidField {
-        field,
-        value: shorten(value, VALUE_SHOWN),
-        problem: problem.to_owned(),
-    }
+    CallError::InvalidField { field, value: shorten(value, VALUE_SHOWN), problem: problem.to_owned() }
 }
 
 /// How much of a faulty value is shown.
@@ -539,10 +497,7 @@ mod tests {
         assert_eq!(span_of("term", None, limit).unwrap(), None);
         assert_eq!(span_of("term", span(1, 5), limit).unwrap(), Some(Duration::new(1, 5)));
         for (seconds, nanos) in [(-1, 0), (0, -1), (61, 0), (i64::MAX, i32::MAX), (i64::MIN, i32::MIN)] {
-            assert!(
-                span_of("term", span(seconds, nanos), limit).is_err(),
-                "{seconds} {nanos}"
-            );
+            assert!(span_of("term", span(seconds, nanos), limit).is_err(), "{seconds} {nanos}");
         }
     }
 

@@ -74,18 +74,13 @@ async fn relay(
             () = context.stop.cancelled() => break CallError::Stopping.into(),
         };
         let (message, is_last) = match event {
-            Some(GenerateEvent::Started { model, prompt }) => (
-                generate_response::Message::Started(v1::GenerateStarted {
-                    model,
-                    prompt_tokens: prompt.get(),
-                }),
-                false,
-            ),
+            Some(GenerateEvent::Started { model, prompt }) => {
+                (generate_response::Message::Started(v1::GenerateStarted { model, prompt_tokens: prompt.get() }), false)
+            }
             Some(GenerateEvent::Delta { text }) => (generate_response::Message::Delta(v1::TextDelta { text }), false),
-            Some(GenerateEvent::Finished { reason, usage, times }) => (
-                generate_response::Message::Finished(finished(reason, &usage, times)),
-                true,
-            ),
+            Some(GenerateEvent::Finished { reason, usage, times }) => {
+                (generate_response::Message::Finished(finished(reason, &usage, times)), true)
+            }
             Some(GenerateEvent::Failed(error)) => break Status::from(error),
             None => {
                 break Refusal::EngineLost {
@@ -140,11 +135,7 @@ fn request_of(request: v1::GenerateRequest) -> Result<GenerateRequest, CallError
             Input::Messages(messages?)
         }
         None => {
-            return Err(convert::invalid(
-                "input",
-                "",
-                "is not set: give `conversation` or `prompt`",
-            ));
+            return Err(convert::invalid("input", "", "is not set: give `conversation` or `prompt`"));
         }
     };
     if request.max_tokens == Some(0) {
@@ -152,22 +143,10 @@ fn request_of(request: v1::GenerateRequest) -> Result<GenerateRequest, CallError
     }
     if request.stop.len() > STOPS_MAX {
         let count = request.stop.len().to_string();
-        return Err(convert::invalid(
-            "stop",
-            &count,
-            &format!("texts are above the limit of {STOPS_MAX}"),
-        ));
+        return Err(convert::invalid("stop", &count, &format!("texts are above the limit of {STOPS_MAX}")));
     }
-    if let Some(stop) = request
-        .stop
-        .iter()
-        .find(|stop| stop.is_empty() || stop.len() > STOP_LENGTH_MAX)
-    {
-        return Err(convert::invalid(
-            "stop",
-            stop,
-            &format!("has not 1 to {STOP_LENGTH_MAX} bytes"),
-        ));
+    if let Some(stop) = request.stop.iter().find(|stop| stop.is_empty() || stop.len() > STOP_LENGTH_MAX) {
+        return Err(convert::invalid("stop", stop, &format!("has not 1 to {STOP_LENGTH_MAX} bytes")));
     }
     Ok(GenerateRequest {
         input,
@@ -190,11 +169,7 @@ fn message_of(message: v1::ChatMessage) -> Result<ChatMessage, CallError> {
         Ok(v1::ChatRole::User) => Role::User,
         Ok(v1::ChatRole::Unspecified) | Err(_) => {
             let number = message.role.to_string();
-            return Err(convert::invalid(
-                "conversation.messages.role",
-                &number,
-                "is not a known role",
-            ));
+            return Err(convert::invalid("conversation.messages.role", &number, "is not a known role"));
         }
     };
     Ok(ChatMessage::new(role, message.content))
@@ -212,21 +187,12 @@ fn sampling_of(options: v1::SamplingOptions) -> Result<Sampling, CallError> {
         && !(top_p > 0.0 && top_p <= 1.0)
     {
         let value = top_p.to_string();
-        return Err(convert::invalid(
-            "sampling.top_p",
-            &value,
-            "is not above 0 and at most 1",
-        ));
+        return Err(convert::invalid("sampling.top_p", &value, "is not above 0 and at most 1"));
     }
     if options.top_k == Some(0) {
         return Err(convert::invalid("sampling.top_k", "0", "is not above zero"));
     }
-    Ok(Sampling {
-        temperature: options.temperature,
-        top_p: options.top_p,
-        top_k: options.top_k,
-        seed: options.seed,
-    })
+    Ok(Sampling { temperature: options.temperature, top_p: options.top_p, top_k: options.top_k, seed: options.seed })
 }
 
 /// Pieces of text that wait for the client to read, besides what HTTP/2 buffers.
@@ -250,10 +216,7 @@ mod tests {
     }
 
     fn sampled(sampling: v1::SamplingOptions) -> v1::GenerateRequest {
-        v1::GenerateRequest {
-            sampling: Some(sampling),
-            ..prompt("hello")
-        }
+        v1::GenerateRequest { sampling: Some(sampling), ..prompt("hello") }
     }
 
     #[test]
@@ -277,62 +240,14 @@ mod tests {
                 },
                 "conversation.messages",
             ),
-            (
-                v1::GenerateRequest {
-                    max_tokens: Some(0),
-                    ..prompt("a")
-                },
-                "max_tokens",
-            ),
-            (
-                v1::GenerateRequest {
-                    stop: vec!["x".into(); 17],
-                    ..prompt("a")
-                },
-                "stop",
-            ),
-            (
-                v1::GenerateRequest {
-                    stop: vec![String::new()],
-                    ..prompt("a")
-                },
-                "stop",
-            ),
-            (
-                sampled(v1::SamplingOptions {
-                    temperature: Some(f64::NAN),
-                    ..with()
-                }),
-                "sampling.temperature",
-            ),
-            (
-                sampled(v1::SamplingOptions {
-                    temperature: Some(-0.1),
-                    ..with()
-                }),
-                "sampling.temperature",
-            ),
-            (
-                sampled(v1::SamplingOptions {
-                    top_p: Some(0.0),
-                    ..with()
-                }),
-                "sampling.top_p",
-            ),
-            (
-                sampled(v1::SamplingOptions {
-                    top_p: Some(f64::INFINITY),
-                    ..with()
-                }),
-                "sampling.top_p",
-            ),
-            (
-                sampled(v1::SamplingOptions {
-                    top_k: Some(0),
-                    ..with()
-                }),
-                "sampling.top_k",
-            ),
+            (v1::GenerateRequest { max_tokens: Some(0), ..prompt("a") }, "max_tokens"),
+            (v1::GenerateRequest { stop: vec!["x".into(); 17], ..prompt("a") }, "stop"),
+            (v1::GenerateRequest { stop: vec![String::new()], ..prompt("a") }, "stop"),
+            (sampled(v1::SamplingOptions { temperature: Some(f64::NAN), ..with() }), "sampling.temperature"),
+            (sampled(v1::SamplingOptions { temperature: Some(-0.1), ..with() }), "sampling.temperature"),
+            (sampled(v1::SamplingOptions { top_p: Some(0.0), ..with() }), "sampling.top_p"),
+            (sampled(v1::SamplingOptions { top_p: Some(f64::INFINITY), ..with() }), "sampling.top_p"),
+            (sampled(v1::SamplingOptions { top_k: Some(0), ..with() }), "sampling.top_k"),
         ] {
             match request_of(request).unwrap_err() {
                 CallError::InvalidField { field: found, .. } => assert_eq!(found, field),

@@ -43,22 +43,14 @@ impl Health {
     pub(super) fn new() -> Self {
         let parts = [OVERALL, ENGINE, PRESSURE].map(|name| (name, ServingStatus::NotServing));
         let services = [LEASES, OPERATORS, LLM, REBOOT].map(|name| (name, ServingStatus::Serving));
-        let known = parts
-            .into_iter()
-            .chain(services)
-            .map(|(name, status)| (name.to_owned(), status));
+        let known = parts.into_iter().chain(services).map(|(name, status)| (name.to_owned(), status));
         Self(watch::Sender::new(known.collect()))
     }
 
     /// Sets whether `name` serves; a name that was not known before becomes known. Watchers are sent changes only.
     pub fn set(&self, name: &str, serving: bool) {
-        let status = if serving {
-            ServingStatus::Serving
-        } else {
-            ServingStatus::NotServing
-        };
-        self.0
-            .send_if_modified(|known| known.insert(name.to_owned(), status) != Some(status));
+        let status = if serving { ServingStatus::Serving } else { ServingStatus::NotServing };
+        self.0.send_if_modified(|known| known.insert(name.to_owned(), status) != Some(status));
     }
 
     /// The service that answers with it.
@@ -73,17 +65,13 @@ impl health_server::Health for Health {
 
     async fn check(&self, request: Request<HealthCheckRequest>) -> Result<Response<HealthCheckResponse>, Status> {
         let status = self.0.borrow().get(&request.get_ref().service).copied();
-        status
-            .map(|status| Response::new(response(status)))
-            .ok_or_else(|| Status::not_found("unknown service"))
+        status.map(|status| Response::new(response(status))).ok_or_else(|| Status::not_found("unknown service"))
     }
 
     async fn list(&self, _request: Request<HealthListRequest>) -> Result<Response<HealthListResponse>, Status> {
         let known = self.0.borrow();
         let statuses = known.iter().map(|(name, status)| (name.clone(), response(*status)));
-        Ok(Response::new(HealthListResponse {
-            statuses: statuses.collect(),
-        }))
+        Ok(Response::new(HealthListResponse { statuses: statuses.collect() }))
     }
 
     async fn watch(&self, request: Request<HealthCheckRequest>) -> Result<Response<Self::WatchStream>, Status> {

@@ -48,16 +48,7 @@ pub(super) fn open(
     let given_back = context.given_back.subscribe();
     tokio::spawn(async move {
         let _slot = slot;
-        let hold = Hold {
-            context,
-            holders,
-            call,
-            inbound,
-            notices,
-            given_back,
-            outlet: outlet.clone(),
-            held: None,
-        };
+        let hold = Hold { context, holders, call, inbound, notices, given_back, outlet: outlet.clone(), held: None };
         let error = tokio::select! {
             result = hold.run() => result.err(),
             () = outlet.closed() => None,
@@ -151,16 +142,9 @@ impl Hold {
         {
             self.holders.attach(&view, process);
         }
-        let held = self.held.get_or_insert_with(|| Held {
-            id: lease,
-            name: view.name(),
-            sent: SentTarget::default(),
-        });
+        let held = self.held.get_or_insert_with(|| Held { id: lease, name: view.name(), sent: SentTarget::default() });
         let new_target = held.sent.learn(view.target.as_ref());
-        let receipt = answer.map(|answer| {
-            held.sent
-                .receive(message.nonce, Bytes::new(message.target_bytes), answer)
-        });
+        let receipt = answer.map(|answer| held.sent.receive(message.nonce, Bytes::new(message.target_bytes), answer));
         if let Some(receipt) = receipt {
             if let Some(answer) = receipt.pass_on {
                 self.context
@@ -183,8 +167,7 @@ impl Hold {
             }))
             .await?;
         }
-        self.send(hold_lease_response::Message::Renewed(self.wire(&view)))
-            .await?;
+        self.send(hold_lease_response::Message::Renewed(self.wire(&view))).await?;
         if new_target && let Some(target) = &view.target {
             self.send_target(target, String::new()).await?;
         }
@@ -198,13 +181,7 @@ impl Hold {
             return Ok(false);
         }
         match notice {
-            Notice::Target {
-                nonce,
-                bytes,
-                deadline,
-                reason,
-                ..
-            } => {
+            Notice::Target { nonce, bytes, deadline, reason, .. } => {
                 let target = Target { nonce, bytes, deadline };
                 // Also when a renewal has reported it before: this one has the reason.
                 held.sent.learn(Some(&target));
@@ -212,10 +189,7 @@ impl Hold {
                 Ok(false)
             }
             Notice::Ended { reason, .. } => {
-                let ended = v1::LeaseEnded {
-                    name: held.name.clone(),
-                    reason,
-                };
+                let ended = v1::LeaseEnded { name: held.name.clone(), reason };
                 self.send(hold_lease_response::Message::Ended(ended)).await?;
                 Ok(true)
             }
@@ -246,10 +220,7 @@ impl Hold {
 
     async fn send_target(&self, target: &Target, reason: String) -> Result<(), Status> {
         let clock = Clock::new(self.context.supervisor.now());
-        self.send(hold_lease_response::Message::Target(convert::target(
-            target, reason, clock,
-        )))
-        .await
+        self.send(hold_lease_response::Message::Target(convert::target(target, reason, clock))).await
     }
 
     /// Waits while the client does not read, and no longer than its patience; its lease goes on until its term.
@@ -274,35 +245,26 @@ const fn state_of(verdict: Verdict) -> TargetState {
 
 /// The answer in a message, if it has one.
 fn target_answer(message: &HoldLeaseRequest) -> Result<Option<TargetAnswer>, CallError> {
-    let used = message
-        .used_bytes
-        .filter(|used| *used != 0)
-        .map(|used| convert::size_of("used_bytes", used))
-        .transpose()?;
+    let used =
+        message.used_bytes.filter(|used| *used != 0).map(|used| convert::size_of("used_bytes", used)).transpose()?;
     let state = TargetState::try_from(message.state)
         .map_err(|_| convert::invalid("state", &message.state.to_string(), "is not a known state"))?;
     match (message.nonce, state) {
         (0, TargetState::Unspecified) => Ok(None),
-        (0, state) => Err(convert::invalid(
-            "nonce",
-            "0",
-            &format!("names no target for state {}", state.as_str_name()),
-        )),
+        (0, state) => {
+            Err(convert::invalid("nonce", "0", &format!("names no target for state {}", state.as_str_name())))
+        }
         (_, TargetState::Applied) => Ok(Some(TargetAnswer::Applied)),
         (_, TargetState::Deferred) => {
             let used = used.ok_or_else(|| convert::invalid("used_bytes", "", "is not set, which DEFERRED needs"))?;
-            Ok(Some(TargetAnswer::Deferred {
-                overage: used.saturating_sub(Bytes::new(message.target_bytes)),
-            }))
+            Ok(Some(TargetAnswer::Deferred { overage: used.saturating_sub(Bytes::new(message.target_bytes)) }))
         }
-        (_, TargetState::Refused) => Ok(Some(TargetAnswer::Refused {
-            reason: shorten(&message.error_detail, DETAIL_MAX),
-        })),
-        (_, TargetState::Unspecified | TargetState::Stale | TargetState::Conflict) => Err(convert::invalid(
-            "state",
-            state.as_str_name(),
-            "is not an answer: APPLIED, DEFERRED or REFUSED is",
-        )),
+        (_, TargetState::Refused) => {
+            Ok(Some(TargetAnswer::Refused { reason: shorten(&message.error_detail, DETAIL_MAX) }))
+        }
+        (_, TargetState::Unspecified | TargetState::Stale | TargetState::Conflict) => {
+            Err(convert::invalid("state", state.as_str_name(), "is not an answer: APPLIED, DEFERRED or REFUSED is"))
+        }
     }
 }
 
@@ -332,14 +294,8 @@ mod tests {
             answer(5, 100, TargetState::Stale),
             answer(5, 100, TargetState::Unspecified),
             answer(0, 0, TargetState::Applied),
-            HoldLeaseRequest {
-                used_bytes: None,
-                ..answer(5, 100, TargetState::Deferred)
-            },
-            HoldLeaseRequest {
-                used_bytes: Some(u64::MAX),
-                ..answer(5, 100, TargetState::Applied)
-            },
+            HoldLeaseRequest { used_bytes: None, ..answer(5, 100, TargetState::Deferred) },
+            HoldLeaseRequest { used_bytes: Some(u64::MAX), ..answer(5, 100, TargetState::Applied) },
         ] {
             assert!(target_answer(&message).is_err(), "{message:?}");
         }

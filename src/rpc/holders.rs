@@ -49,11 +49,7 @@ struct Watch {
 impl Holders {
     /// Watches until `stop`.
     pub(super) fn new(supervisor: Arc<dyn Supervisor>, stop: CancellationToken) -> Self {
-        Self {
-            supervisor,
-            stop,
-            watches: Arc::default(),
-        }
+        Self { supervisor, stop, watches: Arc::default() }
     }
 
     /// Takes note that `process` has to do with a lease, and watches it if it is the one that holds it.
@@ -69,17 +65,11 @@ impl Holders {
         watches.forget_those_gone(&*self.supervisor);
         let known = watches.of.get(&process.pid());
         // One that has ended has its watch until it is notified, and its id may be another one's by now.
-        let leases = known
-            .filter(|watch| !watch.process.is_over())
-            .map(|watch| Arc::clone(&watch.leases));
+        let leases = known.filter(|watch| !watch.process.is_over()).map(|watch| Arc::clone(&watch.leases));
         let leases = leases.unwrap_or_else(|| {
             let leases = Arc::<Mutex<BTreeSet<LeaseId>>>::default();
             let task = tokio::spawn(self.clone().watch(Arc::clone(process), Arc::clone(&leases)));
-            let watch = Watch {
-                process: Arc::clone(process),
-                leases: Arc::clone(&leases),
-                task: task.abort_handle(),
-            };
+            let watch = Watch { process: Arc::clone(process), leases: Arc::clone(&leases), task: task.abort_handle() };
             watches.of.insert(process.pid(), watch);
             leases
         });
@@ -96,10 +86,7 @@ impl Holders {
         {
             let mut watches = self.watches.lock().unwrap_or_else(PoisonError::into_inner);
             let of = &mut watches.of;
-            if of
-                .get(&process.pid())
-                .is_some_and(|watch| Arc::ptr_eq(&watch.leases, &leases))
-            {
+            if of.get(&process.pid()).is_some_and(|watch| Arc::ptr_eq(&watch.leases, &leases)) {
                 of.remove(&process.pid());
             }
         }

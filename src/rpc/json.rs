@@ -46,10 +46,7 @@ fn time(time: &prost_types::Timestamp) -> Value {
 
 /// Leaves out what is not there, as proto3 JSON does.
 fn object(fields: impl IntoIterator<Item = (&'static str, Option<Value>)>) -> Value {
-    let fields: Map<_, _> = fields
-        .into_iter()
-        .filter_map(|(name, value)| Some((name.to_owned(), value?)))
-        .collect();
+    let fields: Map<_, _> = fields.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?))).collect();
     Value::Object(fields)
 }
 
@@ -120,18 +117,12 @@ pub fn status(status: &v1::GetStatusResponse) -> Value {
         ("leases", Some(status.leases.iter().map(lease).collect())),
         ("waitingRequests", Some(json!(status.waiting_requests))),
         ("draining", Some(json!(status.draining))),
-        (
-            "learnedPeaks",
-            Some(status.learned_peaks.iter().map(peak_json).collect()),
-        ),
+        ("learnedPeaks", Some(status.learned_peaks.iter().map(peak_json).collect())),
         ("locked", (!status.locked.is_empty()).then(|| json!(status.locked))),
         ("standbyServed", Some(json!(status.standby_served))),
         ("standbyMissed", Some(json!(status.standby_missed))),
         ("nextShed", text(&status.next_shed)),
-        (
-            "rebootAdvised",
-            (!status.reboot_advised.is_empty()).then(|| json!(status.reboot_advised)),
-        ),
+        ("rebootAdvised", (!status.reboot_advised.is_empty()).then(|| json!(status.reboot_advised))),
     ])
 }
 
@@ -160,10 +151,7 @@ fn pressure_json(pressure: &v1::Pressure) -> Value {
         ("freeWithoutReclaimBytes", number(pressure.free_without_reclaim_bytes)),
         ("nvmapPoolBytes", number(pressure.nvmap_pool_bytes)),
         ("gpuUsedBytes", number(pressure.gpu_used_bytes)),
-        (
-            "gpuUsedIsInferred",
-            pressure.gpu_used_bytes.map(|_| json!(pressure.gpu_used_is_inferred)),
-        ),
+        ("gpuUsedIsInferred", pressure.gpu_used_bytes.map(|_| json!(pressure.gpu_used_is_inferred))),
         ("zramStoreBytes", number(pressure.zram_store_bytes)),
         ("largestFreeBlockBytes", number(pressure.largest_free_block_bytes)),
         ("releasedToPoolBytes", number(pressure.released_to_pool_bytes)),
@@ -196,10 +184,7 @@ fn engine_json(engine: &v1::Engine) -> Value {
         ("planBytes", Some(json!(engine.plan_bytes))),
         ("fullPlanBytes", Some(json!(engine.full_plan_bytes))),
         ("changing", Some(json!(engine.changing))),
-        (
-            "milliTokensPerSecond",
-            (engine.milli_tokens_per_second > 0).then(|| json!(engine.milli_tokens_per_second)),
-        ),
+        ("milliTokensPerSecond", (engine.milli_tokens_per_second > 0).then(|| json!(engine.milli_tokens_per_second))),
         ("growthWaits", text(&engine.growth_waits)),
         ("failure", text(&engine.failure)),
         ("sheds", Some(json!(engine.sheds))),
@@ -223,10 +208,7 @@ fn worker_json(worker: &v1::Worker) -> Value {
         ("waitsFor", text(&worker.waits_for)),
         ("resting", text(&worker.resting)),
         ("windingUp", worker.winding_up.then(|| json!(true))),
-        (
-            "confinement",
-            (!worker.confinement.is_empty()).then(|| json!(worker.confinement)),
-        ),
+        ("confinement", (!worker.confinement.is_empty()).then(|| json!(worker.confinement))),
     ])
 }
 
@@ -262,11 +244,7 @@ mod tests {
 
     #[test]
     fn bytes_stay_numbers_in_json() {
-        let held = v1::Lease {
-            name: "asr#1".into(),
-            held_bytes: u64::MAX,
-            ..v1::Lease::default()
-        };
+        let held = v1::Lease { name: "asr#1".into(), held_bytes: u64::MAX, ..v1::Lease::default() };
         assert_eq!(lease(&held)["heldBytes"], json!(u64::MAX));
         assert_eq!(lease(&held).get("usedBytes"), None);
     }

@@ -36,11 +36,7 @@ pub(super) struct Leases {
 
 impl Leases {
     pub(super) fn new(context: Context, holders: Holders) -> Self {
-        Self {
-            context,
-            holders,
-            states: Arc::default(),
-        }
+        Self { context, holders, states: Arc::default() }
     }
 
     fn wire(&self, view: &LeaseView) -> super::v1::Lease {
@@ -55,11 +51,7 @@ impl Context {
         let lease = convert::lease_id_of(name)?;
         let current = self.supervisor.boot_id();
         if boot_id.is_empty() {
-            return Err(convert::invalid(
-                "boot_id",
-                "",
-                "is not set: give it back as told at the grant",
-            ));
+            return Err(convert::invalid("boot_id", "", "is not set: give it back as told at the grant"));
         }
         if !self.supervisor.continues(boot_id) {
             return Err(CallError::BootIdChanged {
@@ -69,15 +61,9 @@ impl Context {
             });
         }
         let snapshot = self.supervisor.snapshot();
-        let misnamed = snapshot
-            .borrow()
-            .leases
-            .iter()
-            .any(|view| view.id == lease && view.name() != name);
+        let misnamed = snapshot.borrow().leases.iter().any(|view| view.id == lease && view.name() != name);
         if misnamed {
-            return Err(CallError::UnknownLease {
-                lease: shorten(name, 80),
-            });
+            return Err(CallError::UnknownLease { lease: shorten(name, 80) });
         }
         Ok(lease)
     }
@@ -85,12 +71,7 @@ impl Context {
     /// Renews a lease and returns it as it is.
     pub(super) async fn renew(&self, call: &Call, lease: LeaseId, generation: u64) -> Result<LeaseView, Status> {
         let answer = self
-            .ask(call, |ticket| Event::LeaseRenewed {
-                ticket,
-                lease,
-                generation,
-                peer: call.policy_peer(),
-            })
+            .ask(call, |ticket| Event::LeaseRenewed { ticket, lease, generation, peer: call.policy_peer() })
             .await?;
         lease_in(answer, "RenewLease")
     }
@@ -140,29 +121,19 @@ impl LeaseService for Leases {
             validate_only: message.validate_only,
         };
         if let Some(bar) = self.context.supervisor.bar(&asked.tenant, call.peer.pid) {
-            let asker = call.peer.pid.map_or_else(
-                || "a process that the kernel does not name".to_owned(),
-                |pid| format!("process {pid}"),
-            );
+            let asker = call
+                .peer
+                .pid
+                .map_or_else(|| "a process that the kernel does not name".to_owned(), |pid| format!("process {pid}"));
             return Err(match bar {
-                Bar::NotTheWorker { runs_as } => CallError::NotTheWorker {
-                    worker: asked.tenant,
-                    runs_as,
-                    asker,
-                },
-                Bar::OfWorker { worker, runs_as } => CallError::OfAWorker {
-                    tenant: asked.tenant,
-                    worker,
-                    runs_as,
-                    asker,
-                },
+                Bar::NotTheWorker { runs_as } => CallError::NotTheWorker { worker: asked.tenant, runs_as, asker },
+                Bar::OfWorker { worker, runs_as } => {
+                    CallError::OfAWorker { tenant: asked.tenant, worker, runs_as, asker }
+                }
             }
             .into());
         }
-        let answer = self
-            .context
-            .ask(&call, |ticket| Event::LeaseRequested { ticket, request: asked })
-            .await?;
+        let answer = self.context.ask(&call, |ticket| Event::LeaseRequested { ticket, request: asked }).await?;
         let response = match answer {
             Answer::Lease { lease } => {
                 // The same request again, by another process: that one would use memory that is not measured.
@@ -170,17 +141,11 @@ impl LeaseService for Leases {
                 if let Some(process) = &call.peer.process {
                     self.holders.attach(&lease, process);
                 }
-                CreateLeaseResponse {
-                    lease: Some(self.wire(&lease)),
-                    would_grant: None,
-                }
+                CreateLeaseResponse { lease: Some(self.wire(&lease)), would_grant: None }
             }
             Answer::WouldGrant { bytes, after_shedding } => CreateLeaseResponse {
                 lease: None,
-                would_grant: Some(WouldGrant {
-                    granted_bytes: bytes.get(),
-                    shed_bytes: after_shedding.get(),
-                }),
+                would_grant: Some(WouldGrant { granted_bytes: bytes.get(), shed_bytes: after_shedding.get() }),
             },
             Answer::Shed(_) | Answer::Done { .. } | Answer::Denied { .. } => {
                 return Err(CallError::UnfitAnswer { call: "CreateLease" }.into());
@@ -195,13 +160,7 @@ impl LeaseService for Leases {
     ) -> Result<Response<Self::HoldLeaseStream>, Status> {
         let call = self.context.admit("HoldLease", &request, Permission::Lease)?;
         let slot = self.context.stream_slot(&call)?;
-        let stream = hold::open(
-            self.context.clone(),
-            self.holders.clone(),
-            call,
-            slot,
-            request.into_inner(),
-        );
+        let stream = hold::open(self.context.clone(), self.holders.clone(), call, slot, request.into_inner());
         Ok(Response::new(stream))
     }
 
@@ -210,9 +169,7 @@ impl LeaseService for Leases {
         let message = request.into_inner();
         let lease = self.context.lease_of(&message.name, &message.boot_id)?;
         let view = self.context.renew(&call, lease, message.generation).await?;
-        Ok(Response::new(RenewLeaseResponse {
-            lease: Some(self.wire(&view)),
-        }))
+        Ok(Response::new(RenewLeaseResponse { lease: Some(self.wire(&view)) }))
     }
 
     async fn update_lease(
@@ -242,9 +199,7 @@ impl LeaseService for Leases {
             })
             .await?;
         let view = lease_in(answer, "UpdateLease")?;
-        Ok(Response::new(UpdateLeaseResponse {
-            lease: Some(self.wire(&view)),
-        }))
+        Ok(Response::new(UpdateLeaseResponse { lease: Some(self.wire(&view)) }))
     }
 
     async fn release_lease(
@@ -270,10 +225,7 @@ impl LeaseService for Leases {
                 return Err(CallError::UnfitAnswer { call: "ReleaseLease" }.into());
             }
         };
-        let ended = Notice::Ended {
-            lease,
-            reason: message.clone(),
-        };
+        let ended = Notice::Ended { lease, reason: message.clone() };
         // There may be no listener.
         let _ = self.context.given_back.send(ended);
         Ok(Response::new(ReleaseLeaseResponse { message }))
@@ -288,16 +240,13 @@ impl LeaseService for Leases {
         };
         let after = match message.page_token.as_str() {
             "" => None,
-            token => Some(LeaseId(token.parse().map_err(|_| {
-                convert::invalid("page_token", token, "is not a token of this service")
-            })?)),
+            token => Some(LeaseId(
+                token.parse().map_err(|_| convert::invalid("page_token", token, "is not a token of this service"))?,
+            )),
         };
         let snapshot = self.context.supervisor.snapshot().borrow().clone();
-        let mut views: Vec<_> = snapshot
-            .leases
-            .iter()
-            .filter(|view| after.is_none_or(|after| view.id > after))
-            .collect();
+        let mut views: Vec<_> =
+            snapshot.leases.iter().filter(|view| after.is_none_or(|after| view.id > after)).collect();
         views.sort_by_key(|view| view.id);
         let more = views.len() > size;
         views.truncate(size);

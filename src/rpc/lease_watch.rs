@@ -50,12 +50,7 @@ impl States {
         let sequence = *supervisor.events().last_sequence().borrow();
         let snapshot = supervisor.snapshot().borrow().clone();
         let leases = seen.look(&snapshot, sequence);
-        Taken {
-            snapshot,
-            leases,
-            sequence,
-            known_from: seen.since + u64::from(seen.ambiguous),
-        }
+        Taken { snapshot, leases, sequence, known_from: seen.since + u64::from(seen.ambiguous) }
     }
 }
 
@@ -71,12 +66,7 @@ impl Seen {
 
     fn look_through(&mut self, snapshot: &Arc<Snapshot>, sequence: u64) -> Arc<Vec<LeaseView>> {
         self.snapshot = Some(Arc::clone(snapshot));
-        let now: Vec<_> = snapshot
-            .leases
-            .iter()
-            .cloned()
-            .map(without_time_of_measurement)
-            .collect();
+        let now: Vec<_> = snapshot.leases.iter().cloned().map(without_time_of_measurement).collect();
         match &self.leases {
             Some(leases) if **leases == now => Arc::clone(leases),
             before => {
@@ -108,13 +98,7 @@ impl Watching {
         let has_it = request.after_sequence != 0
             && request.boot_id == supervisor.boot_id()
             && request.after_sequence >= taken.known_from;
-        Self {
-            states: Arc::clone(states),
-            snapshots,
-            sent: has_it.then_some(taken.leases),
-            context,
-            call,
-        }
+        Self { states: Arc::clone(states), snapshots, sent: has_it.then_some(taken.leases), context, call }
     }
 
     /// The next state that differs from the one sent before.
@@ -127,12 +111,7 @@ impl Watching {
                 let boot_id = supervisor.boot_id();
                 let clock = Clock::new(supervisor.now());
                 let response = WatchLeasesResponse {
-                    leases: taken
-                        .snapshot
-                        .leases
-                        .iter()
-                        .map(|view| convert::lease(view, boot_id, clock))
-                        .collect(),
+                    leases: taken.snapshot.leases.iter().map(|view| convert::lease(view, boot_id, clock)).collect(),
                     boot_id: boot_id.to_owned(),
                     sequence: taken.sequence,
                 };

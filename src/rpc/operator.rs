@@ -39,11 +39,7 @@ impl Operators {
         let known: Vec<_> = snapshot.workers.iter().map(|worker| worker.name.as_str()).collect();
         Err(CallError::UnknownWorker {
             worker: shorten(name, 80),
-            known: if known.is_empty() {
-                "none".to_owned()
-            } else {
-                known.join(", ")
-            },
+            known: if known.is_empty() { "none".to_owned() } else { known.join(", ") },
         })
     }
 }
@@ -91,10 +87,7 @@ impl OperatorService for Operators {
     async fn shed(&self, request: Request<ShedRequest>) -> Result<Response<ShedResponse>, Status> {
         let call = self.context.admit("Shed", &request, Permission::Intervene)?;
         let bytes = convert::size_of("shed_bytes", request.get_ref().shed_bytes)?;
-        let answer = self
-            .context
-            .ask(&call, |ticket| Event::OperatorShed { ticket, bytes })
-            .await?;
+        let answer = self.context.ask(&call, |ticket| Event::OperatorShed { ticket, bytes }).await?;
         let Answer::Shed(outcome) = answer else {
             return Err(CallError::UnfitAnswer { call: "Shed" }.into());
         };
@@ -109,25 +102,15 @@ impl OperatorService for Operators {
 
     async fn regrow(&self, request: Request<RegrowRequest>) -> Result<Response<RegrowResponse>, Status> {
         let call = self.context.admit("Regrow", &request, Permission::Operate)?;
-        let answer = self
-            .context
-            .ask(&call, |ticket| Event::OperatorRegrow { ticket })
-            .await?;
-        Ok(Response::new(RegrowResponse {
-            message: words_in(answer, "Regrow")?,
-        }))
+        let answer = self.context.ask(&call, |ticket| Event::OperatorRegrow { ticket }).await?;
+        Ok(Response::new(RegrowResponse { message: words_in(answer, "Regrow")? }))
     }
 
     async fn set_kv_type(&self, request: Request<SetKvTypeRequest>) -> Result<Response<SetKvTypeResponse>, Status> {
         let call = self.context.admit("SetKvType", &request, Permission::Operate)?;
         let kv_type = convert::kv_type_of(request.get_ref().kv_type)?;
-        let answer = self
-            .context
-            .ask(&call, |ticket| Event::OperatorKvType { ticket, kv_type })
-            .await?;
-        Ok(Response::new(SetKvTypeResponse {
-            message: words_in(answer, "SetKvType")?,
-        }))
+        let answer = self.context.ask(&call, |ticket| Event::OperatorKvType { ticket, kv_type }).await?;
+        Ok(Response::new(SetKvTypeResponse { message: words_in(answer, "SetKvType")? }))
     }
 
     async fn control_worker(
@@ -142,17 +125,9 @@ impl OperatorService for Operators {
         let call = self.context.admit("ControlWorker", &request, needed)?;
         let (command, message) = (command?, request.into_inner());
         self.known_worker(&message.name)?;
-        let answer = self
-            .context
-            .ask(&call, |ticket| Event::OperatorWorker {
-                ticket,
-                worker: message.name,
-                command,
-            })
-            .await?;
-        Ok(Response::new(ControlWorkerResponse {
-            message: words_in(answer, "ControlWorker")?,
-        }))
+        let answer =
+            self.context.ask(&call, |ticket| Event::OperatorWorker { ticket, worker: message.name, command }).await?;
+        Ok(Response::new(ControlWorkerResponse { message: words_in(answer, "ControlWorker")? }))
     }
 
     async fn resize_worker(
@@ -177,16 +152,9 @@ impl OperatorService for Operators {
         let response = match answer {
             Answer::Lease { lease } => ResizeWorkerResponse {
                 message: format!("{} holds {}", lease.name(), lease.held),
-                lease: Some(convert::lease(
-                    &lease,
-                    supervisor.boot_id(),
-                    Clock::new(supervisor.now()),
-                )),
+                lease: Some(convert::lease(&lease, supervisor.boot_id(), Clock::new(supervisor.now()))),
             },
-            answer => ResizeWorkerResponse {
-                lease: None,
-                message: words_in(answer, "ResizeWorker")?,
-            },
+            answer => ResizeWorkerResponse { lease: None, message: words_in(answer, "ResizeWorker")? },
         };
         Ok(Response::new(response))
     }
@@ -203,17 +171,13 @@ impl OperatorService for Operators {
             limit => usize::try_from(limit).unwrap_or(usize::MAX),
         };
         let deaths = self.context.supervisor.deaths().last(worker.as_deref(), limit);
-        Ok(Response::new(ListDeathsResponse {
-            deaths: deaths.iter().map(|death| convert::death(death)).collect(),
-        }))
+        Ok(Response::new(ListDeathsResponse { deaths: deaths.iter().map(|death| convert::death(death)).collect() }))
     }
 
     async fn load_model(&self, request: Request<LoadModelRequest>) -> Result<Response<LoadModelResponse>, Status> {
         let call = self.context.admit("LoadModel", &request, Permission::Operate)?;
         let answer = self.context.ask(&call, |ticket| Event::OperatorLoad { ticket }).await?;
-        Ok(Response::new(LoadModelResponse {
-            message: words_in(answer, "LoadModel")?,
-        }))
+        Ok(Response::new(LoadModelResponse { message: words_in(answer, "LoadModel")? }))
     }
 
     async fn reload(&self, request: Request<ReloadRequest>) -> Result<Response<ReloadResponse>, Status> {
@@ -241,13 +205,8 @@ impl OperatorService for Operators {
         let mut state = supervisor.snapshot();
         supervisor.submit(event, None).map_err(CallError::from)?;
         // A client may rely on the answer at every API.
-        state
-            .wait_for(|state| state.draining != off)
-            .await
-            .map_err(|_closed| CallError::Stopping)?;
-        Ok(Response::new(DrainResponse {
-            message: message.to_owned(),
-        }))
+        state.wait_for(|state| state.draining != off).await.map_err(|_closed| CallError::Stopping)?;
+        Ok(Response::new(DrainResponse { message: message.to_owned() }))
     }
 }
 

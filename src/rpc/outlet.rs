@@ -37,11 +37,7 @@ pub(super) enum Unsent {
 
 impl<T> Clone for Outlet<T> {
     fn clone(&self) -> Self {
-        Self {
-            responses: self.responses.clone(),
-            last: Arc::clone(&self.last),
-            patience: self.patience,
-        }
+        Self { responses: self.responses.clone(), last: Arc::clone(&self.last), patience: self.patience }
     }
 }
 
@@ -50,11 +46,7 @@ impl<T: Send + 'static> Outlet<T> {
     pub(super) fn new(capacity: usize, patience: Duration) -> (Self, BoxStream<'static, Result<T, Status>>) {
         let (sender, receiver) = mpsc::channel(capacity);
         let last = Arc::<OnceLock<Status>>::default();
-        let outlet = Self {
-            responses: sender,
-            last: Arc::clone(&last),
-            patience,
-        };
+        let outlet = Self { responses: sender, last: Arc::clone(&last), patience };
         let error = stream::once(async move { last.get().cloned() }).filter_map(async |error| error.map(Err));
         (outlet, ReceiverStream::new(receiver).map(Ok).chain(error).boxed())
     }
@@ -131,11 +123,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_source_ends_when_nobody_reads_and_its_slot_is_free() {
-        let slots = super::super::slots::Slots::new(super::super::Bounds {
-            per_process: 1,
-            per_user: 1,
-            total: 1,
-        });
+        let slots = super::super::slots::Slots::new(super::super::Bounds { per_process: 1, per_user: 1, total: 1 });
         let slot = slots.open((1, None)).unwrap();
         let mut read = pump(stream::iter(1..).map(Ok), slot, Duration::from_millis(50));
         let again = loop {

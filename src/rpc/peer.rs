@@ -40,18 +40,13 @@ impl PeerInfo {
     /// When the kernel does not give the user.
     pub fn of(stream: &UnixStream, waiting_at: Option<u64>) -> io::Result<Self> {
         let credentials = stream.peer_cred()?;
-        let pid = credentials
-            .pid()
-            .and_then(|pid| u32::try_from(pid).ok())
-            .filter(|pid| *pid != 0);
+        let pid = credentials.pid().and_then(|pid| u32::try_from(pid).ok()).filter(|pid| *pid != 0);
         Ok(Self {
             uid: credentials.uid(),
             gid: credentials.gid(),
             groups: peer_groups(stream.as_raw_fd()).unwrap_or_default().into(),
             pid,
-            process: pid
-                .and_then(|pid| Process::of_peer(stream.as_fd(), pid, waiting_at))
-                .map(Arc::new),
+            process: pid.and_then(|pid| Process::of_peer(stream.as_fd(), pid, waiting_at)).map(Arc::new),
         })
     }
 }
@@ -143,13 +138,7 @@ fn socket_option<T: Copy>(fd: RawFd, option: libc::c_int, values: &mut [T]) -> O
     // SAFETY: `values` is writable for `length` bytes, the kernel writes at most that many, and every bit pattern is a
     // value of the integer types that this file passes.
     let result = unsafe {
-        libc::getsockopt(
-            fd,
-            libc::SOL_SOCKET,
-            option,
-            values.as_mut_ptr().cast::<libc::c_void>(),
-            &raw mut length,
-        )
+        libc::getsockopt(fd, libc::SOL_SOCKET, option, values.as_mut_ptr().cast::<libc::c_void>(), &raw mut length)
     };
     (result == 0).then(|| usize::try_from(length).ok()).flatten()
 }
@@ -197,10 +186,7 @@ mod tests {
     #[tokio::test]
     async fn the_end_of_a_process_is_noticed() {
         let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
-        let process = Process {
-            pid: child.id(),
-            pidfd: pidfd_open(child.id()).unwrap(),
-        };
+        let process = Process { pid: child.id(), pidfd: pidfd_open(child.id()).unwrap() };
         drop(child.stdin.take());
         process.ended().await.unwrap();
         assert!(child.try_wait().unwrap().is_some());
@@ -225,10 +211,7 @@ mod tests {
         let mut later = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
         let started = ProcessStat::read("/proc".as_ref(), later.id()).unwrap().start_ticks;
         let of = |waiting_at| Process::of_waiting_peer(ours.as_fd(), later.id(), waiting_at);
-        assert!(
-            of(started - 1).is_none(),
-            "it was started after the connection was made"
-        );
+        assert!(of(started - 1).is_none(), "it was started after the connection was made");
         assert!(of(started).is_some());
         // The peer has ended, and with it its end of the connection; its id has passed to a process of before.
         drop(theirs);

@@ -64,12 +64,8 @@ impl Remote {
             .client_ca_root(Certificate::from_pem(&certificates.client_ca))
             .timeout(HANDSHAKE_MAX);
         // Checked here, so that a wrong file is an error of the start.
-        Transport::builder()
-            .tls_config(tls.clone())
-            .map_err(RemoteError::Certificates)?;
-        let listener = TcpListener::bind(address)
-            .await
-            .map_err(|source| RemoteError::Listen { address, source })?;
+        Transport::builder().tls_config(tls.clone()).map_err(RemoteError::Certificates)?;
+        let listener = TcpListener::bind(address).await.map_err(|source| RemoteError::Listen { address, source })?;
         Ok(Self { listener, tls, role })
     }
 

@@ -38,10 +38,7 @@ impl Role {
     pub const fn may(self, permission: Permission) -> bool {
         match self {
             Self::Operator => true,
-            Self::Tenant => matches!(
-                permission,
-                Permission::Observe | Permission::Lease | Permission::Generate
-            ),
+            Self::Tenant => matches!(permission, Permission::Observe | Permission::Lease | Permission::Generate),
             Self::Viewer => matches!(permission, Permission::Observe),
             Self::Watchdog => matches!(permission, Permission::Observe | Permission::Intervene),
         }
@@ -82,11 +79,7 @@ pub struct Ids {
 
 impl Ids {
     fn contain(&self, peer: &PeerInfo) -> bool {
-        self.uids.contains(&peer.uid)
-            || self
-                .gids
-                .iter()
-                .any(|gid| *gid == peer.gid || peer.groups.contains(gid))
+        self.uids.contains(&peer.uid) || self.gids.iter().any(|gid| *gid == peer.gid || peer.groups.contains(gid))
     }
 }
 
@@ -142,12 +135,7 @@ mod tests {
     use super::*;
 
     fn peer(uid: u32, gid: u32, groups: &[u32]) -> PeerInfo {
-        PeerInfo {
-            uid,
-            gid,
-            groups: groups.into(),
-            ..PeerInfo::default()
-        }
+        PeerInfo { uid, gid, groups: groups.into(), ..PeerInfo::default() }
     }
 
     #[test]

@@ -71,11 +71,7 @@ pub struct Limits {
 
 impl Default for Limits {
     fn default() -> Self {
-        let bounds = Bounds {
-            per_process: 32,
-            per_user: 256,
-            total: 1024,
-        };
+        let bounds = Bounds { per_process: 32, per_user: 256, total: 1024 };
         Self {
             message_bytes: 1 << 20,
             calls_per_connection: 64,
@@ -149,10 +145,7 @@ impl Sockets {
     /// When somebody listens there, something else is there, or the system says no.
     pub fn bind_path(&mut self, path: &Path, mode: u32) -> Result<(), BindError> {
         let address = || path.display().to_string();
-        let system = |source| BindError::System {
-            address: address(),
-            source,
-        };
+        let system = |source| BindError::System { address: address(), source };
         match fs::symlink_metadata(path) {
             Ok(found) if !found.file_type().is_socket() => return Err(BindError::NotASocket { address: address() }),
             Ok(_) => match StdStream::connect(path) {
@@ -178,10 +171,7 @@ impl Sockets {
     /// When somebody listens there, or the system says no.
     pub fn bind_abstract(&mut self, name: &str) -> Result<(), BindError> {
         let address = || format!("@{name}");
-        let system = |source| BindError::System {
-            address: address(),
-            source,
-        };
+        let system = |source| BindError::System { address: address(), source };
         let socket = SocketAddr::from_abstract_name(name).map_err(system)?;
         let listener = StdListener::bind_addr(&socket).map_err(|error| match error.kind() {
             io::ErrorKind::AddrInUse => BindError::InUse { address: address() },
@@ -217,11 +207,7 @@ struct SocketFile {
 impl SocketFile {
     fn of(path: &Path) -> io::Result<Self> {
         let metadata = fs::symlink_metadata(path)?;
-        Ok(Self {
-            path: path.to_owned(),
-            device: metadata.dev(),
-            inode: metadata.ino(),
-        })
+        Ok(Self { path: path.to_owned(), device: metadata.dev(), inode: metadata.ino() })
     }
 }
 
@@ -269,15 +255,7 @@ impl Server {
         roles: Roles,
         limits: Limits,
     ) -> Self {
-        Self {
-            sockets,
-            supervisor,
-            generator,
-            roles,
-            limits,
-            holders: Vec::new(),
-            health: Health::new(),
-        }
+        Self { sockets, supervisor, generator, roles, limits, holders: Vec::new(), health: Health::new() }
     }
 
     /// Processes that hold leases of an earlier run, those included that have ended and may be in use.
@@ -299,22 +277,9 @@ impl Server {
     /// # Errors
     /// When a socket cannot be used.
     pub async fn serve(self, stop: CancellationToken) -> Result<(), ServeError> {
-        let Self {
-            sockets,
-            supervisor,
-            generator,
-            roles,
-            limits,
-            holders: known,
-            health,
-            ..
-        } = self;
+        let Self { sockets, supervisor, generator, roles, limits, holders: known, health, .. } = self;
         // Taken apart here, so that the files go when this future ends or is dropped.
-        let Sockets {
-            listeners,
-            files: _files,
-            remote,
-        } = sockets;
+        let Sockets { listeners, files: _files, remote } = sockets;
         let context = Context {
             supervisor: Arc::clone(&supervisor),
             roles: Arc::new(roles),
@@ -344,13 +309,7 @@ impl Server {
         let slots = Slots::new(limits.connections);
         for listener in listeners {
             let listener = UnixListener::from_std(listener)?;
-            tokio::spawn(accept(
-                listener,
-                slots.clone(),
-                accepted.clone(),
-                stop.clone(),
-                cut.clone(),
-            ));
+            tokio::spawn(accept(listener, slots.clone(), accepted.clone(), stop.clone(), cut.clone()));
         }
         drop(accepted);
 
@@ -376,17 +335,8 @@ impl Server {
             return Ok(());
         };
         let (accepted, connections) = mpsc::channel(ACCEPTED_MAX);
-        tokio::spawn(remote::accept(
-            listener,
-            limits.connections,
-            accepted,
-            stop.clone(),
-            cut,
-        ));
-        let context = Context {
-            remote: Some(role),
-            ..context
-        };
+        tokio::spawn(remote::accept(listener, limits.connections, accepted, stop.clone(), cut));
+        let context = Context { remote: Some(role), ..context };
         // No leases: their holder is a process that is measured here.
         let remote = transport()
             .tls_config(tls)?
@@ -403,12 +353,7 @@ impl Server {
 impl Context {
     /// Counts one more open stream of the caller.
     pub(super) fn stream_slot(&self, call: &Call) -> Result<Slot, CallError> {
-        self.streams
-            .open(call.slot_key())
-            .map_err(|limit| CallError::QuotaExceeded {
-                what: "open streams",
-                limit,
-            })
+        self.streams.open(call.slot_key()).map_err(|limit| CallError::QuotaExceeded { what: "open streams", limit })
     }
 }
 
@@ -462,12 +407,7 @@ async fn accept(
                     return;
                 }
             }
-            Err(limit) => debug!(
-                uid = peer.uid,
-                pid = peer.pid,
-                limit,
-                "too many connections; this one is closed"
-            ),
+            Err(limit) => debug!(uid = peer.uid, pid = peer.pid, limit, "too many connections; this one is closed"),
         }
     }
 }

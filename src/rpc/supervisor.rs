@@ -229,11 +229,7 @@ impl EventLog {
     /// An empty log that keeps the last `capacity` lines, as far as their texts take no more than 4 MiB.
     #[must_use]
     pub fn new(capacity: usize) -> Self {
-        Self {
-            kept: Mutex::default(),
-            last: watch::Sender::new(0),
-            capacity: capacity.max(1),
-        }
+        Self { kept: Mutex::default(), last: watch::Sender::new(0), capacity: capacity.max(1) }
     }
 
     /// Adds a line; the oldest one makes place for it.
@@ -282,19 +278,13 @@ mod tests {
     fn long_lines_make_place_for_each_other() {
         let log = EventLog::new(1000);
         for sequence in 1..=100 {
-            log.push(EventRecord {
-                body_json: "x".repeat(100 << 10),
-                ..record(sequence)
-            });
+            log.push(EventRecord { body_json: "x".repeat(100 << 10), ..record(sequence) });
         }
         let page = log.after(0, 1000);
         assert!((30..=40).contains(&page.records.len()), "{}", page.records.len());
         assert_eq!(page.missed, 100 - page.records.len() as u64);
         // One that is larger than all of it is kept alone.
-        log.push(EventRecord {
-            body_json: "x".repeat(5 << 20),
-            ..record(101)
-        });
+        log.push(EventRecord { body_json: "x".repeat(5 << 20), ..record(101) });
         assert_eq!(log.after(0, 1000).records.len(), 1);
         log.push(record(102));
         assert_eq!(log.after(0, 1000).records.len(), 1);

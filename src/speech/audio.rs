@@ -41,10 +41,7 @@ impl MonoAudio {
     /// These samples at this rate.
     #[must_use]
     pub const fn new(sample_rate_hz: u32, samples: Vec<i16>) -> Self {
-        Self {
-            sample_rate_hz,
-            samples,
-        }
+        Self { sample_rate_hz, samples }
     }
 
     /// Adds silence before and after. Recognisers lose a word that begins with the first sample.
@@ -61,10 +58,7 @@ impl MonoAudio {
     /// How long it plays.
     #[must_use]
     pub fn duration(&self) -> Duration {
-        duration_of(
-            u64::try_from(self.samples.len()).unwrap_or(u64::MAX),
-            self.sample_rate_hz,
-        )
+        duration_of(u64::try_from(self.samples.len()).unwrap_or(u64::MAX), self.sample_rate_hz)
     }
 
     /// The same at another rate.
@@ -158,10 +152,7 @@ pub(super) fn read_wav(
     let header = match data_chunk(file) {
         Some(data) if is_open_ended(data) => Some(with_length(file, data)),
         Some(data) if u64::from(data.declared) > data.present => {
-            return Err(AudioError::Truncated {
-                declared: data.declared.into(),
-                present: data.present,
-            });
+            return Err(AudioError::Truncated { declared: data.declared.into(), present: data.present });
         }
         _ => None,
     };
@@ -215,15 +206,9 @@ impl PcmDecoder {
     pub fn new(format: AudioFormat) -> Result<Self, AudioError> {
         supported_rate(format.rate)?;
         if format.channels == 0 || !(1..=4).contains(&format.width) {
-            return Err(AudioError::Format {
-                channels: format.channels,
-                width: format.width,
-            });
+            return Err(AudioError::Format { channels: format.channels, width: format.width });
         }
-        Ok(Self {
-            format,
-            rest: Vec::new(),
-        })
+        Ok(Self { format, rest: Vec::new() })
     }
 
     /// What it decodes.
@@ -241,9 +226,7 @@ impl PcmDecoder {
         let mut mixer = Mixer::new(self.format.channels, whole / frame);
         for sample in self.rest.get(..whole).unwrap_or_default().chunks_exact(width) {
             // The bytes become the high ones of 32 bits, so the sign is right in every width.
-            let value = sample
-                .iter()
-                .fold(0, |value, &byte| (value >> 8) | (u32::from(byte) << 24));
+            let value = sample.iter().fold(0, |value, &byte| (value >> 8) | (u32::from(byte) << 24));
             mixer.push(value.cast_signed() >> 16);
         }
         self.rest.drain(..whole);
@@ -344,12 +327,7 @@ pub(super) struct Mixer {
 
 impl Mixer {
     pub(super) fn new(channels: u16, frames: usize) -> Self {
-        Self {
-            channels: channels.max(1),
-            seen: 0,
-            sum: 0,
-            samples: Vec::with_capacity(frames),
-        }
+        Self { channels: channels.max(1), seen: 0, sum: 0, samples: Vec::with_capacity(frames) }
     }
 
     /// Takes the next sample, in the range of 16 bits.
@@ -408,31 +386,19 @@ fn is_open_ended(data: DataChunk) -> bool {
 fn with_length(file: &[u8], data: DataChunk) -> Vec<u8> {
     let mut header = file.get(..data.length_at).unwrap_or_default().to_vec();
     // The frame size is the last but one field of the format chunk, which comes first in files of this kind.
-    let frame = file
-        .get(32..)
-        .and_then(<[u8]>::first_chunk)
-        .map_or(1, |bytes| u64::from(u16::from_le_bytes(*bytes)))
-        .max(1);
+    let frame =
+        file.get(32..).and_then(<[u8]>::first_chunk).map_or(1, |bytes| u64::from(u16::from_le_bytes(*bytes))).max(1);
     let whole = u32::try_from(data.present / frame * frame).unwrap_or(u32::MAX);
     header.extend_from_slice(&whole.to_le_bytes());
     header
 }
 
 const fn mono_spec(sample_rate: u32) -> WavSpec {
-    WavSpec {
-        channels: 1,
-        sample_rate,
-        bits_per_sample: 16,
-        sample_format: SampleFormat::Int,
-    }
+    WavSpec { channels: 1, sample_rate, bits_per_sample: 16, sample_format: SampleFormat::Int }
 }
 
 pub(super) fn supported_rate(rate_hz: u32) -> Result<(), AudioError> {
-    if (RATE_MIN_HZ..=RATE_MAX_HZ).contains(&rate_hz) {
-        Ok(())
-    } else {
-        Err(AudioError::Rate { rate_hz })
-    }
+    if (RATE_MIN_HZ..=RATE_MAX_HZ).contains(&rate_hz) { Ok(()) } else { Err(AudioError::Rate { rate_hz }) }
 }
 
 fn within(frames: u64, rate_hz: u32, limit: Duration) -> Result<(), AudioError> {
@@ -494,12 +460,7 @@ mod tests {
     }
 
     fn spec(channels: u16, bits: u16, format: SampleFormat) -> WavSpec {
-        WavSpec {
-            channels,
-            sample_rate: 44_100,
-            bits_per_sample: bits,
-            sample_format: format,
-        }
+        WavSpec { channels, sample_rate: 44_100, bits_per_sample: bits, sample_format: format }
     }
 
     #[test]
@@ -509,11 +470,7 @@ mod tests {
             let audio = parse_wav(&wav(spec(1, bits, SampleFormat::Int), &samples), MINUTE).unwrap();
             assert_eq!(audio.sample_rate_hz, 44_100);
             for (found, expected) in audio.samples.iter().zip([0, 16_384, -16_384, -32_768]) {
-                assert!(
-                    (i32::from(*found) - expected).abs() <= 1,
-                    "{bits} bits: {:?}",
-                    audio.samples
-                );
+                assert!((i32::from(*found) - expected).abs() <= 1, "{bits} bits: {:?}", audio.samples);
             }
         }
         let floats = [0.0f32, 0.5, -0.5, -1.0, 7.0, f32::NAN, f32::NEG_INFINITY];
@@ -543,10 +500,7 @@ mod tests {
         let error = parse_wav(&second, Duration::from_millis(500)).unwrap_err();
         assert_eq!(error.to_string(), "audio of 1.0 s is longer than the limit of 0.5 s");
         let error = parse_wav(&second[..1000], MINUTE).unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "WAV file is cut short: it declares 88200 bytes of audio and has 956"
-        );
+        assert_eq!(error.to_string(), "WAV file is cut short: it declares 88200 bytes of audio and has 956");
         for broken in [b"".as_slice(), b"RIFF", b"OggS\0\0\0\0", &second[..20], &second[..40]] {
             let error = parse_wav(broken, MINUTE).unwrap_err();
             assert_eq!(error.to_string(), "not a readable WAV file");
@@ -556,10 +510,7 @@ mod tests {
         slow[24..28].copy_from_slice(&100u32.to_le_bytes());
         slow[28..32].copy_from_slice(&200u32.to_le_bytes());
         let error = parse_wav(&slow, MINUTE).unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "sample rate of 100 Hz is outside of 2000 to 384000 Hz"
-        );
+        assert_eq!(error.to_string(), "sample rate of 100 Hz is outside of 2000 to 384000 Hz");
     }
 
     #[test]
@@ -584,11 +535,7 @@ mod tests {
 
     #[test]
     fn raw_audio_may_be_cut_anywhere() {
-        let format = |width, channels| AudioFormat {
-            rate: 16_000,
-            width,
-            channels,
-        };
+        let format = |width, channels| AudioFormat { rate: 16_000, width, channels };
         let bytes = [0x10, 0x20, 0x30, 0x40, 0x50, 0xff];
         for (width, channels, expected) in [
             (1, 1, vec![0x1000, 0x2000, 0x3000, 0x4000, 0x5000, -256]),
@@ -600,22 +547,13 @@ mod tests {
             for piece in 1..=6 {
                 let mut decoder = PcmDecoder::new(format(width, channels)).unwrap();
                 let samples: Vec<i16> = bytes.chunks(piece).flat_map(|piece| decoder.push(piece)).collect();
-                assert_eq!(
-                    samples, expected,
-                    "width {width}, {channels} channels, pieces of {piece}"
-                );
+                assert_eq!(samples, expected, "width {width}, {channels} channels, pieces of {piece}");
             }
         }
         for (width, channels) in [(0, 1), (5, 1), (2, 0)] {
-            assert!(matches!(
-                PcmDecoder::new(format(width, channels)),
-                Err(AudioError::Format { .. })
-            ));
+            assert!(matches!(PcmDecoder::new(format(width, channels)), Err(AudioError::Format { .. })));
         }
-        let rate = AudioFormat {
-            rate: 0,
-            ..format(2, 1)
-        };
+        let rate = AudioFormat { rate: 0, ..format(2, 1) };
         assert!(matches!(PcmDecoder::new(rate), Err(AudioError::Rate { rate_hz: 0 })));
     }
 

@@ -121,11 +121,7 @@ impl WyomingClient {
     /// A client; connects with each request.
     #[must_use]
     pub fn new(endpoint: Endpoint, timeouts: ClientTimeouts) -> Self {
-        Self {
-            endpoint,
-            timeouts,
-            limits: FrameLimits::default(),
-        }
+        Self { endpoint, timeouts, limits: FrameLimits::default() }
     }
 
     /// What the server is.
@@ -148,10 +144,7 @@ impl WyomingClient {
     /// As [`describe`](Self::describe).
     pub async fn ping(&self) -> Result<(), ClientError> {
         let ping = Event::Ping(Ping::default());
-        self.exchange(ping, self.timeouts.describe, |event| {
-            matches!(event, Event::Pong(_)).then_some(())
-        })
-        .await
+        self.exchange(ping, self.timeouts.describe, |event| matches!(event, Event::Pong(_)).then_some(())).await
     }
 
     /// Whether the server accepts a connection, whatever it speaks.
@@ -167,9 +160,7 @@ impl WyomingClient {
     /// # Errors
     /// As [`describe`](Self::describe), and when the worker has no such size or cannot load it.
     pub async fn resize(&self, variant: &str) -> Result<Resized, ClientError> {
-        let resize = Event::Resize(Resize {
-            variant: variant.to_owned(),
-        });
+        let resize = Event::Resize(Resize { variant: variant.to_owned() });
         self.exchange(resize, self.timeouts.resize, |event| match event {
             Event::Resized(resized) => Some(resized),
             _ => None,
@@ -200,15 +191,9 @@ impl WyomingClient {
         let format = AudioFormat::mono_16_bit(audio.sample_rate_hz);
         let patience = self.timeouts.transcribe;
         let send = async {
-            let transcribe = Transcribe {
-                language: language.map(str::to_owned),
-                ..Transcribe::default()
-            };
+            let transcribe = Transcribe { language: language.map(str::to_owned), ..Transcribe::default() };
             self.send(&mut writer, Event::Transcribe(transcribe), patience).await?;
-            let start = AudioStart {
-                format,
-                timestamp: None,
-            };
+            let start = AudioStart { format, timestamp: None };
             self.send(&mut writer, Event::AudioStart(start), patience).await?;
             for samples in audio.samples.chunks(CHUNK_SAMPLES) {
                 let chunk = AudioChunk {
@@ -218,8 +203,7 @@ impl WyomingClient {
                 };
                 self.send(&mut writer, Event::AudioChunk(chunk), patience).await?;
             }
-            self.send(&mut writer, Event::AudioStop(AudioStop::default()), patience)
-                .await
+            self.send(&mut writer, Event::AudioStop(AudioStop::default()), patience).await
         };
         // The server may refuse before it has taken all audio; its `error` explains more than our broken pipe.
         let told = tokio::sync::Notify::new();
@@ -235,10 +219,7 @@ impl WyomingClient {
                         }
                     }
                     Event::Transcript(transcript) => {
-                        return Ok(Heard {
-                            text: transcript.text,
-                            language: transcript.language,
-                        });
+                        return Ok(Heard { text: transcript.text, language: transcript.language });
                     }
                     Event::Error(error) => return Err(self.refused(error)),
                     _ => {}
@@ -301,9 +282,8 @@ impl WyomingClient {
         });
         self.send(&mut writer, request, patience).await?;
         let format = loop {
-            let event = timeout(patience, self.receive(&mut reader))
-                .await
-                .map_err(|_| self.late("synthesize", patience))??;
+            let event =
+                timeout(patience, self.receive(&mut reader)).await.map_err(|_| self.late("synthesize", patience))??;
             match event {
                 Event::AudioStart(start) => break start.format,
                 Event::Error(error) => return Err(self.refused(error)),
@@ -343,11 +323,7 @@ impl WyomingClient {
     /// When the server cannot be reached.
     pub async fn open(&self) -> Result<Exchange, ClientError> {
         let (reader, writer) = self.connect().await?;
-        Ok(Exchange {
-            client: self.clone(),
-            reader,
-            writer,
-        })
+        Ok(Exchange { client: self.clone(), reader, writer })
     }
 
     /// Sends one event and waits for the answer that `wanted` takes.
@@ -374,13 +350,9 @@ impl WyomingClient {
                     (Err(error), _) => return Err(error),
                 }
             }
-            Err(sent.err().unwrap_or_else(|| ClientError::Closed {
-                endpoint: self.endpoint.clone(),
-            }))
+            Err(sent.err().unwrap_or_else(|| ClientError::Closed { endpoint: self.endpoint.clone() }))
         };
-        timeout(patience, talk)
-            .await
-            .unwrap_or_else(|_| Err(self.late(act, patience)))
+        timeout(patience, talk).await.unwrap_or_else(|_| Err(self.late(act, patience)))
     }
 
     async fn connect(&self) -> Result<(FrameReader<BoxedReader>, BoxedWriter), ClientError> {
@@ -402,10 +374,7 @@ impl WyomingClient {
         let (reader, writer) = timeout(patience, connecting)
             .await
             .map_err(|_| self.late("connect", patience))?
-            .map_err(|source| ClientError::Connect {
-                endpoint: self.endpoint.clone(),
-                source,
-            })?;
+            .map_err(|source| ClientError::Connect { endpoint: self.endpoint.clone(), source })?;
         Ok((FrameReader::new(reader, self.limits), writer))
     }
 
@@ -419,31 +388,19 @@ impl WyomingClient {
 
     async fn receive(&self, reader: &mut FrameReader<BoxedReader>) -> Result<Event, ClientError> {
         match reader.next().await {
-            Ok(Some(frame)) => Event::from_frame(frame).map_err(|source| ClientError::Event {
-                endpoint: self.endpoint.clone(),
-                source,
-            }),
-            Ok(None) => Err(ClientError::Closed {
-                endpoint: self.endpoint.clone(),
-            }),
+            Ok(Some(frame)) => Event::from_frame(frame)
+                .map_err(|source| ClientError::Event { endpoint: self.endpoint.clone(), source }),
+            Ok(None) => Err(ClientError::Closed { endpoint: self.endpoint.clone() }),
             Err(source) => Err(self.broken(source)),
         }
     }
 
     fn refused(&self, error: super::wyoming::event::ErrorReply) -> ClientError {
-        ClientError::Refused {
-            endpoint: self.endpoint.clone(),
-            text: error.text,
-            code: error.code,
-        }
+        ClientError::Refused { endpoint: self.endpoint.clone(), text: error.text, code: error.code }
     }
 
     fn late(&self, act: &'static str, limit: Duration) -> ClientError {
-        ClientError::Late {
-            endpoint: self.endpoint.clone(),
-            act,
-            limit,
-        }
+        ClientError::Late { endpoint: self.endpoint.clone(), act, limit }
     }
 
     fn broken(&self, error: FrameError) -> ClientError {
@@ -488,9 +445,7 @@ impl Exchange {
 
 impl fmt::Debug for Exchange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Exchange")
-            .field("endpoint", &self.client.endpoint)
-            .finish_non_exhaustive()
+        f.debug_struct("Exchange").field("endpoint", &self.client.endpoint).finish_non_exhaustive()
     }
 }
 
@@ -504,10 +459,7 @@ pub struct SpeechStream {
 impl SpeechStream {
     /// What arrives at the other end of `receiver`.
     pub(super) const fn new(sample_rate_hz: u32, receiver: mpsc::Receiver<Result<Vec<i16>, ClientError>>) -> Self {
-        Self {
-            sample_rate_hz,
-            receiver,
-        }
+        Self { sample_rate_hz, receiver }
     }
 
     /// Samples per second.
@@ -650,22 +602,10 @@ mod tests {
 
     #[test]
     fn endpoints_read_as_they_print() {
-        for text in [
-            "unix:///run/cotenant/asr.sock",
-            "tcp://127.0.0.1:10300",
-            "tcp://[::1]:10200",
-        ] {
+        for text in ["unix:///run/cotenant/asr.sock", "tcp://127.0.0.1:10300", "tcp://[::1]:10200"] {
             assert_eq!(text.parse::<Endpoint>().unwrap().to_string(), text);
         }
-        for text in [
-            "",
-            "asr.sock",
-            "unix://",
-            "tcp://localhost",
-            "tcp://:1",
-            "tcp://h:99999",
-            "http://h:1",
-        ] {
+        for text in ["", "asr.sock", "unix://", "tcp://localhost", "tcp://:1", "tcp://h:99999", "http://h:1"] {
             assert!(text.parse::<Endpoint>().is_err(), "{text}");
         }
     }

@@ -78,12 +78,7 @@ struct Output<'a> {
 
 impl<'a> Output<'a> {
     fn new(limit: Duration, take: &'a mut dyn FnMut(&[i16]) -> io::Result<()>) -> Self {
-        Self {
-            limit,
-            resampler: None,
-            count: 0,
-            take,
-        }
+        Self { limit, resampler: None, count: 0, take }
     }
 
     fn push(&mut self, rate_hz: u32, samples: &[i16]) -> Result<(), AudioError> {
@@ -134,12 +129,10 @@ fn samples_of(time: Duration) -> u64 {
 
 fn read_container(file: &[u8], output: &mut Output<'_>) -> Result<(), AudioError> {
     let source = MediaSourceStream::new(Box::new(Cursor::new(file)), MediaSourceStreamOptions::default());
-    let metadata = MetadataOptions::default()
-        .limit_tag_bytes(Limit::Maximum(TAG_BYTES_MAX))
-        .limit_visual_bytes(Limit::Maximum(0));
-    let mut reader = get_probe()
-        .probe(&Hint::new(), source, FormatOptions::default(), metadata)
-        .map_err(AudioError::Container)?;
+    let metadata =
+        MetadataOptions::default().limit_tag_bytes(Limit::Maximum(TAG_BYTES_MAX)).limit_visual_bytes(Limit::Maximum(0));
+    let mut reader =
+        get_probe().probe(&Hint::new(), source, FormatOptions::default(), metadata).map_err(AudioError::Container)?;
     let mut track = Track::of(&*reader)?;
     let (mut packets, mut damaged) = (0usize, 0usize);
     loop {
@@ -187,15 +180,8 @@ impl Track {
             .default_track(TrackType::Audio)
             .or_else(|| reader.first_track(TrackType::Audio))
             .ok_or(AudioError::NoTrack)?;
-        let params = track
-            .codec_params
-            .as_ref()
-            .and_then(CodecParameters::audio)
-            .ok_or(AudioError::NoTrack)?;
-        Ok(Self {
-            id: track.id,
-            codec: Codec::of(params)?,
-        })
+        let params = track.codec_params.as_ref().and_then(CodecParameters::audio).ok_or(AudioError::NoTrack)?;
+        Ok(Self { id: track.id, codec: Codec::of(params)? })
     }
 }
 
@@ -302,18 +288,12 @@ mod tests {
     const TONES: [(&str, &[u8]); 9] = [
         ("mp3", include_bytes!("../../tests/fixtures/audio/tone.mp3")),
         ("m4a", include_bytes!("../../tests/fixtures/audio/tone.m4a")),
-        (
-            "fragmented mp4",
-            include_bytes!("../../tests/fixtures/audio/tone-fragmented.mp4"),
-        ),
+        ("fragmented mp4", include_bytes!("../../tests/fixtures/audio/tone-fragmented.mp4")),
         ("aac", include_bytes!("../../tests/fixtures/audio/tone.aac")),
         ("ogg with Vorbis", include_bytes!("../../tests/fixtures/audio/tone.ogg")),
         ("ogg with Opus", include_bytes!("../../tests/fixtures/audio/tone.opus")),
         ("webm with Opus", include_bytes!("../../tests/fixtures/audio/tone.webm")),
-        (
-            "webm with Vorbis",
-            include_bytes!("../../tests/fixtures/audio/tone-vorbis.webm"),
-        ),
+        ("webm with Vorbis", include_bytes!("../../tests/fixtures/audio/tone-vorbis.webm")),
         ("flac", include_bytes!("../../tests/fixtures/audio/tone.flac")),
     ];
 
@@ -327,10 +307,7 @@ mod tests {
             assert!(extra <= 16 * 70, "{name}: {} samples", audio.samples.len());
             let middle = &audio.samples[4000..12_000];
             let crossings = middle.windows(2).filter(|pair| (pair[0] < 0) != (pair[1] < 0)).count();
-            assert!(
-                crossings.abs_diff(440) <= 2,
-                "{name}: {crossings} crossings in half a second"
-            );
+            assert!(crossings.abs_diff(440) <= 2, "{name}: {crossings} crossings in half a second");
             let loudest = middle.iter().map(|sample| sample.unsigned_abs()).max().unwrap();
             assert!((10_000..21_000).contains(&loudest), "{name}: {loudest}");
         }
@@ -360,13 +337,7 @@ mod tests {
             let error = decode_whole_for_asr(file, Duration::from_millis(500)).unwrap_err();
             assert_eq!(error.to_string(), "audio is longer than the limit of 0.5 s", "{name}");
         }
-        for file in [
-            &b""[..],
-            b"ID3\x04 this is an mp3",
-            b"OggS\0\0\0\0",
-            b"<html></html>",
-            &[0; 4000],
-        ] {
+        for file in [&b""[..], b"ID3\x04 this is an mp3", b"OggS\0\0\0\0", b"<html></html>", &[0; 4000]] {
             let error = decode_whole_for_asr(file, MINUTE).unwrap_err();
             assert_eq!(error.to_string(), "not audio that can be read", "{file:?}");
         }

@@ -41,10 +41,7 @@ impl Decoder {
     /// A decoder that starts `program` with the argument [`DECODER_VERB`].
     #[must_use]
     pub fn new(program: PathBuf) -> Self {
-        Self {
-            program,
-            place: Arc::new(Semaphore::new(DECODERS_MAX)),
-        }
+        Self { program, place: Arc::new(Semaphore::new(DECODERS_MAX)) }
     }
 
     /// Reads an audio file as 16 kHz mono. `room` is asked, with the bytes of the samples so far, whether there is memory for
@@ -93,10 +90,8 @@ impl Decoder {
                         // Doubling would take up to twice of what `room` was asked for.
                         samples.reserve_exact(SAMPLES_STEP);
                     }
-                    samples.extend(
-                        body.chunks_exact(2)
-                            .filter_map(|pair| Some(i16::from_le_bytes(*pair.first_chunk()?))),
-                    );
+                    samples
+                        .extend(body.chunks_exact(2).filter_map(|pair| Some(i16::from_le_bytes(*pair.first_chunk()?))));
                 }
                 DONE => return Ok(MonoAudio::new(ASR_RATE_HZ, samples)),
                 _ => return Err(DecodeError::Audio(String::from_utf8_lossy(&body).into_owned())),
@@ -204,8 +199,7 @@ fn data_bytes() -> io::Result<u64> {
     let text = fs::read_to_string("/proc/self/status")?;
     let line = text.lines().find_map(|line| line.strip_prefix("VmData:"));
     let kib = line.and_then(|line| line.trim().trim_end_matches(" kB").parse::<u64>().ok());
-    kib.map(|kib| kib << 10)
-        .ok_or_else(|| io::Error::other("the kernel does not say how much data there is"))
+    kib.map(|kib| kib << 10).ok_or_else(|| io::Error::other("the kernel does not say how much data there is"))
 }
 
 /// The argument that makes this program a decoder.

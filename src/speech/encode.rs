@@ -91,21 +91,14 @@ struct Flac {
 
 impl Flac {
     fn new(rate_hz: u32) -> Result<(Self, Vec<u8>), EncodeError> {
-        let config = config::Encoder::default()
-            .into_verified()
-            .map_err(|(_, error)| flac_error(error))?;
+        let config = config::Encoder::default().into_verified().map_err(|(_, error)| flac_error(error))?;
         let rate = usize::try_from(rate_hz).map_err(flac_error)?;
         let mut info = StreamInfo::new(rate, 1, 16).map_err(flac_error)?;
         info.set_block_sizes(FLAC_BLOCK, FLAC_BLOCK).map_err(flac_error)?;
         // Neither the sizes of frames nor the length are known yet.
         info.set_frame_sizes(0, 0).map_err(flac_error)?;
         let begin = bytes_of(&Stream::with_stream_info(info.clone()))?;
-        let flac = Self {
-            config,
-            info,
-            frames: 0,
-            pending: Vec::new(),
-        };
+        let flac = Self { config, info, frames: 0, pending: Vec::new() };
         Ok((flac, begin))
     }
 
@@ -188,8 +181,7 @@ impl Opus {
         let frames: Vec<i16> = self.pending.drain(..whole).collect();
         for frame in frames.chunks(self.frame) {
             let length = self.encoder.encode_s16(frame, self.frame, &mut self.packet)?;
-            self.writer
-                .write_packet(self.packet.get(..length).unwrap_or_default())?;
+            self.writer.write_packet(self.packet.get(..length).unwrap_or_default())?;
         }
         Ok(self.writer.get_mut().map(std::mem::take).unwrap_or_default())
     }
@@ -205,8 +197,7 @@ impl Opus {
             let packet = self.packet.get(..length).unwrap_or_default();
             let left = end.saturating_sub(self.writer.granule().unsigned_abs());
             let whole = u64::try_from(self.frame).unwrap_or(0) * self.ticks;
-            self.writer
-                .write_packet_with_duration(packet, u32::try_from(left.min(whole)).unwrap_or(0))?;
+            self.writer.write_packet_with_duration(packet, u32::try_from(left.min(whole)).unwrap_or(0))?;
         }
         Ok(self.writer.finish()?)
     }
@@ -238,9 +229,7 @@ mod tests {
 
     #[test]
     fn what_is_encoded_in_pieces_is_decoded_in_its_length_and_sound() {
-        let samples: Vec<i16> = (0..30_011)
-            .map(|at| if at * 880 / 24_000 % 2 == 0 { 6000 } else { -6000 })
-            .collect();
+        let samples: Vec<i16> = (0..30_011).map(|at| if at * 880 / 24_000 % 2 == 0 { 6000 } else { -6000 }).collect();
         for (encoding, magic) in [(Encoding::Flac, b"fLaC"), (Encoding::Opus, b"OggS")] {
             let (mut encoder, mut file) = Encoder::new(encoding, 24_000).unwrap();
             assert_eq!(&file[..4], magic);
@@ -256,11 +245,7 @@ mod tests {
             assert!(first.unwrap() <= 5, "{encoding:?}: sound comes at once, not in the end");
             let heard = decode_whole_for_asr(&file, Duration::from_secs(9)).unwrap();
             let expected = 30_011 * 2 / 3;
-            assert!(
-                heard.samples.len().abs_diff(expected) <= 400,
-                "{encoding:?}: {}",
-                heard.samples.len()
-            );
+            assert!(heard.samples.len().abs_diff(expected) <= 400, "{encoding:?}: {}", heard.samples.len());
             let middle = &heard.samples[4000..12_000];
             let crossings = middle.windows(2).filter(|pair| (pair[0] < 0) != (pair[1] < 0)).count();
             assert!(crossings.abs_diff(440) <= 4, "{encoding:?}: {crossings}");

@@ -50,12 +50,7 @@ impl HttpSpeechClient {
     /// A client of `host:port`; connects with each request.
     #[must_use]
     pub fn new(address: String, shape: HttpShape, model: String, timeouts: ClientTimeouts) -> Self {
-        Self {
-            address,
-            shape,
-            model,
-            timeouts,
-        }
+        Self { address, shape, model, timeouts }
     }
 
     /// What is said in `audio`, where the server is set to expect `language`.
@@ -91,9 +86,7 @@ impl HttpSpeechClient {
                 language: answer.get("language").and_then(Value::as_str).map(str::to_owned),
             })
         };
-        timeout(patience, ask)
-            .await
-            .unwrap_or_else(|_| Err(self.late("transcribe", patience)))
+        timeout(patience, ask).await.unwrap_or_else(|_| Err(self.late("transcribe", patience)))
     }
 
     /// Speaks `text`, by one of the people whom the voice knows (Piper alone takes that); returns as soon as the audio
@@ -131,9 +124,7 @@ impl HttpSpeechClient {
         };
         let patience = self.timeouts.synthesize;
         let begin = async {
-            let (response, connection) = self
-                .post(path, "application/json", Bytes::from(body.to_string()))
-                .await?;
+            let (response, connection) = self.post(path, "application/json", Bytes::from(body.to_string())).await?;
             let response = self.accepted(response).await?;
             let raw = response
                 .headers()
@@ -154,9 +145,8 @@ impl HttpSpeechClient {
                 }
             }
         };
-        let (format, length, first, mut body, connection) = timeout(patience, begin)
-            .await
-            .unwrap_or_else(|_| Err(self.late("synthesize", patience)))?;
+        let (format, length, first, mut body, connection) =
+            timeout(patience, begin).await.unwrap_or_else(|_| Err(self.late("synthesize", patience)))?;
         let mut decoder = PcmDecoder::new(format).map_err(ClientError::Audio)?;
         let (sender, receiver) = mpsc::channel(QUEUED_CHUNKS);
         let client = self.clone();
@@ -200,18 +190,12 @@ impl HttpSpeechClient {
         let stream = timeout(limit, TcpStream::connect(&self.address))
             .await
             .map_err(|_| self.late("connect", limit))?
-            .map_err(|source| ClientError::Connect {
-                endpoint: self.endpoint(),
-                source,
-            })?;
+            .map_err(|source| ClientError::Connect { endpoint: self.endpoint(), source })?;
         let broken = |error: hyper::Error| ClientError::Broken {
             endpoint: self.endpoint(),
             source: std::io::Error::other(error),
         };
-        let (mut sender, connection) = http1::Builder::new()
-            .handshake(TokioIo::new(stream))
-            .await
-            .map_err(broken)?;
+        let (mut sender, connection) = http1::Builder::new().handshake(TokioIo::new(stream)).await.map_err(broken)?;
         let connection = Connection(tokio::spawn(async move {
             // Errors are reported to the caller that waits for the answer.
             let _ = connection.await;
@@ -275,18 +259,11 @@ impl HttpSpeechClient {
     }
 
     fn late(&self, act: &'static str, limit: Duration) -> ClientError {
-        ClientError::Late {
-            endpoint: self.endpoint(),
-            act,
-            limit,
-        }
+        ClientError::Late { endpoint: self.endpoint(), act, limit }
     }
 
     fn wrong(&self, problem: String) -> ClientError {
-        ClientError::Answer {
-            endpoint: self.endpoint(),
-            problem,
-        }
+        ClientError::Answer { endpoint: self.endpoint(), problem }
     }
 }
 
@@ -355,15 +332,9 @@ fn wav_format(body: &[u8]) -> Result<AudioFormat, String> {
     let (tag, channels, bits) = (short(0), short(2), short(14));
     // 0xFFFE is the extensible form of the same.
     if !matches!(tag, 1 | 0xFFFE) || bits % 8 != 0 {
-        return Err(format!(
-            "its WAV has encoding {tag} with {bits} bits, not plain samples"
-        ));
+        return Err(format!("its WAV has encoding {tag} with {bits} bits, not plain samples"));
     }
-    Ok(AudioFormat {
-        rate: number(body, 4).unwrap_or_default(),
-        width: bits / 8,
-        channels,
-    })
+    Ok(AudioFormat { rate: number(body, 4).unwrap_or_default(), width: bits / 8, channels })
 }
 
 fn number(bytes: &[u8], at: usize) -> Option<u32> {
@@ -462,10 +433,7 @@ mod tests {
 
     #[test]
     fn what_is_not_wav_is_told() {
-        assert_eq!(
-            begin_of(b"<html>no such page</html>", 5).unwrap_err(),
-            "its audio is not WAV"
-        );
+        assert_eq!(begin_of(b"<html>no such page</html>", 5).unwrap_err(), "its audio is not WAV");
         let mut wav = MonoAudio::new(16_000, vec![5]).to_wav().unwrap();
         wav[20] = 85;
         let error = begin_of(&wav, 9).unwrap_err();

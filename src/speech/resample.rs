@@ -24,10 +24,7 @@ pub struct Resampler {
 
 impl std::fmt::Debug for Resampler {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Resampler")
-            .field("from_hz", &self.from_hz)
-            .field("to_hz", &self.to_hz)
-            .finish_non_exhaustive()
+        f.debug_struct("Resampler").field("from_hz", &self.from_hz).field("to_hz", &self.to_hz).finish_non_exhaustive()
     }
 }
 
@@ -70,8 +67,7 @@ impl Resampler {
     /// When the resampler itself fails, which its sizes exclude.
     pub fn push(&mut self, samples: &[i16]) -> Result<Vec<i16>, ResampleError> {
         self.taken += u64::try_from(samples.len()).unwrap_or(u64::MAX);
-        self.pending
-            .extend(samples.iter().map(|&sample| f32::from(sample) / f32::from(i16::MAX)));
+        self.pending.extend(samples.iter().map(|&sample| f32::from(sample) / f32::from(i16::MAX)));
         let mut output = Vec::new();
         let mut used = 0;
         while self.pending.len() - used >= self.inner.input_frames_next() {
@@ -104,15 +100,9 @@ impl Resampler {
         let input = InterleavedSlice::new(&self.pending, 1, self.pending.len()).map_err(|_| ResampleError::Sizes)?;
         let room = self.block.len();
         let mut block = InterleavedSlice::new_mut(&mut self.block, 1, room).map_err(|_| ResampleError::Sizes)?;
-        let indexing = Indexing {
-            input_offset: offset,
-            partial_len: partial,
-            ..Indexing::default()
-        };
-        let (taken, given) = self
-            .inner
-            .process_into_buffer(&input, &mut block, Some(&indexing))
-            .map_err(ResampleError::Run)?;
+        let indexing = Indexing { input_offset: offset, partial_len: partial, ..Indexing::default() };
+        let (taken, given) =
+            self.inner.process_into_buffer(&input, &mut block, Some(&indexing)).map_err(ResampleError::Run)?;
         let skipped = self.delay.min(given);
         self.delay -= skipped;
         let ready = self.block.get(skipped..given).unwrap_or_default();
@@ -233,20 +223,13 @@ mod tests {
     #[test]
     fn pieces_do_not_change_the_result() {
         let samples = tone(22_050, 300.0, 200);
-        assert_eq!(
-            converted(22_050, 24_000, &samples, 1),
-            converted(22_050, 24_000, &samples, usize::MAX)
-        );
+        assert_eq!(converted(22_050, 24_000, &samples, 1), converted(22_050, 24_000, &samples, usize::MAX));
     }
 
     #[test]
     fn what_lies_above_the_new_range_is_gone() {
         let output = converted(44_100, 16_000, &tone(44_100, 12_000.0, 500), 4096);
-        let loudest = output[800..output.len() - 800]
-            .iter()
-            .map(|s| s.unsigned_abs())
-            .max()
-            .unwrap();
+        let loudest = output[800..output.len() - 800].iter().map(|s| s.unsigned_abs()).max().unwrap();
         assert!(loudest < 200, "an alias of {loudest} of 16000");
     }
 

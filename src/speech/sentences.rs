@@ -103,13 +103,7 @@ mod tests {
     fn sentences_end_where_a_reader_would_stop() {
         assert_eq!(
             cut("Hello! It is 21.5 degrees. Dr. Who left at 7.30 p.m. today?\nYes."),
-            [
-                "Hello!",
-                "It is 21.5 degrees.",
-                "Dr. Who left at 7.30 p.m.",
-                "today?",
-                "Yes."
-            ]
+            ["Hello!", "It is 21.5 degrees.", "Dr. Who left at 7.30 p.m.", "today?", "Yes."]
         );
         assert_eq!(cut("1. Turn it off. 2. Wait."), ["1. Turn it off.", "2. Wait."]);
         assert_eq!(cut("Go to room 2. Then stop."), ["Go to room 2.", "Then stop."]);
@@ -126,11 +120,7 @@ mod tests {
     fn a_text_without_an_end_is_cut_between_words() {
         let text = "word, ".repeat(200);
         let parts = cut(&text);
-        assert!(
-            parts
-                .iter()
-                .all(|part| part.len() <= SENTENCE_BYTES_MAX && part.starts_with("word"))
-        );
+        assert!(parts.iter().all(|part| part.len() <= SENTENCE_BYTES_MAX && part.starts_with("word")));
         assert_eq!(parts.join(" "), text.trim());
     }
 

@@ -104,10 +104,7 @@ impl Refusal {
     /// A refusal with this code and text.
     #[must_use]
     pub fn new(code: &'static str, text: impl Into<String>) -> Self {
-        Self {
-            text: text.into(),
-            code,
-        }
+        Self { text: text.into(), code }
     }
 }
 
@@ -120,10 +117,7 @@ pub fn check_text_length(bytes: usize) -> Result<(), Refusal> {
         return Ok(());
     }
     let (text, limit) = (Bytes::of_len(bytes), Bytes::of_len(TEXT_BYTES_MAX));
-    Err(Refusal::new(
-        "too-long",
-        format!("text of {text} is longer than the limit of {limit}"),
-    ))
+    Err(Refusal::new("too-long", format!("text of {text} is longer than the limit of {limit}")))
 }
 
 /// Longest text that is spoken: some 15 minutes.
@@ -145,10 +139,7 @@ impl Reply {
     pub async fn send(&self, event: Event) -> Result<(), FrameError> {
         let outgoing = Outgoing::Frame(event.into_frame(), self.wanted.clone());
         self.queue.send(outgoing).await.map_err(|_| {
-            FrameError::Io(io::Error::new(
-                io::ErrorKind::BrokenPipe,
-                "the client is gone, or takes no answer",
-            ))
+            FrameError::Io(io::Error::new(io::ErrorKind::BrokenPipe, "the client is gone, or takes no answer"))
         })
     }
 
@@ -157,10 +148,7 @@ impl Reply {
     #[must_use]
     pub fn cancellable(&self) -> (Self, CancellationToken) {
         let wanted = self.wanted.child_token();
-        let reply = Self {
-            queue: self.queue.clone(),
-            wanted: wanted.clone(),
-        };
+        let reply = Self { queue: self.queue.clone(), wanted: wanted.clone() };
         (reply, wanted)
     }
 
@@ -323,11 +311,7 @@ struct Seats {
 
 impl Seats {
     const fn new(limit: usize) -> Self {
-        Self {
-            limit,
-            next: 0,
-            taken: BTreeMap::new(),
-        }
+        Self { limit, next: 0, taken: BTreeMap::new() }
     }
 
     /// A new place; where all are taken, the one of the connection that has been idle for longest, which has to leave.
@@ -339,9 +323,7 @@ impl Seats {
                 Activity::Working => false,
             };
             let idle = self.taken.iter().filter(|(_, seat)| gives_way(seat));
-            let longest = idle
-                .min_by_key(|(_, (_, since, _))| *since)
-                .map(|(&number, _)| number)?;
+            let longest = idle.min_by_key(|(_, (_, since, _))| *since).map(|(&number, _)| number)?;
             if let Some((_, _, leave)) = self.taken.remove(&longest) {
                 leave.cancel();
             }
@@ -363,11 +345,7 @@ struct Seat {
 impl Seat {
     fn take(seats: &Arc<Mutex<Seats>>) -> Option<Self> {
         let (number, leave) = locked(seats).take(Instant::now())?;
-        Some(Self {
-            seats: Arc::clone(seats),
-            number,
-            leave,
-        })
+        Some(Self { seats: Arc::clone(seats), number, leave })
     }
 
     /// Notes what the connection does from now on.
@@ -439,10 +417,7 @@ impl<S: Service> Connection<S> {
         let refused = refusal.is_some();
         if let Some(refusal) = refusal {
             tracing::debug!(code = refusal.code, text = refusal.text, "request refused");
-            let error = Event::Error(ErrorReply {
-                text: refusal.text,
-                code: Some(refusal.code.to_owned()),
-            });
+            let error = Event::Error(ErrorReply { text: refusal.text, code: Some(refusal.code.to_owned()) });
             // A voice pipeline of Home Assistant waits for ever after an `error` on an open connection.
             let _ = reply.send(error).await;
         }
@@ -551,11 +526,7 @@ struct SocketFile {
 impl SocketFile {
     fn of(path: &Path) -> Result<Self, io::Error> {
         let meta = fs::symlink_metadata(path)?;
-        Ok(Self {
-            path: path.to_owned(),
-            device: meta.dev(),
-            inode: meta.ino(),
-        })
+        Ok(Self { path: path.to_owned(), device: meta.dev(), inode: meta.ino() })
     }
 }
 

@@ -135,10 +135,7 @@ struct Background {
 impl Default for Background {
     fn default() -> Self {
         // nothing is known of it before the first seconds have passed
-        Self {
-            least: [0.0; BUCKETS],
-            frames: 0,
-        }
+        Self { least: [0.0; BUCKETS], frames: 0 }
     }
 }
 
@@ -220,10 +217,7 @@ mod tests {
     fn a_noise_that_stays_becomes_the_background_and_a_voice_above_it_is_heard() {
         let mut detector = VoiceDetector::new(0.5, PAUSE);
         let edges = detector.push(&noise(1500, 6000));
-        assert!(
-            matches!(edges[..], [VoiceEdge::Started(0), VoiceEdge::Stopped(end)] if end < 4000 * 16),
-            "{edges:?}"
-        );
+        assert!(matches!(edges[..], [VoiceEdge::Started(0), VoiceEdge::Stopped(end)] if end < 4000 * 16), "{edges:?}");
         assert_eq!(detector.push(&noise(12_000, 500)).len(), 1);
         assert_eq!(detector.push(&noise(1500, 500)).len(), 1);
     }

@@ -145,10 +145,7 @@ pub fn init(filter: &str, format: LogFormat) -> Result<(LogGuard, LogFilter), Lo
 }
 
 fn parsed(filter: &str) -> Result<EnvFilter, LogError> {
-    EnvFilter::try_new(filter).map_err(|source| LogError::Filter {
-        filter: filter.to_owned(),
-        source,
-    })
+    EnvFilter::try_new(filter).map_err(|source| LogError::Filter { filter: filter.to_owned(), source })
 }
 
 enum Message {
@@ -196,10 +193,7 @@ impl<'a> MakeWriter<'a> for LineWriter {
     type Writer = Line<'a>;
 
     fn make_writer(&'a self) -> Line<'a> {
-        Line {
-            writer: self,
-            text: Vec::with_capacity(LINE_BYTES),
-        }
+        Line { writer: self, text: Vec::with_capacity(LINE_BYTES) }
     }
 }
 
@@ -208,13 +202,8 @@ fn channel(out: impl Write + Send + 'static, capacity: usize) -> io::Result<(Lin
     let (sender, receiver) = sync_channel(capacity);
     let dropped = Arc::new(AtomicU64::new(0));
     let counter = Arc::clone(&dropped);
-    thread::Builder::new()
-        .name("log".to_owned())
-        .spawn(move || write_lines(&receiver, out, &counter))?;
-    let writer = LineWriter {
-        sender: sender.clone(),
-        dropped: Arc::clone(&dropped),
-    };
+    thread::Builder::new().name("log".to_owned()).spawn(move || write_lines(&receiver, out, &counter))?;
+    let writer = LineWriter { sender: sender.clone(), dropped: Arc::clone(&dropped) };
     Ok((writer, LogGuard { sender, dropped }))
 }
 
@@ -275,10 +264,7 @@ mod tests {
     fn a_slow_reader_costs_lines_and_never_time() {
         let (open, closed) = gate();
         let text = Arc::default();
-        let gate = Gate {
-            open: closed,
-            text: Arc::clone(&text),
-        };
+        let gate = Gate { open: closed, text: Arc::clone(&text) };
         let (writer, guard) = channel(gate, 4).unwrap();
         let subscriber = fmt().with_writer(writer).with_ansi(false).without_time().finish();
         tracing::subscriber::with_default(subscriber, || {
@@ -293,9 +279,7 @@ mod tests {
         guard.flush();
         let text = text.lock().unwrap();
         assert!(text.contains("line number=0"), "{text}");
-        let told = text
-            .lines()
-            .filter_map(|line| line.strip_suffix(" log lines were dropped"));
+        let told = text.lines().filter_map(|line| line.strip_suffix(" log lines were dropped"));
         let told: u64 = told.map(|count| count.parse::<u64>().unwrap()).sum();
         assert_eq!(told, lost, "{text}");
     }

@@ -111,14 +111,9 @@ impl Metrics {
             zram_store: table.add("zram_store_bytes", "Memory that zram keeps pushed-out pages in"),
             leases: table.add("leases", "Leases and waiting requests by state"),
             lease_held: table.add("lease_held_bytes", "Bytes on the book"),
-            lease_used: table.add(
-                "lease_used_bytes",
-                "Bytes that the kernel attributes to the holder, once for all its leases",
-            ),
-            lease_target: table.add(
-                "lease_target_bytes",
-                "Bytes that the holder has been asked to come down to",
-            ),
+            lease_used: table
+                .add("lease_used_bytes", "Bytes that the kernel attributes to the holder, once for all its leases"),
+            lease_target: table.add("lease_target_bytes", "Bytes that the holder has been asked to come down to"),
             lease_denied: table.add("lease_denied", "Requests denied"),
             reclaim: table.with(
                 "reclaim_seconds",
@@ -130,10 +125,7 @@ impl Metrics {
             weights_resident: table.add("llm_weights_resident_bytes", "Weights in memory"),
             kv_capacity: table.add("kv_capacity_bytes", "What the KV cache may hold"),
             kv_used: table.add("kv_used_bytes", "What sequences hold in the KV cache"),
-            prefill_chunk: table.add(
-                "llm_prefill_chunk_tokens",
-                "Tokens of a prompt that are computed at once",
-            ),
+            prefill_chunk: table.add("llm_prefill_chunk_tokens", "Tokens of a prompt that are computed at once"),
             command_gap: table.add(
                 "llm_command_gap_max_seconds",
                 "Longest time, while it worked, in which the engine could take no command",
@@ -145,20 +137,12 @@ impl Metrics {
             reboot_advised: table.add("reboot_advised", "1 while only a reboot gives lost memory back"),
             pressure_level: table.add("pressure_level", "0 Normal, 1 Elevated, 2 Critical"),
             pressure_some: table.add("pressure_some_ratio", "Share of time in which tasks waited for memory"),
-            pressure_stall: table.add(
-                "pressure_stall_seconds",
-                "Time in which tasks waited for memory, since boot",
-            ),
+            pressure_stall: table.add("pressure_stall_seconds", "Time in which tasks waited for memory, since boot"),
             worker_deaths: table.add("worker_deaths", "Ends of a worker by what it died of"),
-            worker_restarts: table.add(
-                "worker_restarts",
-                "Starts of a worker that had ended without being asked, by the way it ended",
-            ),
+            worker_restarts: table
+                .add("worker_restarts", "Starts of a worker that had ended without being asked, by the way it ended"),
             worker_memory: table.add("worker_memory_bytes", "Memory of a worker, measured"),
-            oom_kills: table.add(
-                "oom_kills",
-                "Processes that the kernel killed for want of memory, since boot",
-            ),
+            oom_kills: table.add("oom_kills", "Processes that the kernel killed for want of memory, since boot"),
             request: table.with(
                 "request_seconds",
                 "Time from a request to the end of its answer",
@@ -176,19 +160,10 @@ impl Metrics {
             ),
             tokens: table.add("tokens", "Tokens read (prompt) and written (completion)"),
             heartbeat_age: table.add("watchdog_heartbeat_age_seconds", "Time since a loop last advanced"),
-            journal_lost: table.add(
-                "journal_lines_lost",
-                "Lines of the journal that did not get into its file",
-            ),
+            journal_lost: table.add("journal_lines_lost", "Lines of the journal that did not get into its file"),
             log_dropped: table.add("log_lines_dropped", "Log lines lost because their reader was slow"),
-            standby_served: table.add(
-                "standby_served",
-                "Memory that sheds needed and that was set aside for them",
-            ),
-            standby_missed: table.add(
-                "standby_missed",
-                "Memory that sheds needed and had to ask the system for",
-            ),
+            standby_served: table.add("standby_served", "Memory that sheds needed and that was set aside for them"),
+            standby_missed: table.add("standby_missed", "Memory that sheds needed and had to ask the system for"),
             registry: table.0,
             whole: Mutex::new(()),
         }
@@ -207,9 +182,7 @@ impl Metrics {
         for reason in RebootReason::WORDS {
             let advised = snapshot.reboot.iter().any(|known| known.word() == reason);
             let reason = reason.to_owned();
-            self.reboot_advised
-                .get_or_create(&Reason { reason })
-                .set(advised.into());
+            self.reboot_advised.get_or_create(&Reason { reason }).set(advised.into());
         }
         self.pressure_level.set(match snapshot.level {
             PressureLevel::Normal => 0,
@@ -247,10 +220,7 @@ impl Metrics {
     /// What a shed gave back: `kv`, `layers`, `workspace`, `worker`, `tenant`; and why it was asked for: `lease`,
     /// `operator`, `pressure`.
     pub fn shed_bytes(&self, what: &str, reason: &str, bytes: Bytes) {
-        let what = What {
-            what: what.to_owned(),
-            reason: reason.to_owned(),
-        };
+        let what = What { what: what.to_owned(), reason: reason.to_owned() };
         self.shed_bytes.get_or_create(&what).inc_by(bytes.get());
     }
 
@@ -261,28 +231,19 @@ impl Metrics {
 
     /// A worker was started again after an unexpected end: `exited`, `killed`, `not_ready`.
     pub fn worker_restarted(&self, worker: &str, reason: &str) {
-        let restart = Restart {
-            worker: worker.to_owned(),
-            reason: reason.to_owned(),
-        };
+        let restart = Restart { worker: worker.to_owned(), reason: reason.to_owned() };
         self.worker_restarts.get_or_create(&restart).inc();
     }
 
     /// A worker died, or could not be started: `memcg_oom`, `exec_failed`.
     pub fn worker_died(&self, worker: &str, class: &str) {
-        let death = Death {
-            worker: worker.to_owned(),
-            class: class.to_owned(),
-        };
+        let death = Death { worker: worker.to_owned(), class: class.to_owned() };
         self.worker_deaths.get_or_create(&death).inc();
     }
 
     /// What a worker uses, by kind: `pss`, `rss`, `cgroup`. `None` when it has ended, or that is not known.
     pub fn set_worker_memory(&self, worker: &str, kind: &str, bytes: Option<Bytes>) {
-        let labels = WorkerMemory {
-            worker: worker.to_owned(),
-            kind: kind.to_owned(),
-        };
+        let labels = WorkerMemory { worker: worker.to_owned(), kind: kind.to_owned() };
         match bytes {
             Some(bytes) => set(&self.worker_memory.get_or_create(&labels), bytes),
             None => {
@@ -293,10 +254,7 @@ impl Metrics {
 
     /// A request was answered.
     pub fn request(&self, route: &str, code: u16, took: Duration) {
-        let route = Route {
-            route: route.to_owned(),
-            code: u64::from(code),
-        };
+        let route = Route { route: route.to_owned(), code: u64::from(code) };
         self.request.get_or_create(&route).observe(took.as_secs_f64());
     }
 
@@ -319,9 +277,7 @@ impl Metrics {
     /// Time since a loop last advanced.
     pub fn set_heartbeat_age(&self, component: &str, age: Duration) {
         let component = component.to_owned();
-        self.heartbeat_age
-            .get_or_create(&Component { component })
-            .set(age.as_secs_f64());
+        self.heartbeat_age.get_or_create(&Component { component }).set(age.as_secs_f64());
     }
 
     /// Lines of the journal lost so far.
@@ -369,9 +325,7 @@ impl Metrics {
         }
         if let Some(hundredths) = sample.psi_some_avg10 {
             let window = "10s".to_owned();
-            self.pressure_some
-                .get_or_create(&Window { window })
-                .set(f64::from(hundredths) / 10_000.0);
+            self.pressure_some.get_or_create(&Window { window }).set(f64::from(hundredths) / 10_000.0);
         }
         for (kind, total_us) in [("some", sample.psi_some_total_us), ("full", sample.psi_full_total_us)] {
             if let Some(total_us) = total_us {
@@ -399,9 +353,7 @@ impl Metrics {
                 LeaseState::Gone => continue,
             };
             self.leases.get_or_create(&State::new(state)).inc();
-            let tenant = Tenant {
-                tenant: lease.tenant.clone(),
-            };
+            let tenant = Tenant { tenant: lease.tenant.clone() };
             let holder = Holder {
                 tenant: lease.tenant.clone(),
                 kind: match lease.kind {
@@ -429,11 +381,7 @@ impl Metrics {
         raise(&self.regrow_bytes, snapshot.regrown_bytes.get());
         let (mut resident, mut streamed) = (0, 0);
         let (mut weights, mut capacity) = (Bytes::ZERO, Bytes::ZERO);
-        let chunk = snapshot
-            .engine
-            .in_force
-            .as_ref()
-            .map_or(0, |plan| plan.prefill_chunk.get());
+        let chunk = snapshot.engine.in_force.as_ref().map_or(0, |plan| plan.prefill_chunk.get());
         self.prefill_chunk.set(chunk.into());
         if let (Some(shape), Some(plan)) = (&snapshot.engine.shape, &snapshot.engine.in_force) {
             for (layer, index) in shape.layers.iter().zip(0u32..) {
@@ -508,9 +456,7 @@ struct State {
 
 impl State {
     fn new(state: &str) -> Self {
-        Self {
-            state: state.to_owned(),
-        }
+        Self { state: state.to_owned() }
     }
 }
 
@@ -619,11 +565,7 @@ mod tests {
         let mut asr = lease(2, "asr", LeaseKind::Worker, 180);
         asr.used = Some(Bytes::from_mib(170));
         asr.state = LeaseState::Revoking;
-        asr.target = Some(Target {
-            nonce: 1,
-            bytes: Bytes::from_mib(120),
-            deadline: Timestamp::NEVER,
-        });
+        asr.target = Some(Target { nonce: 1, bytes: Bytes::from_mib(120), deadline: Timestamp::NEVER });
         metrics.observe(&Snapshot {
             budget: Bytes::from_mib(896),
             held: Bytes::from_mib(580),
@@ -670,26 +612,15 @@ mod tests {
     fn what_a_process_uses_counts_once_for_all_its_leases() {
         let metrics = Metrics::new();
         // Two processes of one name, of which the second has a lease by another name too.
-        let leases = [
-            ("tts", "tts"),
-            ("tts", "tts"),
-            ("tts", "tts (pid 7)"),
-            ("cache", "tts (pid 7)"),
-        ];
+        let leases = [("tts", "tts"), ("tts", "tts"), ("tts", "tts (pid 7)"), ("cache", "tts (pid 7)")];
         let leases = leases.into_iter().zip(1..).map(|((tenant, holder), id)| LeaseView {
             holder: holder.to_owned(),
             used: Some(Bytes::from_mib(4)),
             ..lease(id, tenant, LeaseKind::Tenant, 10)
         });
-        metrics.observe(&Snapshot {
-            leases: leases.collect(),
-            ..Snapshot::default()
-        });
+        metrics.observe(&Snapshot { leases: leases.collect(), ..Snapshot::default() });
         let text = metrics.encode();
-        let used: Vec<&str> = text
-            .lines()
-            .filter(|line| line.starts_with("cotenant_lease_used_bytes{"))
-            .collect();
+        let used: Vec<&str> = text.lines().filter(|line| line.starts_with("cotenant_lease_used_bytes{")).collect();
         assert_eq!(used, [r#"cotenant_lease_used_bytes{tenant="tts"} 8388608"#]);
     }
 
@@ -697,10 +628,7 @@ mod tests {
     fn what_has_ended_vanishes_and_what_is_unknown_is_left_out() {
         let metrics = Metrics::new();
         let mut snapshot = Snapshot {
-            leases: vec![
-                lease(1, "tts", LeaseKind::Tenant, 10),
-                lease(2, "tts", LeaseKind::Tenant, 20),
-            ],
+            leases: vec![lease(1, "tts", LeaseKind::Tenant, 10), lease(2, "tts", LeaseKind::Tenant, 20)],
             ..Snapshot::default()
         };
         metrics.observe(&snapshot);

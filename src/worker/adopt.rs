@@ -190,9 +190,8 @@ fn user_id(user: &str) -> Option<u32> {
 /// Names a specification: equal ones have equal names, in one version of this program.
 fn specification_of(spec: &WorkerSpec) -> String {
     // FNV-1a, 64 bits: only those gain by a collision who could write the configuration as well.
-    let hash = format!("{spec:?}").bytes().fold(FNV_OFFSET, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(FNV_PRIME)
-    });
+    let hash =
+        format!("{spec:?}").bytes().fold(FNV_OFFSET, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(FNV_PRIME));
     format!("{}-{hash:016x}", env!("CARGO_PKG_VERSION"))
 }
 
@@ -225,10 +224,7 @@ mod tests {
 
     fn spec(place: &str) -> WorkerSpec {
         WorkerSpec {
-            heir: Some(Heir {
-                place: place.to_owned(),
-                lock: "/nowhere/lock".into(),
-            }),
+            heir: Some(Heir { place: place.to_owned(), lock: "/nowhere/lock".into() }),
             ..WorkerSpec::new("asr", vec!["sleep".to_owned()], Listen::Nowhere)
         }
     }
@@ -257,10 +253,7 @@ mod tests {
             fs::write(folder.join("environ"), environment).unwrap();
             std::os::unix::fs::symlink(&namespace, folder.join("ns/pid")).unwrap();
         }
-        let roots = KernelRoots {
-            proc: dir.path().to_owned(),
-            ..KernelRoots::default()
-        };
+        let roots = KernelRoots { proc: dir.path().to_owned(), ..KernelRoots::default() };
         (dir, roots)
     }
 
@@ -277,10 +270,7 @@ mod tests {
         assert_eq!(found[0].variant.as_deref(), Some("open"));
         assert!(found[0].is_still_there(&roots.proc));
         // Nor may it be another process of the same id.
-        let later = Survivor {
-            started: 100,
-            ..found[0].clone()
-        };
+        let later = Survivor { started: 100, ..found[0].clone() };
         assert!(!later.is_still_there(&roots.proc));
 
         assert_eq!(survivors(&roots, &[spec("elsewhere")]), []);

@@ -75,12 +75,7 @@ impl WorkerHandle {
         let (publish, status) = watch::channel(Status::default());
         let supervisor = Supervisor::new(Arc::clone(&shared), inbox, publish, events.clone());
         tokio::spawn(supervisor.run());
-        Self {
-            shared,
-            commands,
-            status,
-            events,
-        }
+        Self { shared, commands, status, events }
     }
 
     /// Starts it in the given variant, or the first of its specification; returns the process id as soon as the
@@ -96,10 +91,7 @@ impl WorkerHandle {
         let variants = &spec.memory.variants;
         let variant = match variant {
             Some(name) if !variants.is_empty() && !variants.iter().any(|known| known.name == name) => {
-                return Err(StartError::Variant {
-                    worker: self.name().to_owned(),
-                    variant: name.to_owned(),
-                });
+                return Err(StartError::Variant { worker: self.name().to_owned(), variant: name.to_owned() });
             }
             Some(name) => Some(name.to_owned()),
             None => variants.first().map(|first| first.name.clone()),
@@ -180,22 +172,10 @@ impl WorkerHandle {
     /// When it is not ready, has no such variant, or does not do it.
     pub async fn resize(&self, variant: &str) -> Result<ResizeReport, ResizeError> {
         let name = || self.name().to_owned();
-        if !self
-            .shared
-            .spec()
-            .memory
-            .variants
-            .iter()
-            .any(|known| known.name == variant)
-        {
-            return Err(ResizeError::Variant {
-                worker: name(),
-                variant: variant.to_owned(),
-            });
+        if !self.shared.spec().memory.variants.iter().any(|known| known.name == variant) {
+            return Err(ResizeError::Variant { worker: name(), variant: variant.to_owned() });
         }
-        let Status {
-            state, endpoint, start, ..
-        } = self.status.borrow().clone();
+        let Status { state, endpoint, start, .. } = self.status.borrow().clone();
         let (WorkerState::Ready { .. }, Some(endpoint)) = (state, endpoint) else {
             return Err(ResizeError::NotReady { worker: name() });
         };
@@ -206,18 +186,11 @@ impl WorkerHandle {
             source,
         })?;
         let (reply, noted) = oneshot::channel();
-        let switched = Command::Switched {
-            start,
-            variant: answered.variant.clone(),
-            reply,
-        };
+        let switched = Command::Switched { start, variant: answered.variant.clone(), reply };
         // When its task is gone there is nothing left to note it.
         let _ = self.commands.send(switched).await;
         let _ = noted.await;
-        Ok(ResizeReport {
-            variant: answered.variant,
-            after: self.measure().await,
-        })
+        Ok(ResizeReport { variant: answered.variant, after: self.measure().await })
     }
 
     /// Tells it that memory is short. Returns how many of its processes could be notified: none when it does not run, or
@@ -289,12 +262,7 @@ impl WorkerHandle {
 
     async fn end(&self, intent: Intent, grace: Duration, why: &str) -> Option<ExitReport> {
         let (reply, answer) = oneshot::channel();
-        let end = Command::End {
-            intent,
-            grace,
-            why: why.to_owned(),
-            reply,
-        };
+        let end = Command::End { intent, grace, why: why.to_owned(), reply };
         self.commands.send(end).await.ok()?;
         answer.await.ok()?
     }
@@ -317,11 +285,7 @@ fn measure(roots: &KernelRoots, leader: u32) -> Option<(MemoryReading, BTreeSet<
     }
     let family = family(proc, leader)?;
     let sum = processes::sum(proc, family.iter().map(|(pid, _)| *pid));
-    let root = ProbeRoot {
-        proc: proc.clone(),
-        sys: roots.sys.clone(),
-        ..ProbeRoot::default()
-    };
+    let root = ProbeRoot { proc: proc.clone(), sys: roots.sys.clone(), ..ProbeRoot::default() };
     let group = Cgroup::of(&root, leader).filter(|group| Some(group) != Cgroup::own(&root).as_ref());
     let cgroup = group.and_then(|group| group.memory().used);
     let gpu = Nvmap::find(&root).and_then(|nvmap| nvmap.clients()?.of_all(family.iter().map(|(pid, _)| *pid)));

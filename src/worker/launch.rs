@@ -35,10 +35,7 @@ impl Launch {
         if let Some(path) = &socket {
             let bytes = path.as_os_str().len();
             if bytes > SOCKET_PATH_BYTES_MAX {
-                return Err(LaunchError::SocketPath {
-                    path: path.clone(),
-                    bytes,
-                });
+                return Err(LaunchError::SocketPath { path: path.clone(), bytes });
             }
             clear(path)?;
         }
@@ -49,10 +46,7 @@ impl Launch {
             words.push(substituted(word, value)?);
         }
         let mut words = words.into_iter();
-        let program = words
-            .next()
-            .filter(|program| !program.is_empty())
-            .ok_or(LaunchError::Empty)?;
+        let program = words.next().filter(|program| !program.is_empty()).ok_or(LaunchError::Empty)?;
         let mut command = Command::new(&program);
         command.args(words);
         for (name, text) in &spec.env {
@@ -98,11 +92,7 @@ pub fn foresee(spec: &WorkerSpec) -> Result<Foreseen, LaunchError> {
     };
     let variant = spec.memory.variants.first().map(|variant| variant.name.as_str());
     let value = |variable: &str| value_of(spec, variant, port.as_deref(), socket, variable);
-    let argv = spec
-        .argv
-        .iter()
-        .map(|word| substituted(word, value))
-        .collect::<Result<Vec<_>, _>>()?;
+    let argv = spec.argv.iter().map(|word| substituted(word, value)).collect::<Result<Vec<_>, _>>()?;
     if argv.first().is_none_or(String::is_empty) {
         return Err(LaunchError::Empty);
     }
@@ -204,10 +194,7 @@ pub enum LaunchError {
 
 /// Removes the socket of an earlier run, and nothing else.
 fn clear(path: &Path) -> Result<(), LaunchError> {
-    let failed = |source| LaunchError::Socket {
-        path: path.to_owned(),
-        source,
-    };
+    let failed = |source| LaunchError::Socket { path: path.to_owned(), source };
     match fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(error) => Err(failed(error)),
@@ -222,13 +209,12 @@ fn substituted(text: &str, value: impl Fn(&str) -> Option<String>) -> Result<Str
     let mut rest = text;
     while let Some((before, behind)) = rest.split_once("${") {
         result.push_str(before);
-        let (variable, after) = behind
-            .split_once('}')
-            .ok_or_else(|| LaunchError::Unclosed { text: text.to_owned() })?;
-        result.push_str(&value(variable).ok_or_else(|| LaunchError::Variable {
-            variable: variable.to_owned(),
-            text: text.to_owned(),
-        })?);
+        let (variable, after) =
+            behind.split_once('}').ok_or_else(|| LaunchError::Unclosed { text: text.to_owned() })?;
+        result.push_str(
+            &value(variable)
+                .ok_or_else(|| LaunchError::Variable { variable: variable.to_owned(), text: text.to_owned() })?,
+        );
         rest = after;
     }
     result.push_str(rest);
@@ -261,10 +247,7 @@ mod tests {
     }
 
     fn words(command: &Command) -> Vec<String> {
-        command
-            .get_args()
-            .map(|word| word.to_string_lossy().into_owned())
-            .collect()
+        command.get_args().map(|word| word.to_string_lossy().into_owned()).collect()
     }
 
     #[test]
@@ -273,10 +256,7 @@ mod tests {
         spec.env.insert("SOCK".into(), "${SOCKET}".into());
         let launch = Launch::prepare(&spec, Some("open")).unwrap();
         assert_eq!(launch.program, "prog");
-        assert_eq!(
-            words(&launch.command),
-            ["--socket=/nowhere/asr.sock", "--as", "asr-open", "$HOME", "$"]
-        );
+        assert_eq!(words(&launch.command), ["--socket=/nowhere/asr.sock", "--as", "asr-open", "$HOME", "$"]);
         assert_eq!(launch.endpoint.unwrap().to_string(), "unix:///nowhere/asr.sock");
     }
 
@@ -297,10 +277,7 @@ mod tests {
         let mut spec = spec(&["prog"]);
         spec.listen = Listen::Port(port);
         let error = Launch::prepare(&spec, None).unwrap_err().to_string();
-        assert!(
-            error.starts_with(&format!("port {port} of 127.0.0.1 is taken by `")),
-            "{error}"
-        );
+        assert!(error.starts_with(&format!("port {port} of 127.0.0.1 is taken by `")), "{error}");
         drop(socket);
         let first = Launch::prepare(&spec, None).unwrap();
         let error = Launch::prepare(&spec, None).unwrap_err().to_string();
@@ -325,16 +302,8 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         let mut blocked = spec(&["p"]);
         blocked.listen = Listen::Socket(file.path().to_owned());
-        assert!(matches!(
-            Launch::prepare(&blocked, None),
-            Err(LaunchError::InTheWay { .. })
-        ));
+        assert!(matches!(Launch::prepare(&blocked, None), Err(LaunchError::InTheWay { .. })));
         assert!(file.path().exists());
-        assert!(
-            Launch::prepare(&long, None)
-                .unwrap_err()
-                .to_string()
-                .ends_with("has 130 bytes, the kernel takes 107")
-        );
+        assert!(Launch::prepare(&long, None).unwrap_err().to_string().ends_with("has 130 bytes, the kernel takes 107"));
     }
 }

@@ -84,19 +84,12 @@ impl LogTail {
                     kept.pop_front();
                 }
                 if keep > 0 {
-                    kept.push_back(LogLine {
-                        at: Instant::now(),
-                        text: line,
-                    });
+                    kept.push_back(LogLine { at: Instant::now(), text: line });
                 }
             };
             read_lines(pipe, on_line).await;
         });
-        Ok(Self {
-            lines,
-            reader,
-            pipe: again,
-        })
+        Ok(Self { lines, reader, pipe: again })
     }
 
     /// What was kept so far, once everything that the pipe holds has been read; waits for that no longer than `limit`,

@@ -25,11 +25,7 @@ impl SupervisorMark {
     pub(super) fn own(proc: &Path) -> io::Result<Self> {
         let pid = std::process::id();
         let own = ProcessStat::read(proc, pid).ok_or_else(|| io::Error::other("cannot read `/proc/self/stat`"))?;
-        Ok(Self {
-            namespace: namespace_of(proc, pid)?,
-            pid,
-            started: own.start_ticks,
-        })
+        Ok(Self { namespace: namespace_of(proc, pid)?, pid, started: own.start_ticks })
     }
 
     /// Whether that supervisor still runs; also `true` when it lived where we cannot see it.
@@ -83,18 +79,9 @@ mod tests {
         let own = SupervisorMark::own(proc).unwrap();
         assert_eq!(own.to_string().parse(), Ok(own.clone()));
         assert!(own.may_run(proc));
-        let earlier = SupervisorMark {
-            started: own.started.wrapping_sub(1),
-            ..own.clone()
-        };
+        let earlier = SupervisorMark { started: own.started.wrapping_sub(1), ..own.clone() };
         assert!(!earlier.may_run(proc), "the id was given to another process");
-        let elsewhere = SupervisorMark {
-            namespace: "pid:[1]".to_owned(),
-            ..earlier
-        };
-        assert!(
-            elsewhere.may_run(proc),
-            "a supervisor in another namespace cannot be seen"
-        );
+        let elsewhere = SupervisorMark { namespace: "pid:[1]".to_owned(), ..earlier };
+        assert!(elsewhere.may_run(proc), "a supervisor in another namespace cannot be seen");
     }
 }

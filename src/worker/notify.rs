@@ -41,11 +41,7 @@ impl Notifications {
     /// another user; the kernel names the writer.
     pub(super) fn open(folder: &Path, name: &str, proc: PathBuf) -> io::Result<Self> {
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let path = folder.join(format!(
-            "cotenant-notify-{}-{name}-{:x}.sock",
-            std::process::id(),
-            since.as_nanos()
-        ));
+        let path = folder.join(format!("cotenant-notify-{}-{name}-{:x}.sock", std::process::id(), since.as_nanos()));
         let socket = StdDatagram::bind(&path)?;
         let prepare = || {
             fs::set_permissions(&path, Permissions::from_mode(0o666))?;
@@ -134,13 +130,7 @@ mod tests {
     #[test]
     fn a_message_of_several_lines_is_read() {
         let sent = parse("STATUS=loading 3 of 7\nMAINPID=9\nREADY=1");
-        assert_eq!(
-            sent,
-            Notification {
-                ready: true,
-                status: Some("loading 3 of 7".to_owned())
-            }
-        );
+        assert_eq!(sent, Notification { ready: true, status: Some("loading 3 of 7".to_owned()) });
         assert_eq!(parse("READY=0\nnonsense"), Notification::default());
     }
 

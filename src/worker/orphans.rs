@@ -60,14 +60,8 @@ pub async fn end_orphans(
         let record = record.and_then(|text| serde_json::from_str::<LaunchRecord>(&text).ok());
         let kept = mark.may_run(proc)
             || record.is_some_and(|record| place != Some(record.place.as_str()))
-            || spared
-                .iter()
-                .any(|spared| spared.mark == mark && spared.label == worker);
-        Some(if kept {
-            Claim::Kept
-        } else {
-            Claim::Left(worker.split(' ').next().unwrap_or_default().to_owned())
-        })
+            || spared.iter().any(|spared| spared.mark == mark && spared.label == worker);
+        Some(if kept { Claim::Kept } else { Claim::Left(worker.split(' ').next().unwrap_or_default().to_owned()) })
     };
     // A group of a supervisor that is gone, in which nothing is to be kept.
     let abandoned = groups.of_the_gone(roots);
@@ -189,11 +183,7 @@ async fn end_where(proc: &Path, otherwise: &str, owner: impl Fn(&ProcessStat) ->
             }
             let worker = owner(&now).unwrap_or_else(|| otherwise.to_owned());
             match orphan.kill(PATIENCE).await {
-                Ok(gone) => ended.push(Orphan {
-                    pid: process.pid,
-                    worker,
-                    ended: gone,
-                }),
+                Ok(gone) => ended.push(Orphan { pid: process.pid, worker, ended: gone }),
                 Err(error) => tracing::warn!(pid = process.pid, worker, %error, "cannot end a process left behind"),
             }
         }

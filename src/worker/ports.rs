@@ -22,9 +22,7 @@ impl Claimed {
                 return Ok(Self { port });
             }
         }
-        Err(io::Error::other(format!(
-            "the kernel offered only ports of other workers, {ATTEMPTS_MAX} times"
-        )))
+        Err(io::Error::other(format!("the kernel offered only ports of other workers, {ATTEMPTS_MAX} times")))
     }
 
     /// This very port; `None` when another worker has it.
@@ -39,10 +37,7 @@ impl Claimed {
 
 impl Drop for Claimed {
     fn drop(&mut self) {
-        CLAIMED
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .remove(&self.port);
+        CLAIMED.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.port);
     }
 }
 

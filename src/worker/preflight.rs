@@ -100,23 +100,11 @@ pub fn preflight(workers: &[WorkerConfig], machine: &MachineFacts, roots: &Kerne
 }
 
 fn fault(worker: &str, rule: &'static str, text: String, remedy: impl Into<String>) -> Found {
-    Found {
-        worker: Some(worker.to_owned()),
-        rule,
-        severity: Severity::Fault,
-        text,
-        remedy: remedy.into(),
-    }
+    Found { worker: Some(worker.to_owned()), rule, severity: Severity::Fault, text, remedy: remedy.into() }
 }
 
 fn warning(worker: Option<&str>, rule: &'static str, text: String, remedy: impl Into<String>) -> Found {
-    Found {
-        worker: worker.map(str::to_owned),
-        rule,
-        severity: Severity::Warning,
-        text,
-        remedy: remedy.into(),
-    }
+    Found { worker: worker.map(str::to_owned), rule, severity: Severity::Warning, text, remedy: remedy.into() }
 }
 
 fn judge_program(worker: &str, argv: &[String], facts: &ProgramFacts) -> Vec<Found> {
@@ -186,25 +174,17 @@ fn judge_program(worker: &str, argv: &[String], facts: &ProgramFacts) -> Vec<Fou
 
 /// Flags of programs that are common as workers, and what they mean on a machine with one memory.
 fn judge_arguments(worker: &str, argv: &[String], peak: Bytes, machine: &MachineFacts) -> Vec<Found> {
-    let has = |flag: &str| {
-        argv.iter()
-            .any(|word| word == flag || word.starts_with(&format!("{flag}=")))
-    };
+    let has = |flag: &str| argv.iter().any(|word| word == flag || word.starts_with(&format!("{flag}=")));
     let value = |flag: &str| {
         let at = argv.iter().position(|word| word == flag).map(|at| at + 1);
         let next = at.and_then(|at| argv.get(at)).map(String::as_str);
         next.or_else(|| argv.iter().find_map(|word| word.strip_prefix(flag)?.strip_prefix('=')))
     };
-    let program = argv
-        .first()
-        .and_then(|program| program.rsplit('/').next())
-        .unwrap_or_default();
+    let program = argv.first().and_then(|program| program.rsplit('/').next()).unwrap_or_default();
     let who = Some(worker);
     let mut found = Vec::new();
     if program == "llama-server" {
-        let cache = value("--cache-ram")
-            .or_else(|| value("-cram"))
-            .and_then(|mib| mib.parse::<i64>().ok());
+        let cache = value("--cache-ram").or_else(|| value("-cram")).and_then(|mib| mib.parse::<i64>().ok());
         let cache = match cache {
             None => Some(LLAMA_CACHE),
             Some(mib) => u64::try_from(mib).ok().map(Bytes::from_mib),
@@ -241,19 +221,10 @@ fn judge_arguments(worker: &str, argv: &[String], peak: Bytes, machine: &Machine
             "give it an absolute size of its KV cache instead",
         ));
     }
-    let no_layers = ["-ngl", "--n-gpu-layers", "--gpu-layers"]
+    let no_layers = ["-ngl", "--n-gpu-layers", "--gpu-layers"].into_iter().any(|flag| value(flag) == Some("0"));
+    let offload = ["--cpu-offload-gb", "--n-cpu-moe", "-ncmoe", "--cpu-moe", "--no-kv-offload", "-nkvo"]
         .into_iter()
-        .any(|flag| value(flag) == Some("0"));
-    let offload = [
-        "--cpu-offload-gb",
-        "--n-cpu-moe",
-        "-ncmoe",
-        "--cpu-moe",
-        "--no-kv-offload",
-        "-nkvo",
-    ]
-    .into_iter()
-    .find(|flag| has(flag));
+        .find(|flag| has(flag));
     if let Some(flag) = offload.or(no_layers.then_some("--n-gpu-layers 0")) {
         found.push(warning(
             who,
@@ -370,9 +341,7 @@ fn missing_libraries(linker: &str, program: &Path, env: &BTreeMap<String, String
 
 /// Lines such as `libgone.so.3 => not found`.
 fn not_found(list: &str) -> Vec<String> {
-    list.lines()
-        .filter_map(|line| Some(line.trim().strip_suffix("=> not found")?.trim().to_owned()))
-        .collect()
+    list.lines().filter_map(|line| Some(line.trim().strip_suffix("=> not found")?.trim().to_owned())).collect()
 }
 
 /// Default of llama-server's `--cache-ram`, MiB.
@@ -412,11 +381,7 @@ mod tests {
 
     #[test]
     fn what_is_wrong_with_a_program_is_told() {
-        let fine = ProgramFacts {
-            found: Some("/opt/asr".to_owned()),
-            executable: true,
-            ..ProgramFacts::default()
-        };
+        let fine = ProgramFacts { found: Some("/opt/asr".to_owned()), executable: true, ..ProgramFacts::default() };
         let judge = |change: &dyn Fn(&mut ProgramFacts)| {
             let mut facts = fine.clone();
             change(&mut facts);
@@ -428,26 +393,17 @@ mod tests {
         assert!(judge(&|_| {}).is_empty());
         assert_eq!(judge(&|facts| facts.found = None), ["program_missing"]);
         assert_eq!(judge(&|facts| facts.executable = false), ["program_not_executable"]);
-        assert_eq!(
-            judge(&|facts| facts.unfit = Some("built for RISC-V".to_owned())),
-            ["program_unfit"]
-        );
+        assert_eq!(judge(&|facts| facts.unfit = Some("built for RISC-V".to_owned())), ["program_unfit"]);
         assert_eq!(
             judge(&|facts| facts.interpreter = Some(("/nowhere/python3".to_owned(), false))),
             ["interpreter_missing"]
         );
-        assert_eq!(
-            judge(&|facts| facts.missing = vec![("libvosk.so.1".to_owned(), vec![])]),
-            ["library_missing"]
-        );
+        assert_eq!(judge(&|facts| facts.missing = vec![("libvosk.so.1".to_owned(), vec![])]), ["library_missing"]);
         assert_eq!(
             judge(&|facts| facts.missing = vec![("libcudart.so.12".to_owned(), vec!["libcudart.so.11.0".to_owned()])]),
             ["library_of_another_version"]
         );
-        assert_eq!(
-            judge(&|facts| facts.port_owner = Some((10_300, "x (pid 1)".to_owned()))),
-            ["port_taken"]
-        );
+        assert_eq!(judge(&|facts| facts.port_owner = Some((10_300, "x (pid 1)".to_owned()))), ["port_taken"]);
     }
 
     #[test]
@@ -458,19 +414,12 @@ mod tests {
             ("llama-server --cache-ram -1", vec!["prompt_cache_above_peak"]),
             ("llama-server --cache-ram 512", vec![]),
             ("llama-server --cache-ram=0 --mlock", vec!["memlock_below_peak"]),
-            (
-                "vllm serve --gpu-memory-utilization 0.9",
-                vec!["gpu_share_of_one_memory"],
-            ),
+            ("vllm serve --gpu-memory-utilization 0.9", vec!["gpu_share_of_one_memory"]),
             ("vllm serve --cpu-offload-gb=4", vec!["offload_saves_nothing"]),
             ("llama-server -ngl 0 --cache-ram 0", vec!["offload_saves_nothing"]),
             ("llama-server -ngl 99 --cache-ram 0", vec![]),
         ] {
-            assert_eq!(
-                rules(&judge_arguments("llm", &words(line), peak, &orin())),
-                expected,
-                "{line}"
-            );
+            assert_eq!(rules(&judge_arguments("llm", &words(line), peak, &orin())), expected, "{line}");
         }
         let two_memories = MachineFacts::default();
         assert!(judge_arguments("llm", &words("vllm --cpu-offload-gb 4"), peak, &two_memories).is_empty());

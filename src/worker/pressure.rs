@@ -146,11 +146,7 @@ fn opened(path: &Path) -> io::Result<End> {
     if !fs::symlink_metadata(path)?.file_type().is_fifo() {
         return Err(io::Error::other("it is no FIFO"));
     }
-    let file = fs::OpenOptions::new()
-        .read(true)
-        .write(true)
-        .custom_flags(libc::O_NONBLOCK)
-        .open(path)?;
+    let file = fs::OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(path)?;
     Ok(End::Fifo(file.into()))
 }
 
@@ -158,10 +154,7 @@ fn socket(path: &Path) -> io::Result<End> {
     let listener = UnixListener::bind(path)?;
     fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
     listener.set_nonblocking(true)?;
-    Ok(End::Socket {
-        listener,
-        connected: Mutex::default(),
-    })
+    Ok(End::Socket { listener, connected: Mutex::default() })
 }
 
 /// Makes the file the worker's own, where it runs as another user.
@@ -171,8 +164,7 @@ fn give(path: &Path, owner: Option<&str>) -> io::Result<()> {
         Ok(number) => Uid::from_raw(number),
         Err(_) => {
             let user = User::from_name(owner)?;
-            user.ok_or_else(|| io::Error::other(format!("user `{owner}` does not exist")))?
-                .uid
+            user.ok_or_else(|| io::Error::other(format!("user `{owner}` does not exist")))?.uid
         }
     };
     Ok(unistd::chown(path, Some(uid), None)?)
@@ -184,10 +176,9 @@ fn clear(path: &Path) -> io::Result<()> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(error) => Err(error),
         Ok(found) if found.file_type().is_fifo() || found.file_type().is_socket() => fs::remove_file(path),
-        Ok(_) => Err(io::Error::new(
-            io::ErrorKind::AlreadyExists,
-            "a file that is neither a FIFO nor a socket is there",
-        )),
+        Ok(_) => {
+            Err(io::Error::new(io::ErrorKind::AlreadyExists, "a file that is neither a FIFO nor a socket is there"))
+        }
     }
 }
 
@@ -204,11 +195,7 @@ mod tests {
     use super::*;
 
     fn watch(folder: &tempfile::TempDir, kind: PressureKind) -> PressureWatch {
-        PressureWatch {
-            path: folder.path().join("asr.pressure"),
-            kind,
-            owner: None,
-        }
+        PressureWatch { path: folder.path().join("asr.pressure"), kind, owner: None }
     }
 
     #[test]
@@ -216,17 +203,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let watch = watch(&folder, PressureKind::Fifo);
         let tap = Tap::open(&watch).unwrap();
-        let mut reader = fs::OpenOptions::new()
-            .read(true)
-            .custom_flags(libc::O_NONBLOCK)
-            .open(&watch.path)
-            .unwrap();
+        let mut reader = fs::OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(&watch.path).unwrap();
         let mut bytes = [0; 16];
-        assert_eq!(
-            reader.read(&mut bytes).unwrap_err().kind(),
-            io::ErrorKind::WouldBlock,
-            "not told, and no end"
-        );
+        assert_eq!(reader.read(&mut bytes).unwrap_err().kind(), io::ErrorKind::WouldBlock, "not told, and no end");
         assert_eq!(tap.tell(), 1);
         assert_eq!(reader.read(&mut bytes).unwrap(), 1);
         // A worker that never reads does not hold us up.
@@ -245,10 +224,7 @@ mod tests {
         // It reads one byte, and then another; an end would have `read` fail.
         let mut command = Command::new("sh");
         command
-            .args([
-                "-c",
-                "exec < \"$0\"; read -r a && echo told && read -r b && echo told again",
-            ])
+            .args(["-c", "exec < \"$0\"; read -r a && echo told && read -r b && echo told again"])
             .arg(&watch.path)
             .stdout(std::process::Stdio::piped());
         tap.keep_open_in(&mut command);

@@ -64,18 +64,9 @@ pub(super) struct Spawned {
 pub(super) async fn spawn(mut command: Command, leash: Leash, confine: Prepared) -> io::Result<Spawned> {
     command.process_group(0).stdin(Stdio::null());
     let (reply, answer) = oneshot::channel();
-    let job = Job {
-        command,
-        leash,
-        confine,
-        reply,
-    };
-    spawner()?
-        .send(job)
-        .map_err(|_| io::Error::other("the thread that starts workers is gone"))?;
-    let raw = answer
-        .await
-        .map_err(|_| io::Error::other("the thread that starts workers is gone"))??;
+    let job = Job { command, leash, confine, reply };
+    spawner()?.send(job).map_err(|_| io::Error::other("the thread that starts workers is gone"))?;
+    let raw = answer.await.map_err(|_| io::Error::other("the thread that starts workers is gone"))??;
     raw.into_spawned()
 }
 
@@ -100,12 +91,7 @@ impl Process {
         if !is_still_it() {
             return Err(io::Error::from_raw_os_error(libc::ESRCH));
         }
-        Ok(Self {
-            pid,
-            pidfd: watched(pidfd)?,
-            reaped: false,
-            child: false,
-        })
+        Ok(Self { pid, pidfd: watched(pidfd)?, reaped: false, child: false })
     }
 
     /// Its process id, also the id of its group.
@@ -187,9 +173,7 @@ impl UnmanagedProcess {
     /// Holds the process that has this id now.
     pub(super) fn open(pid: u32) -> io::Result<Self> {
         let pid = libc::pid_t::try_from(pid).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
-        Ok(Self {
-            pidfd: pidfd_open(pid)?,
-        })
+        Ok(Self { pidfd: pidfd_open(pid)? })
     }
 
     /// Sends it a signal; `false` when it has ended.
@@ -208,11 +192,7 @@ impl UnmanagedProcess {
             return Ok(true);
         }
         let error = io::Error::last_os_error();
-        if error.raw_os_error() == Some(libc::ESRCH) {
-            Ok(false)
-        } else {
-            Err(error)
-        }
+        if error.raw_os_error() == Some(libc::ESRCH) { Ok(false) } else { Err(error) }
     }
 
     /// Kills it and waits until it has ended; `false` when it has not within `patience`.
@@ -243,18 +223,11 @@ struct RawSpawned {
 
 impl RawSpawned {
     fn into_spawned(mut self) -> io::Result<Spawned> {
-        let (pidfd, stdout, stderr) = self
-            .parts
-            .take()
-            .ok_or_else(|| io::Error::other("a worker was handed over twice"))?;
+        let (pidfd, stdout, stderr) =
+            self.parts.take().ok_or_else(|| io::Error::other("a worker was handed over twice"))?;
         match watched(pidfd) {
             Ok(pidfd) => Ok(Spawned {
-                process: Process {
-                    pid: self.pid,
-                    pidfd,
-                    reaped: false,
-                    child: true,
-                },
+                process: Process { pid: self.pid, pidfd, reaped: false, child: true },
                 stdout,
                 stderr,
                 group: self.group.take(),
@@ -305,9 +278,7 @@ fn spawner() -> io::Result<&'static mpsc::Sender<Job>> {
             .map(|_| sender)
             .map_err(|error| error.to_string())
     });
-    spawner
-        .as_ref()
-        .map_err(|error| io::Error::other(format!("cannot start a thread: {error}")))
+    spawner.as_ref().map_err(|error| io::Error::other(format!("cannot start a thread: {error}")))
 }
 
 /// A pipe for an output: our end, and that of the child.
@@ -323,10 +294,8 @@ fn output(leash: Leash) -> io::Result<(OwnedFd, OwnedFd)> {
     // The user's share of such pages is bounded; the usual 64 KiB will do where it is used up.
     // SAFETY: `F_SETPIPE_SZ` takes an integer, and the descriptor is open.
     let _ = unsafe { libc::fcntl(writer.as_raw_fd(), libc::F_SETPIPE_SZ, PIPE_BYTES) };
-    let both = std::fs::OpenOptions::new()
-        .read(true)
-        .write(true)
-        .open(format!("/proc/self/fd/{}", writer.as_raw_fd()))?;
+    let both =
+        std::fs::OpenOptions::new().read(true).write(true).open(format!("/proc/self/fd/{}", writer.as_raw_fd()))?;
     Ok((reader, both.into()))
 }
 
@@ -337,10 +306,7 @@ fn output(leash: Leash) -> io::Result<(OwnedFd, OwnedFd)> {
 pub(super) fn reopened(proc: &std::path::Path, pid: u32, fd: u32) -> io::Result<OwnedFd> {
     use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
     let path = proc.join(format!("{pid}/fd/{fd}"));
-    let pipe = std::fs::OpenOptions::new()
-        .read(true)
-        .custom_flags(libc::O_NONBLOCK)
-        .open(path)?;
+    let pipe = std::fs::OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
     if !pipe.metadata()?.file_type().is_fifo() {
         return Err(io::Error::other("its output is not a pipe any more"));
     }
@@ -385,11 +351,7 @@ fn spawn_here(mut command: Command, leash: Leash, confine: Prepared) -> io::Resu
     })?;
     let pid = libc::pid_t::try_from(child.id()).map_err(io::Error::other)?;
     match pidfd_open(pid) {
-        Ok(pidfd) => Ok(RawSpawned {
-            pid,
-            parts: Some((pidfd, stdout, stderr)),
-            group,
-        }),
+        Ok(pidfd) => Ok(RawSpawned { pid, parts: Some((pidfd, stdout, stderr)), group }),
         Err(error) => {
             let _ = signal_group(pid, libc::SIGKILL);
             let _ = child.wait();
@@ -467,10 +429,7 @@ fn wait(pidfd: &OwnedFd, flags: libc::c_int) -> io::Result<Option<ExitStatus>> {
         return Ok(match info.si_code {
             _ if pid == 0 => None,
             libc::CLD_EXITED => Some(ExitStatus::Code(status)),
-            code => Some(ExitStatus::Signal {
-                signal: status,
-                core_dumped: code == libc::CLD_DUMPED,
-            }),
+            code => Some(ExitStatus::Signal { signal: status, core_dumped: code == libc::CLD_DUMPED }),
         });
     }
 }

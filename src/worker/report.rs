@@ -216,25 +216,14 @@ mod tests {
     fn gpu_memory_counts_once_whether_it_is_mapped_or_not() {
         let mib = Bytes::from_mib;
         let reading = |resident, cgroup: Option<u64>, gpu: Option<u64>| MemoryReading {
-            sum: MemorySum {
-                used: mib(resident),
-                peak: Some(mib(resident + 100)),
-                ..MemorySum::default()
-            },
+            sum: MemorySum { used: mib(resident), peak: Some(mib(resident + 100)), ..MemorySum::default() },
             cgroup: cgroup.map(mib),
             gpu: gpu.map(mib),
         };
-        let (mapped, apart) = (
-            reading(7629, Some(3935), Some(2909)),
-            reading(1907, Some(1828), Some(710)),
-        );
+        let (mapped, apart) = (reading(7629, Some(3935), Some(2909)), reading(1907, Some(1828), Some(710)));
         assert_eq!((mapped.used(), mapped.peak()), (mib(6844), Some(mib(7729))));
         assert_eq!((apart.used(), apart.peak()), (mib(2538), Some(mib(2538))));
-        assert_eq!(
-            reading(500, Some(100), None).used(),
-            mib(500),
-            "the share of a library that others have read"
-        );
+        assert_eq!(reading(500, Some(100), None).used(), mib(500), "the share of a library that others have read");
         assert_eq!(reading(500, None, Some(20)).used(), mib(520));
         assert_eq!(reading(500, None, None).peak(), Some(mib(600)));
     }

@@ -105,44 +105,21 @@ pub(super) struct Status {
 
 impl Default for Status {
     fn default() -> Self {
-        Self {
-            start: 0,
-            state: WorkerState::Stopped,
-            endpoint: None,
-            variant: None,
-        }
+        Self { start: 0, state: WorkerState::Stopped, endpoint: None, variant: None }
     }
 }
 
 /// What the task is asked.
 #[derive(Debug)]
 pub(super) enum Command {
-    Adopt {
-        survivor: Box<Survivor>,
-        reply: oneshot::Sender<Result<u32, StartError>>,
-    },
-    Start {
-        variant: Option<String>,
-        reply: oneshot::Sender<Result<u32, StartError>>,
-    },
-    End {
-        intent: Intent,
-        grace: Duration,
-        why: String,
-        reply: oneshot::Sender<Option<ExitReport>>,
-    },
-    Switched {
-        start: u64,
-        variant: String,
-        reply: oneshot::Sender<()>,
-    },
+    Adopt { survivor: Box<Survivor>, reply: oneshot::Sender<Result<u32, StartError>> },
+    Start { variant: Option<String>, reply: oneshot::Sender<Result<u32, StartError>> },
+    End { intent: Intent, grace: Duration, why: String, reply: oneshot::Sender<Option<ExitReport>> },
+    Switched { start: u64, variant: String, reply: oneshot::Sender<()> },
 }
 
 pub(super) fn write_oom_score_adj(roots: &KernelRoots, pid: u32, adjustment: i16) -> io::Result<()> {
-    fs::write(
-        roots.proc.join(pid.to_string()).join("oom_score_adj"),
-        adjustment.to_string(),
-    )
+    fs::write(roots.proc.join(pid.to_string()).join("oom_score_adj"), adjustment.to_string())
 }
 
 /// Whether a worker runs.

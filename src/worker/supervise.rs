@@ -55,12 +55,7 @@ impl Supervisor {
         status: watch::Sender<Status>,
         events: mpsc::Sender<WorkerEvent>,
     ) -> Self {
-        Self {
-            shared,
-            inbox,
-            status,
-            events,
-        }
+        Self { shared, inbox, status, events }
     }
 
     /// Runs until the last handle is gone.
@@ -88,9 +83,7 @@ impl Supervisor {
                     }
                     Err(error) => {
                         let certificate = self.not_started(&error);
-                        let reason = FailureReason::NotStarted {
-                            error: in_one_line(&error),
-                        };
+                        let reason = FailureReason::NotStarted { error: in_one_line(&error) };
                         let _ = reply.send(Err(error));
                         self.emit(WorkerEventKind::Died(Box::new(certificate))).await;
                         self.emit(WorkerEventKind::Failed { reason }).await;
@@ -114,16 +107,10 @@ impl Supervisor {
         *self.shared.history() = History::default();
         self.shared.family().clear();
 
-        let launch = Launch::prepare(&spec, variant.as_deref()).map_err(|source| StartError::Launch {
-            worker: worker(),
-            source,
-        })?;
+        let launch = Launch::prepare(&spec, variant.as_deref())
+            .map_err(|source| StartError::Launch { worker: worker(), source })?;
         let confine = self.confine(&launch)?;
-        let failed = |source| StartError::Execute {
-            worker: worker(),
-            program: launch.program.clone(),
-            source,
-        };
+        let failed = |source| StartError::Execute { worker: worker(), program: launch.program.clone(), source };
         let mark = SupervisorMark::own(&self.shared.roots.proc).or_else(|_| SupervisorMark::own("/proc".as_ref()));
         let mark = mark.map_err(failed)?;
         let label = format!("{} {}", spec.name, LAUNCHES.fetch_add(1, Ordering::Relaxed));
@@ -134,9 +121,7 @@ impl Supervisor {
                 command.env_remove(variable);
             }
         }
-        command
-            .env(SUPERVISOR_VARIABLE, mark.to_string())
-            .env(WORKER_VARIABLE, &label);
+        command.env(SUPERVISOR_VARIABLE, mark.to_string()).env(WORKER_VARIABLE, &label);
         match &spec.pressure {
             Some(watch) => command.env(WATCH_VARIABLE, &watch.path),
             None => command.env(WATCH_VARIABLE, OFF),
@@ -161,9 +146,7 @@ impl Supervisor {
         );
         let leash = match (&spec.heir, record) {
             (Some(heir), Some(record)) => {
-                let record = serde_json::to_string(&record)
-                    .map_err(io::Error::other)
-                    .map_err(failed)?;
+                let record = serde_json::to_string(&record).map_err(io::Error::other).map_err(failed)?;
                 command.env(LAUNCH_VARIABLE, record).env(LOCK_VARIABLE, &heir.lock);
                 Leash::Long
             }
@@ -174,12 +157,8 @@ impl Supervisor {
         };
         let mut life = Life::before_start(&self.shared.roots);
         let started_at = Instant::now();
-        let Spawned {
-            process,
-            stdout,
-            stderr,
-            group,
-        } = process::spawn(command, leash, confine).await.map_err(failed)?;
+        let Spawned { process, stdout, stderr, group } =
+            process::spawn(command, leash, confine).await.map_err(failed)?;
         let pid = process.pid();
         life.look_at_group(pid);
         if let Some(adjustment) = spec.oom_score_adj
@@ -218,10 +197,7 @@ impl Supervisor {
     fn confine(&self, launch: &Launch) -> Result<Prepared, StartError> {
         let spec = self.shared.spec();
         let tap = spec.pressure.as_ref().map(Tap::open).transpose();
-        let tap = tap.map_err(|source| StartError::Pressure {
-            worker: spec.name.clone(),
-            source,
-        })?;
+        let tap = tap.map_err(|source| StartError::Pressure { worker: spec.name.clone(), source })?;
         *self.shared.tap() = tap;
         let around = Surroundings {
             worker: &spec.name,
@@ -233,11 +209,8 @@ impl Supervisor {
             },
             watched: spec.pressure.as_ref().map(|watch| watch.path.as_path()),
         };
-        let confine =
-            Prepared::new(&spec.confinement, &self.shared.groups, &around).map_err(|source| StartError::Confine {
-                worker: spec.name.clone(),
-                source,
-            })?;
+        let confine = Prepared::new(&spec.confinement, &self.shared.groups, &around)
+            .map_err(|source| StartError::Confine { worker: spec.name.clone(), source })?;
         for measure in &confine.measures {
             match (&measure.state, measure.asked) {
                 (Err(_), true) => tracing::warn!(worker = spec.name, "{measure}"),
@@ -296,18 +269,12 @@ impl Supervisor {
     /// Takes over a process.
     fn adopt(&mut self, survivor: Survivor) -> Result<Child, StartError> {
         let proc = &self.shared.roots.proc;
-        let failed = |source| StartError::Adopt {
-            worker: self.shared.spec().name.clone(),
-            pid: survivor.pid,
-            source,
-        };
+        let failed = |source| StartError::Adopt { worker: self.shared.spec().name.clone(), pid: survivor.pid, source };
         let process = Process::adopt(survivor.pid, || survivor.is_still_there(proc)).map_err(failed)?;
         let pid = process.pid();
         let output = |fd| process::reopened(proc, pid, fd).map_err(failed);
         // What it has said once and the supervisor before has read is not said again.
-        let (stdout, stderr, log_line) = self
-            .follow((output(1)?, output(2)?), survivor.was_ready)
-            .map_err(failed)?;
+        let (stdout, stderr, log_line) = self.follow((output(1)?, output(2)?), survivor.was_ready).map_err(failed)?;
         let started_at = survivor.started_at(proc);
         let port = match &survivor.endpoint {
             Some(Endpoint::Tcp(address)) => address.rsplit_once(':').and_then(|(_, port)| port.parse().ok()),
@@ -362,11 +329,7 @@ impl Supervisor {
             let (name, found) = (Arc::clone(&self.shared.name), found.clone());
             LogTail::follow(pipe, name, stream, spec.log_lines, needle.clone(), found)
         };
-        Ok((
-            follow(stdout, Stream::Stdout)?,
-            follow(stderr, Stream::Stderr)?,
-            log_line,
-        ))
+        Ok((follow(stdout, Stream::Stdout)?, follow(stderr, Stream::Stderr)?, log_line))
     }
 
     /// Tells that it can serve.
@@ -377,8 +340,7 @@ impl Supervisor {
         if let Some(life) = &mut child.life {
             life.look_at_group(pid);
         }
-        self.status
-            .send_modify(|status| status.state = WorkerState::Ready { pid });
+        self.status.send_modify(|status| status.state = WorkerState::Ready { pid });
         let took = now.saturating_duration_since(child.started_at);
         tracing::debug!(worker = &*self.shared.name, pid, ?took, "worker ready");
         self.emit(WorkerEventKind::Ready { took }).await;
@@ -469,16 +431,7 @@ impl Supervisor {
         self.emit(WorkerEventKind::Died(Box::new(certificate))).await;
         // A SIGKILL that we have not sent is of another process, even when we had asked for an end just before.
         let intent = ending
-            .filter(|ending| {
-                ending.killed
-                    || !matches!(
-                        status,
-                        Ok(ExitStatus::Signal {
-                            signal: libc::SIGKILL,
-                            ..
-                        })
-                    )
-            })
+            .filter(|ending| ending.killed || !matches!(status, Ok(ExitStatus::Signal { signal: libc::SIGKILL, .. })))
             .map(|ending| ending.intent);
         let report = self.bury(child, status, intent, exited_at).await;
         for reply in waiting {
@@ -495,17 +448,9 @@ impl Supervisor {
         }
         let pid = process.pid();
         // Where they do not become ours with its end they are found by this.
-        self.shared
-            .family()
-            .extend(family(&self.shared.roots.proc, pid).unwrap_or_default());
-        self.status
-            .send_modify(|status| status.state = WorkerState::Stopping { pid });
-        let ending = Ending {
-            intent,
-            why,
-            kill_at: Instant::now() + grace,
-            killed: grace.is_zero(),
-        };
+        self.shared.family().extend(family(&self.shared.roots.proc, pid).unwrap_or_default());
+        self.status.send_modify(|status| status.state = WorkerState::Stopping { pid });
+        let ending = Ending { intent, why, kill_at: Instant::now() + grace, killed: grace.is_zero() };
         let signal = match intent {
             _ if ending.killed => libc::SIGKILL,
             // A Python program may have a handler that prints where it stands; others leave a core file.
@@ -582,11 +527,7 @@ impl Supervisor {
     }
 
     async fn emit(&self, kind: WorkerEventKind) {
-        let event = WorkerEvent {
-            worker: Arc::clone(&self.shared.name),
-            start: self.status.borrow().start,
-            kind,
-        };
+        let event = WorkerEvent { worker: Arc::clone(&self.shared.name), start: self.status.borrow().start, kind };
         // The receiver is gone only when the daemon goes down.
         let _ = self.events.send(event).await;
     }
@@ -710,9 +651,7 @@ async fn http_get(address: &str, path: &str, status: u16) -> io::Result<()> {
     let request = format!("GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n");
     stream.write_all(request.as_bytes()).await?;
     let mut line = Vec::new();
-    BufReader::new(stream.take(STATUS_LINE_BYTES_MAX))
-        .read_until(b'\n', &mut line)
-        .await?;
+    BufReader::new(stream.take(STATUS_LINE_BYTES_MAX)).read_until(b'\n', &mut line).await?;
     let line = String::from_utf8_lossy(&line);
     let line = line.trim_end();
     match line.split(' ').nth(1) {

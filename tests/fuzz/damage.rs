@@ -73,12 +73,8 @@ fn once(bytes: &mut Vec<u8>, examples: &[Vec<u8>], words: &[&str], rng: &mut Cha
             }
         }
         7 => {
-            let edge = EDGES
-                .choose(rng)
-                .copied()
-                .unwrap_or_default()
-                .wrapping_add(rng.random_range(0..3))
-                .wrapping_sub(1);
+            let edge =
+                EDGES.choose(rng).copied().unwrap_or_default().wrapping_add(rng.random_range(0..3)).wrapping_sub(1);
             let width = [1, 2, 4, 8][rng.random_range(0..4)];
             let over = width.min(length - at);
             splice(bytes, at, over, &edge.to_le_bytes()[..width]);
@@ -92,9 +88,7 @@ fn once(bytes: &mut Vec<u8>, examples: &[Vec<u8>], words: &[&str], rng: &mut Cha
         }
         11 => {
             // The same thing deep inside itself.
-            let open = *[&b"["[..], b"{\"a\":", b"{a: ", b"- ", b"(", b"\""]
-                .choose(rng)
-                .unwrap_or(&&b"["[..]);
+            let open = *[&b"["[..], b"{\"a\":", b"{a: ", b"- ", b"(", b"\""].choose(rng).unwrap_or(&&b"["[..]);
             splice(bytes, at, 0, &open.repeat(1 << rng.random_range(0..12)));
         }
         _ => {

@@ -130,11 +130,7 @@ fn kind_of(answer: &str) -> String {
 
 /// An input as a Rust literal, shortened.
 fn shown(input: &[u8]) -> String {
-    let mut text = format!(
-        "{} bytes: b\"{}",
-        input.len(),
-        input[..input.len().min(4000)].escape_ascii()
-    );
+    let mut text = format!("{} bytes: b\"{}", input.len(), input[..input.len().min(4000)].escape_ascii());
     if input.len() > 4000 {
         let _ = write!(text, "…");
     }
@@ -144,8 +140,5 @@ fn shown(input: &[u8]) -> String {
 
 fn number(name: &str) -> Option<u64> {
     let text = std::env::var(name).ok()?;
-    Some(
-        text.parse()
-            .unwrap_or_else(|_| panic!("{name} is `{text}`, not a number")),
-    )
+    Some(text.parse().unwrap_or_else(|_| panic!("{name} is `{text}`, not a number")))
 }

@@ -36,11 +36,7 @@ fn schemas() {
     let target = Target {
         name: "schemas",
         examples: (0..32u8)
-            .map(|seed| {
-                (0..40u8)
-                    .map(|at| seed.wrapping_mul(at).wrapping_add(at.wrapping_mul(7)))
-                    .collect()
-            })
+            .map(|seed| (0..40u8).map(|at| seed.wrapping_mul(at).wrapping_add(at.wrapping_mul(7))).collect())
             .collect(),
         words: &["\u{0}", "\u{1}", "\u{7f}", "abc", "\n\n\n\n"],
         memory_max: |_length| 64 << 20,
@@ -51,10 +47,7 @@ fn schemas() {
             return "too long".to_owned();
         }
         let request = GenerateRequest {
-            form: Some(AnswerForm::JsonSchema {
-                schema,
-                field: "format",
-            }),
+            form: Some(AnswerForm::JsonSchema { schema, field: "format" }),
             ..GenerateRequest::new(RequestId::new(1), Prompt::Text("x".to_owned()))
         };
         match side.prepare(&request, Client::PATIENT) {
@@ -78,11 +71,8 @@ fn babble(side: &TextSide, mut mask: Box<dyn cotenant::engine::sampling::TokenMa
         let step = (|| {
             while !mask.is_ready(std::time::Duration::from_millis(20))? {}
             mask.apply(&mut logits)?;
-            let allowed: Vec<u32> = (0..)
-                .zip(&logits)
-                .filter(|(_, logit)| logit.is_finite())
-                .map(|(token, _)| token)
-                .collect();
+            let allowed: Vec<u32> =
+                (0..).zip(&logits).filter(|(_, logit)| logit.is_finite()).map(|(token, _)| token).collect();
             let Some(&token) = allowed.get(usize::from(choice) * 37 % allowed.len().max(1)) else {
                 return Ok(Some("nothing is allowed".to_owned()));
             };
@@ -115,9 +105,7 @@ fn watch_jobs(most: Arc<AtomicU64>, stop: Arc<AtomicBool>) -> thread::JoinHandle
             let threads = fs::read_dir(format!("/proc/{own}/task")).unwrap();
             let helpers = threads.flatten().flat_map(|thread| {
                 let text = fs::read_to_string(thread.path().join("children")).unwrap_or_default();
-                text.split_whitespace()
-                    .filter_map(|pid| pid.parse().ok())
-                    .collect::<Vec<u32>>()
+                text.split_whitespace().filter_map(|pid| pid.parse().ok()).collect::<Vec<u32>>()
             });
             let jobs: u64 = helpers.flat_map(task).map(private).sum();
             most.fetch_max(jobs, Ordering::SeqCst);
@@ -174,16 +162,7 @@ const PATTERNS: [&str; 14] = [
     "",
 ];
 
-const FORMATS: [&str; 8] = [
-    "date-time",
-    "email",
-    "uuid",
-    "ipv6",
-    "uri",
-    "hostname",
-    "duration",
-    "nothing",
-];
+const FORMATS: [&str; 8] = ["date-time", "email", "uuid", "ipv6", "uri", "hostname", "duration", "nothing"];
 
 /// A schema by what the bytes choose; nothing is left of them at some depth.
 fn draw(bytes: &mut impl Iterator<Item = u8>, depth: u32) -> Value {
@@ -201,13 +180,7 @@ fn draw(bytes: &mut impl Iterator<Item = u8>, depth: u32) -> Value {
         0 => json!({"type": "boolean"}),
         1 => {
             let mut map = Map::from_iter([("type".to_owned(), json!(["integer", "number"][next(2)]))]);
-            for keyword in [
-                "multipleOf",
-                "minimum",
-                "maximum",
-                "exclusiveMinimum",
-                "exclusiveMaximum",
-            ] {
+            for keyword in ["multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"] {
                 if next(3) == 0 {
                     map.insert(keyword.to_owned(), number(next(NUMBERS.len())));
                 }
@@ -236,9 +209,8 @@ fn draw(bytes: &mut impl Iterator<Item = u8>, depth: u32) -> Value {
         }
         4..=6 => {
             let count = next(10);
-            let properties: Map<String, Value> = (0..count)
-                .map(|at| (format!("p{at}"), draw(bytes, depth + 1)))
-                .collect();
+            let properties: Map<String, Value> =
+                (0..count).map(|at| (format!("p{at}"), draw(bytes, depth + 1))).collect();
             let required: Vec<Value> = (0..count).step_by(2).map(|at| json!(format!("p{at}"))).collect();
             let mut map = json!({"type": "object", "properties": properties, "required": required});
             match bytes.next().unwrap_or(0) % 4 {

@@ -42,25 +42,12 @@ fn wyoming_frames() {
     let format = AudioFormat::mono_16_bit(16_000);
     let events = [
         Event::Describe,
-        Event::AudioStart(AudioStart {
-            format,
-            timestamp: Some(1),
-        }),
-        Event::AudioChunk(AudioChunk {
-            format,
-            timestamp: None,
-            audio: vec![1; 640],
-        }),
-        Event::Transcript(Written {
-            text: "turn on the light".to_owned(),
-            ..Written::default()
-        }),
+        Event::AudioStart(AudioStart { format, timestamp: Some(1) }),
+        Event::AudioChunk(AudioChunk { format, timestamp: None, audio: vec![1; 640] }),
+        Event::Transcript(Written { text: "turn on the light".to_owned(), ..Written::default() }),
         Event::SynthesizeStop,
     ];
-    let mut examples: Vec<Vec<u8>> = events
-        .into_iter()
-        .map(|event| event.into_frame().encode().unwrap())
-        .collect();
+    let mut examples: Vec<Vec<u8>> = events.into_iter().map(|event| event.into_frame().encode().unwrap()).collect();
     examples.push(examples.concat());
     examples.push(
         b"{\"type\":\"info\",\"data\":{\"asr\":[{\"name\":\"x\",\"models\":null}]},\"data_length\":13}\n{\"tts\":[null]}"
@@ -118,9 +105,7 @@ fn wyoming_frames() {
 
 #[test]
 fn wav_files() {
-    let beep = MonoAudio::new(8_000, (0..800).map(|n| n * 40).collect())
-        .to_wav()
-        .unwrap();
+    let beep = MonoAudio::new(8_000, (0..800).map(|n| n * 40).collect()).to_wav().unwrap();
     let mut examples = vec![beep.clone(), MonoAudio::new(16_000, vec![]).to_wav().unwrap()];
     for (format, channels, bits) in [(1u16, 2u16, 16u16), (1, 1, 8), (1, 2, 24), (1, 1, 32), (3, 2, 32)] {
         let mut file = beep.clone();
@@ -136,28 +121,16 @@ fn wav_files() {
     let target = Target {
         name: "wav",
         examples,
-        words: &[
-            "RIFF",
-            "WAVE",
-            "fmt ",
-            "data",
-            "LIST",
-            "fact",
-            "\x01\0",
-            "\u{fe}\u{ff}",
-            "\0\0\0\0",
-        ],
+        words: &["RIFF", "WAVE", "fmt ", "data", "LIST", "fact", "\x01\0", "\u{fe}\u{ff}", "\0\0\0\0"],
         // 16 kHz from 2 kHz, in 8 bits: sixteen bytes for one, twice while it is copied.
         memory_max: |length| 8 * MIB + 64 * length,
     };
-    fuzz(&target, |bytes| {
-        match decode_whole_for_asr(bytes, Duration::from_secs(60)) {
-            Ok(audio) => {
-                assert!(audio.duration() <= Duration::from_secs(61));
-                format!("{}", audio.samples.len().checked_ilog2().unwrap_or(0) > 8)
-            }
-            Err(error) => in_one_line(&error),
+    fuzz(&target, |bytes| match decode_whole_for_asr(bytes, Duration::from_secs(60)) {
+        Ok(audio) => {
+            assert!(audio.duration() <= Duration::from_secs(61));
+            format!("{}", audio.samples.len().checked_ilog2().unwrap_or(0) > 8)
         }
+        Err(error) => in_one_line(&error),
     });
 }
 
@@ -196,10 +169,7 @@ fn compressed_audio() {
         ],
         memory_max: |length| 8 * MIB + 64 * length,
     };
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let decoder = decoder();
     fuzz(&target, |bytes| {
         let limit = Duration::from_secs(60);
@@ -224,11 +194,7 @@ fn configurations() {
     let switched_on: String = example
         .lines()
         .map(|line| {
-            line.replacen(
-                "# ",
-                "",
-                usize::from(line.trim_start().starts_with("# ") && line.contains(':')),
-            ) + "\n"
+            line.replacen("# ", "", usize::from(line.trim_start().starts_with("# ") && line.contains(':'))) + "\n"
         })
         .collect();
     let small =
@@ -305,14 +271,7 @@ fn gguf_headers() {
     let target = Target {
         name: "gguf",
         examples: vec![header, demo[..65_536].to_vec()],
-        words: &[
-            "GGUF",
-            "general.architecture",
-            "tokenizer.ggml.tokens",
-            "\x08\0\0\0",
-            "\x09\0\0\0",
-            "\x0c\0\0\0",
-        ],
+        words: &["GGUF", "general.architecture", "tokenizer.ggml.tokens", "\x08\0\0\0", "\x09\0\0\0", "\x0c\0\0\0"],
         memory_max: |length| 16 * MIB + 64 * length,
     };
     let mut file = tempfile::NamedTempFile::new().unwrap();
@@ -377,18 +336,13 @@ fn http_bodies() {
         ],
         memory_max: |length| 64 * MIB + 64 * length,
     };
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let (address, stop) = runtime.block_on(serving());
     fuzz(&target, |bytes| {
         let (number, body) = bytes.split_first().unwrap_or((&0, &[]));
         let (path, kind) = CASES[usize::from(*number) % CASES.len()];
         runtime.block_on(async {
-            timeout(Duration::from_secs(15), post(address, path, kind, body))
-                .await
-                .expect("no answer")
+            timeout(Duration::from_secs(15), post(address, path, kind, body)).await.expect("no answer")
         })
     });
     stop.cancel();
@@ -411,10 +365,7 @@ async fn post(address: SocketAddr, path: &str, kind: &str, body: &[u8]) -> Strin
     assert!(!text.starts_with("HTTP/1.1 500"), "{text}");
     let reason = text.split("\"message\":").nth(1).unwrap_or_default();
     // The figures are left out of the rest, not out of the status.
-    let status: String = text[9..12]
-        .chars()
-        .map(|digit| char::from(digit as u8 + b'A' - b'0'))
-        .collect();
+    let status: String = text[9..12].chars().map(|digit| char::from(digit as u8 + b'A' - b'0')).collect();
     format!("{status} {}", reason.trim_start_matches('"'))
 }
 
@@ -430,11 +381,7 @@ async fn serving() -> (SocketAddr, CancellationToken) {
         status: backend,
     };
     let stop = CancellationToken::new();
-    tokio::spawn(http::serve(
-        listener,
-        Api::new(backends, Limits::default()),
-        stop.clone(),
-    ));
+    tokio::spawn(http::serve(listener, Api::new(backends, Limits::default()), stop.clone()));
     (address, stop)
 }
 
@@ -443,10 +390,7 @@ struct Willing;
 
 impl ChatBackend for Willing {
     fn chat(&self, _request: ChatRequest) -> BoxFuture<'_, Result<ChatStream, Refusal>> {
-        let finished = ChatEvent::Finished {
-            reason: FinishReason::Stop,
-            usage: Usage::default(),
-        };
+        let finished = ChatEvent::Finished { reason: FinishReason::Stop, usage: Usage::default() };
         Box::pin(async { Ok(stream::iter([ChatEvent::Part(AnswerPart::Text("yes".to_owned())), finished]).boxed()) })
     }
 }
@@ -454,21 +398,11 @@ impl ChatBackend for Willing {
 impl SpeechBackend for Willing {
     fn transcribe(&self, request: TranscribeRequest) -> BoxFuture<'_, Result<Transcript, Refusal>> {
         let text = format!("{} samples", request.audio.samples.len());
-        Box::pin(async {
-            Ok(Transcript {
-                text,
-                ..Transcript::default()
-            })
-        })
+        Box::pin(async { Ok(Transcript { text, ..Transcript::default() }) })
     }
 
     fn synthesize(&self, _request: SpeechRequest) -> BoxFuture<'_, Result<SpeechStream, Refusal>> {
-        Box::pin(async {
-            Ok(SpeechStream {
-                rate: 16_000,
-                chunks: stream::iter([Ok(vec![1; 100])]).boxed(),
-            })
-        })
+        Box::pin(async { Ok(SpeechStream { rate: 16_000, chunks: stream::iter([Ok(vec![1; 100])]).boxed() }) })
     }
 }
 
@@ -493,18 +427,11 @@ impl StatusBackend for Willing {
             created: 0,
             bytes: cotenant::units::Bytes::ZERO,
         };
-        vec![
-            model("demo", ModelKind::Chat),
-            model("tts", ModelKind::Speech),
-            model("asr", ModelKind::Transcription),
-        ]
+        vec![model("demo", ModelKind::Chat), model("tts", ModelKind::Speech), model("asr", ModelKind::Transcription)]
     }
 
     fn voices(&self) -> Vec<Voice> {
-        vec![Voice {
-            name: "slt".to_owned(),
-            aliases: vec!["alloy".to_owned()],
-        }]
+        vec![Voice { name: "slt".to_owned(), aliases: vec!["alloy".to_owned()] }]
     }
 
     fn request_ended(&self, _route: &str, _code: u16, _took: Duration) {}

@@ -122,11 +122,7 @@ fn kept_by<T>(work: impl FnOnce() -> T) -> (T, i64, i64) {
 }
 
 fn shape() -> ModelShape {
-    let layer = LayerShape {
-        kind: LayerKind::Attention,
-        part: 0,
-        resident_bytes: Bytes::from_mib(10),
-    };
+    let layer = LayerShape { kind: LayerKind::Attention, part: 0, resident_bytes: Bytes::from_mib(10) };
     ModelShape {
         name: "tiny".to_owned(),
         architecture: "qwen35".to_owned(),
@@ -165,9 +161,7 @@ fn the_count_counts() {
 fn a_thread_that_has_encoded_a_prompt_keeps_nothing_of_it() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
-    Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 11)
-        .write(&path)
-        .unwrap();
+    Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 11).write(&path).unwrap();
     let tokenizer = Tokenizer::from_header(&Header::read(&path).unwrap()).unwrap();
     // Words as long as the library would remember, each of them once.
     let word = |number: u32| {
@@ -179,9 +173,7 @@ fn a_thread_that_has_encoded_a_prompt_keeps_nothing_of_it() {
     let text = text.join(" ");
     let kept: i64 = thread::scope(|scope| {
         let encode = || {
-            let warm = tokenizer
-                .encode("a few words, so that what is made once is there")
-                .unwrap();
+            let warm = tokenizer.encode("a few words, so that what is made once is there").unwrap();
             drop(warm);
             kept_by(|| drop(tokenizer.encode(&text).unwrap())).1
         };
@@ -258,10 +250,7 @@ fn a_sample_that_leads_to_a_shed_asks_for_little() {
     }
     let (times, bytes) = shed.expect("it sheds");
     println!("from the sample to the order to shed: {times} allocations, {bytes} bytes");
-    assert!(
-        times <= TIMES_MAX && bytes <= BYTES_MAX,
-        "{times} allocations, {bytes} bytes"
-    );
+    assert!(times <= TIMES_MAX && bytes <= BYTES_MAX, "{times} allocations, {bytes} bytes");
 }
 
 /// A supervisor's arbiter and an engine with a real model, as the daemon puts them together.
@@ -278,9 +267,7 @@ impl Shedding {
     fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.gguf");
-        Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 11)
-            .write(&path)
-            .unwrap();
+        Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 11).write(&path).unwrap();
         let (sink, events) = mpsc::channel(64);
         let model = ModelOptions::for_threads(1);
         let engine = Engine::start(EngineOptions::default(), model, sink).unwrap();
@@ -407,10 +394,7 @@ fn from_the_sample_to_the_credit_nobody_asks_the_system_for_memory() {
     assert_eq!((times, engines, asked), (0, 0, 0), "{counts:?}");
     assert_eq!(counts.missed, before.missed);
     let served = counts.served - before.served;
-    println!(
-        "{served} blocks that were set aside, {} bytes of them still in use",
-        emergency::in_use()
-    );
+    println!("{served} blocks that were set aside, {} bytes of them still in use", emergency::in_use());
     assert!(served > 0);
 }
 
@@ -420,15 +404,10 @@ fn what_is_set_aside_is_there_again_after_many_sheds() {
     let mut shedding = Shedding::new();
     let mut in_use = Vec::new();
     for round in 1..=8 {
-        let shed = Event::OperatorShed {
-            ticket: Ticket(2 * round),
-            bytes: Bytes::from_mib(1),
-        };
+        let shed = Event::OperatorShed { ticket: Ticket(2 * round), bytes: Bytes::from_mib(1) };
         assert!(emergency::within(|| shedding.take(shed)), "round {round} sheds");
         emergency::within(|| shedding.settle());
-        let regrow = Event::OperatorRegrow {
-            ticket: Ticket(2 * round + 1),
-        };
+        let regrow = Event::OperatorRegrow { ticket: Ticket(2 * round + 1) };
         let _ = shedding.take(regrow);
         let grows = (0..100).any(|_| shedding.engine_is_asked() || shedding.sample(20));
         assert!(grows, "round {round} grows back");

@@ -26,11 +26,8 @@ fn a_program_that_could_not_start_is_found_by_the_check() {
         worker("fine", "/bin/sh"),
     );
     std::fs::write(&config, text).unwrap();
-    let output = Command::new(env!("CARGO_BIN_EXE_cotenant"))
-        .args(["check", "--output", "json"])
-        .arg(&config)
-        .output()
-        .unwrap();
+    let output =
+        Command::new(env!("CARGO_BIN_EXE_cotenant")).args(["check", "--output", "json"]).arg(&config).output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(78), "{said}");
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();

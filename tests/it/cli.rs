@@ -50,11 +50,7 @@ fn a_check_ends_with_a_verdict_that_agrees_with_its_exit_code() {
             78,
             "verdict: the model of `llm.path` cannot be loaded",
         ),
-        (
-            "budget: {totl: 1GiB}\n".to_owned(),
-            78,
-            "verdict: the configuration cannot be used",
-        ),
+        ("budget: {totl: 1GiB}\n".to_owned(), 78, "verdict: the configuration cannot be used"),
     ] {
         let (found, printed, said) = run(&configured(&text), &["check", "cotenant.yaml"]);
         let last = printed.lines().last().unwrap_or_default();
@@ -87,10 +83,7 @@ fn a_model_in_place_of_a_configuration_is_named() {
     fs::write(folder.path().join("model.gguf"), "GGUF\u{3}\0\0\0").unwrap();
     let (code, _, said) = run(&folder, &["check", "model.gguf"]);
     assert_eq!(code, Some(78));
-    assert!(
-        said.contains("it is a GGUF model") && said.contains("llm: {path: "),
-        "{said}"
-    );
+    assert!(said.contains("it is a GGUF model") && said.contains("llm: {path: "), "{said}");
 }
 
 #[test]
@@ -105,10 +98,7 @@ fn a_line_of_the_journal_is_a_number() {
     for arguments in [&["why", "abc"][..], &["events", "--after", "foo"]] {
         let (code, _, said) = run(&tempfile::tempdir().unwrap(), arguments);
         assert_eq!(code, Some(2));
-        assert!(
-            said.contains("not a line number; `cotenant events` prints them"),
-            "{said}"
-        );
+        assert!(said.contains("not a line number; `cotenant events` prints them"), "{said}");
     }
 }
 

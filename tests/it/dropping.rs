@@ -69,10 +69,8 @@ fn what_goes_on_without_its_oldest_tokens_is_as_if_it_had_never_had_them() {
         let bounds = [(KvType::F16, 2e-3), (KvType::Q8, 2e-2), (KvType::Q4, 0.25)];
         let types = if architecture == Architecture::Qwen3 { 3 } else { 1 };
         for (kv_type, bound) in bounds.into_iter().take(types) {
-            let (_folder, path) = written(&Synthetic {
-                layers: 1,
-                ..Synthetic::tiny(architecture, TypeMix::All(GgmlDType::F32), 3)
-            });
+            let (_folder, path) =
+                written(&Synthetic { layers: 1, ..Synthetic::tiny(architecture, TypeMix::All(GgmlDType::F32), 3) });
             let all = text(400);
             let mut long = open(&path, &plan(0..2, 256, kv_type), 2);
             long.allow_dropping(Some(Tokens::new(4)));
@@ -130,27 +128,17 @@ fn history(path: &Path, way: Way, threads: usize, resident: &[u32], then: KvType
         Way::Shrunk => {
             let before = model.kernel_resident();
             let report = model.apply(&plan(128, KvType::F16)).unwrap();
-            assert_eq!(
-                (report.dropped, report.plan.kv_capacity),
-                (Tokens::new(128), Tokens::new(128))
-            );
+            assert_eq!((report.dropped, report.plan.kv_capacity), (Tokens::new(128), Tokens::new(128)));
             let block = model.shape().kv.block_bytes(KvType::F16);
             assert_eq!(report.asked, block.saturating_mul(2));
-            assert_eq!(
-                (report.freed, before - model.kernel_resident()),
-                (report.asked, report.asked)
-            );
+            assert_eq!((report.freed, before - model.kernel_resident()), (report.asked, report.asked));
         }
         Way::ShrunkInside => {
             // A token that fits the smaller capacity once the oldest are gone: asked for before its first layer.
             model.make_room();
             let mut asked = false;
             let mut checkpoint = || {
-                if std::mem::replace(&mut asked, true) {
-                    Flow::Continue
-                } else {
-                    Flow::Apply(plan(192, KvType::F16))
-                }
+                if std::mem::replace(&mut asked, true) { Flow::Continue } else { Flow::Apply(plan(192, KvType::F16)) }
             };
             // 192 tokens are there and one comes: 64 more go.
             rows.push(model.forward(&all[256..257], &mut checkpoint).unwrap().to_vec());
@@ -210,10 +198,7 @@ fn nothing_is_dropped_that_may_not_be() {
     // Nobody has allowed it.
     assert_eq!((model.make_room(), model.droppable()), (Tokens::ZERO, Tokens::ZERO));
     let report = model.apply(&plan(0..5, 64, KvType::F16)).unwrap();
-    assert_eq!(
-        (report.dropped, report.plan.kv_capacity),
-        (Tokens::ZERO, Tokens::new(256))
-    );
+    assert_eq!((report.dropped, report.plan.kv_capacity), (Tokens::ZERO, Tokens::new(256)));
     // What stays is rounded up to blocks, and the last block that is full is no old one.
     for (sinks, droppable) in [(0, 128), (1, 64), (64, 64), (65, 0), (250, 0), (u32::MAX, 0)] {
         model.allow_dropping(Some(Tokens::new(sinks)));
@@ -223,10 +208,7 @@ fn nothing_is_dropped_that_may_not_be() {
     // A plan that asks for more than may be dropped gets what there is.
     model.allow_dropping(Some(Tokens::new(4)));
     let report = model.apply(&plan(0..5, 64, KvType::F16)).unwrap();
-    assert_eq!(
-        (report.dropped, report.plan.kv_capacity),
-        (Tokens::new(64), Tokens::new(192))
-    );
+    assert_eq!((report.dropped, report.plan.kv_capacity), (Tokens::new(64), Tokens::new(192)));
     assert_eq!(model.position(), 186);
     // Allowed no more: what is gone stays gone, and nothing follows it.
     model.allow_dropping(None);

@@ -49,10 +49,7 @@ fn a_plan_is_taken_between_two_layers_of_a_long_prompt() {
     keeper.open();
     assert_eq!(collect(&mut stream).reason(), FinishReason::Length);
     let snapshot = stage.handle.snapshot();
-    assert_eq!(
-        (snapshot.revision, snapshot.plan.as_ref().unwrap().kv_capacity),
-        (Some(7), Tokens::new(512))
-    );
+    assert_eq!((snapshot.revision, snapshot.plan.as_ref().unwrap().kv_capacity), (Some(7), Tokens::new(512)));
     assert!(snapshot.command_gap_max > Duration::ZERO);
     stage.stop();
 }
@@ -74,10 +71,7 @@ fn plans_do_not_change_the_answer_and_each_is_answered() {
     let mut answered: Vec<u64> = (0..200)
         .map(|_| match stage.command_event() {
             EngineEvent::Applied { revision, .. } => revision,
-            EngineEvent::ApplyFailed {
-                revision,
-                error: ApplyFailure::Superseded { by },
-            } => {
+            EngineEvent::ApplyFailed { revision, error: ApplyFailure::Superseded { by } } => {
                 assert!(by > revision);
                 revision
             }
@@ -105,10 +99,7 @@ fn a_plan_that_cannot_be_is_told_and_the_one_before_stays() {
         }
         other => panic!("{other:?}"),
     }
-    assert_eq!(
-        stage.handle.snapshot().plan.unwrap().kv_capacity,
-        Tokens::new(CONTEXT_MAX)
-    );
+    assert_eq!(stage.handle.snapshot().plan.unwrap().kv_capacity, Tokens::new(CONTEXT_MAX));
     stage.stop();
 }
 
@@ -132,10 +123,7 @@ fn a_plan_below_what_a_running_answer_uses_is_raised_and_the_answer_goes_on() {
     assert_eq!(answer.reason(), FinishReason::KvReclaimed);
     assert_eq!(answer.tokens.len(), 9);
     stage.handle.apply(2, plan(CONTEXT_MAX));
-    assert!(matches!(
-        stage.command_event(),
-        EngineEvent::Applied { revision: 2, .. }
-    ));
+    assert!(matches!(stage.command_event(), EngineEvent::Applied { revision: 2, .. }));
     let again = stage.ask(limited(2, &"a".repeat(40), 9));
     assert_eq!(again.tokens, answer.tokens);
     stage.stop();
@@ -185,10 +173,7 @@ fn a_thread_that_breaks_down_tells_everybody_and_ends() {
 #[test]
 fn a_thread_that_breaks_down_beside_a_read_that_hangs_tells_what_that_keeps() {
     let kept = Arc::new(SharedMapping::from(Mapping::new(RING, Backing::OnTouch).unwrap()));
-    let setting = Setting {
-        kept: Arc::downgrade(&kept),
-        ..Setting::default()
-    };
+    let setting = Setting { kept: Arc::downgrade(&kept), ..Setting::default() };
     let mut stage = Stage::new(setting, |_: &[u32]| Act::Break);
     let mut stream = stage.handle.generate(request(1, "a")).unwrap();
     collect(&mut stream).error();
@@ -204,17 +189,11 @@ fn a_thread_that_breaks_down_beside_a_read_that_hangs_tells_what_that_keeps() {
 
 #[test]
 fn a_growth_that_waits_for_a_disk_gives_way_to_whatever_else_is_ordered() {
-    let hanging = || EnginePlan {
-        prefill_chunk: HANGS,
-        ..plan(512)
-    };
+    let hanging = || EnginePlan { prefill_chunk: HANGS, ..plan(512) };
     let failed = |event| match event {
         EngineEvent::ApplyFailed { revision, error } => {
             let text = error.to_string();
-            assert!(
-                text.contains("cannot read `layer 3`: the disk has not answered"),
-                "{text}"
-            );
+            assert!(text.contains("cannot read `layer 3`: the disk has not answered"), "{text}");
             revision
         }
         other => panic!("{other:?}"),
@@ -225,10 +204,7 @@ fn a_growth_that_waits_for_a_disk_gives_way_to_whatever_else_is_ordered() {
     assert_eq!(keeper.arrived(), HANGS.get());
     stage.handle.apply(2, plan(64));
     assert_eq!(failed(stage.command_event()), 1);
-    assert!(matches!(
-        stage.command_event(),
-        EngineEvent::Applied { revision: 2, .. }
-    ));
+    assert!(matches!(stage.command_event(), EngineEvent::Applied { revision: 2, .. }));
     // A plan, and the end of a request, in the middle of its prompt.
     let mut stream = stage.handle.generate(request(1, "a")).unwrap();
     keeper.arrived();
@@ -253,17 +229,11 @@ fn a_growth_that_waits_for_a_disk_gives_way_to_whatever_else_is_ordered() {
 
 #[test]
 fn a_growth_that_waits_for_a_disk_gives_way_to_a_deadline_that_passes() {
-    let hanging = || EnginePlan {
-        prefill_chunk: HANGS,
-        ..plan(512)
-    };
+    let hanging = || EnginePlan { prefill_chunk: HANGS, ..plan(512) };
     let soon = || Some(Instant::now() + Duration::from_millis(50));
     let (mut stage, keeper) = Stage::gated(EngineOptions::default(), babble);
     // Of the answer that waits for the growth. Where it has passed before the plan came, the growth waits for nobody.
-    let due = GenerateRequest {
-        deadline: soon(),
-        ..request(1, "a")
-    };
+    let due = GenerateRequest { deadline: soon(), ..request(1, "a") };
     let mut stream = stage.handle.generate(due).unwrap();
     keeper.arrived();
     stage.handle.apply(1, hanging());
@@ -271,20 +241,11 @@ fn a_growth_that_waits_for_a_disk_gives_way_to_a_deadline_that_passes() {
     let error = collect(&mut stream).error();
     assert!(matches!(error, GenerateError::DeadlinePassed { .. }), "{error}");
     stage.handle.apply(2, plan(64));
-    assert!(matches!(
-        stage.command_event(),
-        EngineEvent::ApplyFailed { revision: 1, .. }
-    ));
-    assert!(matches!(
-        stage.command_event(),
-        EngineEvent::Applied { revision: 2, .. }
-    ));
+    assert!(matches!(stage.command_event(), EngineEvent::ApplyFailed { revision: 1, .. }));
+    assert!(matches!(stage.command_event(), EngineEvent::Applied { revision: 2, .. }));
     // Of one that waits while nothing is answered.
     stage.handle.apply(3, hanging());
-    let due = GenerateRequest {
-        deadline: soon(),
-        ..request(2, "a")
-    };
+    let due = GenerateRequest { deadline: soon(), ..request(2, "a") };
     let error = collect(&mut stage.handle.generate(due).unwrap()).error();
     assert!(matches!(error, GenerateError::DeadlinePassed { .. }), "{error}");
     stage.stop();
@@ -293,19 +254,13 @@ fn a_growth_that_waits_for_a_disk_gives_way_to_a_deadline_that_passes() {
 #[test]
 fn what_a_hanging_read_keeps_is_told_when_the_answer_fails_and_when_the_read_returns() {
     let left = Arc::<AtomicU64>::default();
-    let setting = Setting {
-        left: Arc::clone(&left),
-        ..Setting::default()
-    };
+    let setting = Setting { left: Arc::clone(&left), ..Setting::default() };
     let stage = Stage::new(setting, |_| Act::Stall);
     let mut watch = stage.handle.watch();
     assert_eq!(stage.handle.snapshot().held, Some(Bytes::ZERO));
     for hung in 1..3 {
         let error = stage.ask(request(hung, "?")).error();
-        assert!(
-            error.to_string().contains("the disk has not answered for 4000 ms"),
-            "{error}"
-        );
+        assert!(error.to_string().contains("the disk has not answered for 4000 ms"), "{error}");
         // By the time that the end is known.
         assert_eq!(stage.handle.snapshot().held, Some(RING.saturating_mul(hung)));
     }
@@ -354,9 +309,7 @@ fn a_load_that_hangs_leaves_one_and_another_is_made_when_it_has_returned() {
     let mut load = |expected: &str| {
         handle.load(Path::new("/model.gguf"), plan(64));
         match events.blocking_recv().unwrap() {
-            EngineEvent::LoadFailed {
-                message, hint, hung, ..
-            } => {
+            EngineEvent::LoadFailed { message, hint, hung, .. } => {
                 assert!(message.contains(expected), "{message}");
                 assert!(hint.is_some() && hung.is_some());
             }
@@ -368,10 +321,7 @@ fn a_load_that_hangs_leaves_one_and_another_is_made_when_it_has_returned() {
     assert_eq!((snapshot.held, snapshot.phase), (Some(RING), EnginePhase::Empty));
     // Nothing is asked of a disk that hangs.
     load("cannot read `what an earlier load has asked for`");
-    assert_eq!(
-        (opened.load(Ordering::Acquire), handle.snapshot().held),
-        (1, Some(RING))
-    );
+    assert_eq!((opened.load(Ordering::Acquire), handle.snapshot().held), (1, Some(RING)));
     let mut watch = handle.watch();
     drop(kept);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
@@ -393,10 +343,7 @@ fn draining_answers_what_is_there_and_takes_nothing_more() {
     keeper.arrived();
     let mut waiting = stage.handle.generate(request(2, "a")).unwrap();
     stage.handle.drain();
-    assert!(matches!(
-        stage.handle.generate(request(3, "a")),
-        Err(SubmitError::Draining)
-    ));
+    assert!(matches!(stage.handle.generate(request(3, "a")), Err(SubmitError::Draining)));
     keeper.open();
     assert_eq!(collect(&mut running).text, "ok");
     assert_eq!(collect(&mut waiting).text, "ok");
@@ -431,22 +378,11 @@ fn without_a_model_nothing_is_taken() {
     let engine = Engine::start_with(EngineOptions::default(), Box::new(opener), sink).unwrap();
     let handle = engine.handle();
     let error = handle.generate(request(1, "a")).unwrap_err();
-    assert!(
-        matches!(
-            error,
-            SubmitError::NotReady {
-                phase: "without a model"
-            }
-        ),
-        "{error}"
-    );
+    assert!(matches!(error, SubmitError::NotReady { phase: "without a model" }), "{error}");
     handle.apply(1, plan(64));
     assert!(matches!(
         events.blocking_recv().unwrap(),
-        EngineEvent::ApplyFailed {
-            revision: 1,
-            error: ApplyFailure::NoModel
-        }
+        EngineEvent::ApplyFailed { revision: 1, error: ApplyFailure::NoModel }
     ));
     drop(engine);
     assert!(matches!(events.blocking_recv().unwrap(), EngineEvent::Stopped));
@@ -491,20 +427,12 @@ impl Real {
     fn new(architecture: Architecture) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.gguf");
-        Synthetic::tiny(architecture, TypeMix::All(GgmlDType::Q8_0), 11)
-            .write(&path)
-            .unwrap();
+        Synthetic::tiny(architecture, TypeMix::All(GgmlDType::Q8_0), 11).write(&path).unwrap();
         let (sink, events) = mpsc::channel(64);
         let engine = Engine::start(EngineOptions::default(), options(), sink).unwrap();
         let handle = engine.handle();
         handle.load(&path, real_plan(0..5, 512, 16));
-        let mut real = Self {
-            engine,
-            handle,
-            events,
-            path,
-            _folder: folder,
-        };
+        let mut real = Self { engine, handle, events, path, _folder: folder };
         match real.events.blocking_recv().unwrap() {
             EngineEvent::Ready { .. } => real,
             other => panic!("{other:?}"),
@@ -515,12 +443,7 @@ impl Real {
 fn chat(handle: &EngineHandle, id: u64, content: &str) -> Answer {
     let said = ChatMessage::new(Role::User, content);
     let request = GenerateRequest {
-        sampling: Sampling {
-            temperature: 0.8,
-            top_p: 0.95,
-            seed: 4,
-            ..Sampling::GREEDY
-        },
+        sampling: Sampling { temperature: 0.8, top_p: 0.95, seed: 4, ..Sampling::GREEDY },
         max_tokens: Some(Tokens::new(40)),
         ..GenerateRequest::new(RequestId::new(id), Prompt::Chat(vec![said].into()))
     };
@@ -530,12 +453,7 @@ fn chat(handle: &EngineHandle, id: u64, content: &str) -> Answer {
 #[test]
 fn answers_of_models_that_compute_are_the_same_whatever_plans_arrive() {
     for architecture in [Architecture::Qwen35, Architecture::Qwen3, Architecture::Llama] {
-        let Real {
-            engine,
-            handle,
-            mut events,
-            ..
-        } = Real::new(architecture);
+        let Real { engine, handle, mut events, .. } = Real::new(architecture);
         let question = "tell me a story about a lamp ".repeat(2);
         let alone = chat(&handle, 1, &question);
         assert!(alone.tokens.len() > 2, "{alone:?}");
@@ -550,11 +468,7 @@ fn answers_of_models_that_compute_are_the_same_whatever_plans_arrive() {
                     handle.apply(revision, real_plan(layers[at % 4].clone(), kv, chunk));
                     loop {
                         match events.blocking_recv().unwrap() {
-                            EngineEvent::Applied {
-                                revision: of,
-                                report,
-                                breakdown,
-                            } if of == revision => {
+                            EngineEvent::Applied { revision: of, report, breakdown } if of == revision => {
                                 // The tokenizer's tables included.
                                 assert!(breakdown.is_none_or(|held| held.total == report.held));
                                 break;
@@ -591,12 +505,7 @@ fn answers_of_models_that_compute_are_the_same_whatever_plans_arrive() {
 
 #[test]
 fn an_answer_that_may_lose_its_oldest_context_goes_on_where_another_one_ends() {
-    let Real {
-        engine,
-        handle,
-        mut events,
-        ..
-    } = Real::new(Architecture::Qwen35);
+    let Real { engine, handle, mut events, .. } = Real::new(Architecture::Qwen35);
     handle.apply(1, real_plan(0..5, 192, 64));
     let prompt: Vec<u32> = (40..140).collect();
     let ask = |id, sinks, max_tokens| {
@@ -686,12 +595,7 @@ fn a_continued_conversation_has_the_answer_of_one_from_the_start() {
 #[test]
 fn a_conversation_goes_on_from_an_answer_that_was_interrupted() {
     for architecture in [Architecture::Qwen35, Architecture::Qwen3] {
-        let Real {
-            engine,
-            handle,
-            mut events,
-            ..
-        } = Real::new(architecture);
+        let Real { engine, handle, mut events, .. } = Real::new(architecture);
         let request = |id, prompt: &[u32], most| GenerateRequest {
             max_tokens: Some(Tokens::new(most)),
             ..GenerateRequest::new(RequestId::new(id), Prompt::Tokens(prompt.to_vec()))
@@ -704,10 +608,7 @@ fn a_conversation_goes_on_from_an_answer_that_was_interrupted() {
             let done = ids.clone().any(|id| {
                 collect(&mut handle.generate(request(id, &[1, 2, 3], 2)).unwrap());
                 let mut stream = handle.generate(request(id + 100, &prompt, 400)).unwrap();
-                while stream
-                    .blocking_recv()
-                    .is_some_and(|part| !matches!(part, GenerateEvent::Delta { .. }))
-                {}
+                while stream.blocking_recv().is_some_and(|part| !matches!(part, GenerateEvent::Delta { .. })) {}
                 handle.cancel(RequestId::new(id + 100));
                 collect(&mut stream).reason() == FinishReason::Cancelled
             });
@@ -728,9 +629,7 @@ fn a_conversation_goes_on_from_an_answer_that_was_interrupted() {
         interrupt(300..320);
         handle.apply(9, real_plan(0..5, 64, 16));
         let applied = std::iter::from_fn(|| events.blocking_recv()).find_map(|event| match event {
-            EngineEvent::Applied {
-                revision: 9, report, ..
-            } => Some(report.plan.kv_capacity),
+            EngineEvent::Applied { revision: 9, report, .. } => Some(report.plan.kv_capacity),
             _ => None,
         });
         assert_eq!(applied, Some(Tokens::new(64)));
@@ -771,11 +670,7 @@ fn a_pass_that_was_broken_off_anywhere_is_gone_on_from_with_the_same_bits() {
             assert!(held.kv_marks + model.untouched() <= held.kv, "{held:?}");
         }
         // Chunks that were finished stay; of a recurrent state there is the copy at the mark.
-        let expected = if model.needs_marks() {
-            [16, 16, 16]
-        } else {
-            [24, 40, 56]
-        };
+        let expected = if model.needs_marks() { [16, 16, 16] } else { [24, 40, 56] };
         assert_eq!(kept, expected, "{architecture:?}");
     }
 }
@@ -785,19 +680,11 @@ fn what_the_engine_holds_is_within_what_its_plan_says() {
     let real = Real::new(Architecture::Qwen35);
     let shape = Engine::inspect(&real.path, 1).unwrap();
     let (without_text, _) = Model::inspect(&real.path, 1).unwrap();
-    assert!(
-        shape.fixed_bytes > without_text.fixed_bytes,
-        "the tokenizer is on the book"
-    );
+    assert!(shape.fixed_bytes > without_text.fixed_bytes, "the tokenizer is on the book");
     let snapshot = real.handle.snapshot();
     assert_eq!(shape, *snapshot.shape.unwrap());
     let (plan, held) = (snapshot.plan.unwrap(), real.handle.snapshot().breakdown.unwrap());
-    assert!(
-        held.total <= shape.plan_bytes(&plan),
-        "{} of {}",
-        held.total,
-        shape.plan_bytes(&plan)
-    );
+    assert!(held.total <= shape.plan_bytes(&plan), "{} of {}", held.total, shape.plan_bytes(&plan));
     assert!(held.total > Bytes::ZERO);
     real.handle.stop();
     real.engine.join();
@@ -817,10 +704,7 @@ fn a_file_that_cannot_be_loaded_is_told_and_another_may_follow() {
         match events.blocking_recv().unwrap() {
             EngineEvent::LoadFailed { path: of, message, .. } => {
                 assert_eq!(of, path);
-                assert!(
-                    message.starts_with(&format!("cannot load model `{}`: ", path.display())),
-                    "{message}"
-                );
+                assert!(message.starts_with(&format!("cannot load model `{}`: ", path.display())), "{message}");
             }
             other => panic!("{other:?}"),
         }

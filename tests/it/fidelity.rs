@@ -65,9 +65,7 @@ struct Value {
 }
 
 fn demo_model(name: &str) -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
-        .join("deploy/demo-model")
-        .join(name)
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("deploy/demo-model").join(name)
 }
 
 fn reference<T: DeserializeOwned>(name: &str) -> T {
@@ -121,11 +119,7 @@ fn the_demo_model_reads_texts_as_llama_cpp_does() {
     assert_eq!(texts.len(), 66);
     // Ours composes accents as the publisher's `tokenizer.json` does, llama.cpp does not.
     for Text { text: said, tokens } in texts.into_iter().filter(|text| !text.text.contains('\u{301}')) {
-        assert_eq!(
-            text.tokenizer().encode_rendered(&said, None).unwrap(),
-            tokens,
-            "{said:?}"
-        );
+        assert_eq!(text.tokenizer().encode_rendered(&said, None).unwrap(), tokens, "{said:?}");
     }
 }
 
@@ -139,13 +133,7 @@ fn the_demo_model_goes_on_as_llama_cpp_does_for_up_to_256_tokens() {
     // One that counts and one that talks to itself by lot are as long again; a build without optimisation is slow.
     let shown = all.iter().filter(|one| !matches!(&*one.name, "count" | "past_end"));
     for (wanted, plan) in shown.zip(plans.iter().cycle()) {
-        let Continuation {
-            name,
-            prompt,
-            prompt_tokens,
-            completion_tokens,
-            margins,
-        } = wanted;
+        let Continuation { name, prompt, prompt_tokens, completion_tokens, margins } = wanted;
         let tokens = text.tokenizer().encode_rendered(prompt, None).unwrap();
         assert_eq!(&tokens, prompt_tokens, "{name}");
         model.reset();
@@ -166,22 +154,13 @@ fn the_demo_model_goes_on_as_llama_cpp_does_for_up_to_256_tokens() {
 
 #[test]
 fn the_demo_models_logits_are_as_near_to_llama_cpp_as_its_own_ways_of_computing_are_to_each_other() {
-    let Logits {
-        prompts,
-        plain,
-        repack,
-        f32,
-    } = reference("logits.json");
+    let Logits { prompts, plain, repack, f32 } = reference("logits.json");
     for (((prompt, plain), repack), exact) in prompts.iter().zip(&plain).zip(&repack).zip(&f32) {
         let (mut model, _) = open([1, 3, 5]);
         let logits = model.forward(&prompt.prompt_tokens, &mut go()).unwrap();
         let spread = distance(plain, exact).max(distance(repack, exact));
         let ours = distance(&logits, plain).max(distance(&logits, exact));
-        println!(
-            "{}: {ours:.5}, llama.cpp with itself {spread:.5}: {:.2}",
-            prompt.name,
-            ours / spread
-        );
+        println!("{}: {ours:.5}, llama.cpp with itself {spread:.5}: {:.2}", prompt.name, ours / spread);
         assert!(ours <= 2.0 * spread, "{}: {ours} against {spread}", prompt.name);
         assert_eq!(best(&logits), best(plain), "{}", prompt.name);
     }
@@ -210,10 +189,7 @@ fn the_demo_model_expects_its_held_out_text_as_llama_cpp_does_also_with_a_smalle
     let value = |what: &str| figures.iter().find(|value| value.what == what).unwrap().median;
     let Perplexities { chunked } = reference("perplexity.json");
     for (what, value) in [
-        (
-            "f16 beside llama.cpp",
-            (value("perplexity, context as f16") / chunked.perplexity - 1.0) * 100.0,
-        ),
+        ("f16 beside llama.cpp", (value("perplexity, context as f16") / chunked.perplexity - 1.0) * 100.0),
         ("q8 beside f16", value("its change by q8")),
         ("q4 beside f16", value("its change by q4")),
     ] {

@@ -22,10 +22,7 @@ fn text_side(template: Option<&str>) -> TextSide {
 
 fn asked(schema: Value) -> GenerateRequest {
     GenerateRequest {
-        form: Some(AnswerForm::JsonSchema {
-            schema,
-            field: "response_format",
-        }),
+        form: Some(AnswerForm::JsonSchema { schema, field: "response_format" }),
         ..GenerateRequest::new(RequestId::new(1), Prompt::Text("x".to_owned()))
     }
 }
@@ -104,9 +101,7 @@ fn hostile_schemas_are_refused_within_their_bounds_and_leave_nothing() {
             let result = prepare(&side, schema).map(drop);
             println!(
                 "{round}: {} in {:?}: {}",
-                result
-                    .as_ref()
-                    .map_or_else(|error| cotenant::causes::in_one_line(error), |()| "taken".to_owned()),
+                result.as_ref().map_or_else(|error| cotenant::causes::in_one_line(error), |()| "taken".to_owned()),
                 began.elapsed(),
                 text.chars().take(80).collect::<String>()
             );
@@ -135,10 +130,7 @@ fn a_grammar_ends_with_its_client() {
     let side = text_side(None);
     drop(prepare(&side, json!({})).unwrap());
     let helper = helper_pid();
-    let left = Client {
-        place: None,
-        gone: &|| true,
-    };
+    let left = Client { place: None, gone: &|| true };
     let request = asked(json!({"type": "integer", "multipleOf": 62_615_533}));
     let error = side.prepare(&request, left).err();
     let Some(PromptError::Constraint { source, .. }) = error else {
@@ -183,12 +175,7 @@ fn a_template_that_takes_all_memory_or_time_is_refused() {
 
 #[test]
 fn a_process_and_a_thread_render_alike() {
-    let said = || {
-        vec![
-            ChatMessage::new(Role::System, "be kind"),
-            ChatMessage::new(Role::User, "hi <|im_end|>"),
-        ]
-    };
+    let said = || vec![ChatMessage::new(Role::System, "be kind"), ChatMessage::new(Role::User, "hi <|im_end|>")];
     let tokens = |side: &TextSide| {
         let request = GenerateRequest::new(RequestId::new(1), Prompt::Chat(said().into()));
         side.prepare(&request, Client::PATIENT).unwrap().tokens

@@ -35,9 +35,7 @@ fn go() -> impl FnMut() -> Flow {
 fn model(architecture: Architecture) -> (tempfile::TempDir, std::path::PathBuf) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
-    Synthetic::tiny(architecture, TypeMix::All(GgmlDType::Q8_0), 11)
-        .write(&path)
-        .unwrap();
+    Synthetic::tiny(architecture, TypeMix::All(GgmlDType::Q8_0), 11).write(&path).unwrap();
     (folder, path)
 }
 
@@ -59,11 +57,7 @@ fn history(path: &Path, threads: usize, resident: &[u32], chunk: u32, parts: &[(
             let mut asked = 0;
             let mut checkpoint = || {
                 asked += 1;
-                if asked == 2 {
-                    Flow::Apply(wanted.clone())
-                } else {
-                    Flow::Continue
-                }
+                if asked == 2 { Flow::Apply(wanted.clone()) } else { Flow::Continue }
             };
             rows.push(model.forward(tokens, &mut checkpoint).unwrap().to_vec());
         } else {
@@ -96,23 +90,14 @@ fn the_same_history_of_types_gives_the_same_bits_whatever_else_happens() {
     for architecture in [Architecture::Gemma3, Architecture::Qwen35] {
         let (_folder, path) = model(architecture);
         let expected = history(&path, 1, &[0, 1, 2, 3, 4], 128, &parts);
-        assert!(
-            history(&path, 3, &[0, 1, 2, 3, 4], 128, &parts) == expected,
-            "{architecture:?}: threads"
-        );
-        assert!(
-            history(&path, 2, &[1], 128, &parts) == expected,
-            "{architecture:?}: streamed"
-        );
+        assert!(history(&path, 3, &[0, 1, 2, 3, 4], 128, &parts) == expected, "{architecture:?}: threads");
+        assert!(history(&path, 2, &[1], 128, &parts) == expected, "{architecture:?}: streamed");
         let other = [(70, F16, false), (1, F16, false), (9, Q8, false)];
         let other = history(&path, 1, &[0, 1, 2, 3, 4], 128, &other);
         assert!(other[1] != expected[1], "{architecture:?}: the type is of no effect");
         // Where nothing changes in the middle of a chunk, the chunk is of no effect either.
         let expected = history(&path, 1, &[0, 1, 2, 3, 4], 128, &parts[..6]);
-        assert!(
-            history(&path, 2, &[0, 2, 4], 7, &parts[..6]) == expected,
-            "{architecture:?}: chunks"
-        );
+        assert!(history(&path, 2, &[0, 2, 4], 7, &parts[..6]) == expected, "{architecture:?}: chunks");
     }
 }
 
@@ -132,10 +117,7 @@ fn what_q8_changes_is_small_and_what_q4_changes_is_larger() {
             model.forward(&text(80), &mut go()).unwrap().to_vec()
         };
         let exact = scores(KvType::F16);
-        let (q8, q4) = (
-            distance(&exact, &scores(KvType::Q8)),
-            distance(&exact, &scores(KvType::Q4)),
-        );
+        let (q8, q4) = (distance(&exact, &scores(KvType::Q8)), distance(&exact, &scores(KvType::Q4)));
         assert!(q8 > 0.0 && q8 < 0.08, "{architecture:?} q8: {q8}");
         assert!(q4 > q8 && q4 < 0.5, "{architecture:?} q4: {q4}, q8: {q8}");
         // Converted or stored as such, that is about the same.
@@ -172,10 +154,7 @@ fn a_conversion_gives_memory_back_and_what_is_lost_is_read_again_when_there_is_r
     let told = |report: &ApplyReport, from, to| {
         assert_eq!(report.asked, asked(from) - asked(to));
         // Every byte was in memory or never touched, but for places of the last block that have no token yet.
-        assert!(
-            report.freed + report.untouched + kv.block_bytes(from) >= report.asked,
-            "{report:?}"
-        );
+        assert!(report.freed + report.untouched + kv.block_bytes(from) >= report.asked, "{report:?}");
         assert_eq!(report.plan.kv_type, to);
     };
     let report = model.apply(&plan(0..5, 640, 128, KvType::Q8)).unwrap();
@@ -183,11 +162,7 @@ fn a_conversion_gives_memory_back_and_what_is_lost_is_read_again_when_there_is_r
     assert_eq!(report.freed, before - model.kernel_resident(), "as the kernel counts");
     let used = kv.bytes_per_token(KvType::F16).saturating_mul(139);
     assert!(report.freed > used.per_mille(250), "{} of {used}", report.freed);
-    told(
-        &model.apply(&plan(0..5, 640, 128, KvType::Q4)).unwrap(),
-        KvType::Q8,
-        KvType::Q4,
-    );
+    told(&model.apply(&plan(0..5, 640, 128, KvType::Q4)).unwrap(), KvType::Q8, KvType::Q4);
     assert_eq!(model.kv_precision(), KvType::Q4);
     assert_eq!(model.keep(130), 130, "what is kept as it is can be gone on from");
 

@@ -14,11 +14,7 @@ use cotenant::engine::{
 use serde_json::Value;
 
 fn run(arguments: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_cotenant"))
-        .args(arguments)
-        .env_remove("COTENANT_CONFIG")
-        .output()
-        .unwrap()
+    Command::new(env!("CARGO_BIN_EXE_cotenant")).args(arguments).env_remove("COTENANT_CONFIG").output().unwrap()
 }
 
 fn text(bytes: &[u8]) -> String {
@@ -71,16 +67,8 @@ fn a_4b_model_with_a_voice_stack_is_planned_for_an_orin_from_its_header_alone() 
     let planned = json(&arguments);
     assert_eq!(planned["ok"], true);
     assert_eq!(planned["model"]["kvBytesPerToken"], 32 << 10);
-    let kinds: Vec<_> = planned["model"]["tensors"]
-        .as_array()
-        .unwrap()
-        .iter()
-        .map(|group| &group["kind"])
-        .collect();
-    assert_eq!(
-        kinds,
-        ["embedding", "attention", "recurrent", "feed_forward", "vectors"]
-    );
+    let kinds: Vec<_> = planned["model"]["tensors"].as_array().unwrap().iter().map(|group| &group["kind"]).collect();
+    assert_eq!(kinds, ["embedding", "attention", "recurrent", "feed_forward", "vectors"]);
     let file = planned["model"]["fileBytes"].as_u64().unwrap();
     assert_eq!(file / 100_000_000, 27, "{file}");
     assert_eq!(fs::metadata(&model).unwrap().len(), file);
@@ -92,24 +80,14 @@ fn a_model_that_is_too_large_streams_and_one_that_never_fits_is_refused() {
     let model = hollow(folder.path(), &Synthetic::qwen35_4b(TypeMix::Q4KM, 1));
     let device = folder.path().join("box.yaml");
     let on = |memory: &str| {
-        fs::write(
-            &device,
-            format!("{{memory: {memory}, memory_bandwidth: 20GiB, disk_bandwidth: 1GiB}}"),
-        )
-        .unwrap();
+        fs::write(&device, format!("{{memory: {memory}, memory_bandwidth: 20GiB, disk_bandwidth: 1GiB}}")).unwrap();
         json(&["plan", &model, "--device", device.to_str().unwrap()])
     };
     let small = on("2500MiB");
-    assert!(
-        small["verdict"].as_str().unwrap().starts_with("runs with less"),
-        "{small}"
-    );
+    assert!(small["verdict"].as_str().unwrap().starts_with("runs with less"), "{small}");
     assert_eq!(small["forecast"]["contextResident"], 0);
     let none = on("256MiB");
-    assert!(
-        none["verdict"].as_str().unwrap().starts_with("cannot work: llm"),
-        "{none}"
-    );
+    assert!(none["verdict"].as_str().unwrap().starts_with("cannot work: llm"), "{none}");
     assert_eq!(none["ok"], false);
     let output = run(&["plan", &model, "--device", device.to_str().unwrap()]);
     assert_eq!(output.status.code(), Some(78));
@@ -136,13 +114,7 @@ fn of_config(text: &str, arguments: &[&str]) -> Value {
     let folder = tempfile::tempdir().unwrap();
     let config = folder.path().join("config.json");
     fs::write(&config, text).unwrap();
-    json(
-        &[
-            &["plan", config.to_str().unwrap(), "--device", "orin-nx-16g"],
-            arguments,
-        ]
-        .concat(),
-    )
+    json(&[&["plan", config.to_str().unwrap(), "--device", "orin-nx-16g"], arguments].concat())
 }
 
 const LLAMA_3_8B: &str = r#"{"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336,
@@ -163,9 +135,7 @@ fn qwen3_5_4b(kv_heads: u32) -> String {
 }
 
 fn bytes_of(plan: &Value, piece: &str) -> u64 {
-    plan["forecast"]["llm"][piece]
-        .as_u64()
-        .unwrap_or_else(|| panic!("{piece}: {plan}"))
+    plan["forecast"]["llm"][piece].as_u64().unwrap_or_else(|| panic!("{piece}: {plan}"))
 }
 
 /// Figures that were published for these models, and ours.
@@ -194,10 +164,7 @@ fn published_kv_sizes_are_those_of_the_plan() {
 fn published_totals_are_explained_by_the_plan() {
     // 6.8 GB for an 8B model at 4 bits with 4096 tokens on a board, the system included, and 8.5 GB with a margin of a quarter. An
     // idle board uses 1224 MiB. Ours has no margin: nothing is allocated that is not in the plan.
-    let llama = of_config(
-        LLAMA_3_8B,
-        &["--context", "4096", "--kv-type", "f16", "--reserve", "1224MiB"],
-    );
+    let llama = of_config(LLAMA_3_8B, &["--context", "4096", "--kv-type", "f16", "--reserve", "1224MiB"]);
     let whole = bytes_of(&llama, "total") + (1224 << 20);
     assert!((6_200_000_000..6_800_000_000).contains(&whole), "{whole}");
     assert_eq!(llama["verdict"].as_str().unwrap().split(':').next(), Some("fits"));
@@ -206,26 +173,13 @@ fn published_totals_are_explained_by_the_plan() {
     // keeps no layer.
     let speech = ["--reserve", "1224MiB", "--worker", "speech=3363MiB:2271MiB"];
     let ours = of_config(&qwen3_5_4b(4), &[&["--context", "8192"], &speech[..]].concat());
-    assert_eq!(
-        ours["verdict"].as_str().unwrap().split(':').next(),
-        Some("fits"),
-        "{ours}"
-    );
-    let theirs = of_config(
-        &qwen3_5_4b(4),
-        &[&speech[..], &["--worker", "other=11723MiB:11723MiB"]].concat(),
-    );
-    assert!(
-        theirs["verdict"].as_str().unwrap().contains("keeps 0 of its parts"),
-        "{theirs}"
-    );
+    assert_eq!(ours["verdict"].as_str().unwrap().split(':').next(), Some("fits"), "{ours}");
+    let theirs = of_config(&qwen3_5_4b(4), &[&speech[..], &["--worker", "other=11723MiB:11723MiB"]].concat());
+    assert!(theirs["verdict"].as_str().unwrap().contains("keeps 0 of its parts"), "{theirs}");
     // 6113 MB were published for Qwen3.5-4B at 4 bits on an Orin NX 16 GB; with which context and which buffers is not known. Ours: 52 %
     // of it, most of which are weights.
     let (total, weights) = (bytes_of(&ours, "total"), bytes_of(&ours, "layers"));
-    assert!(
-        total < 6_113_000_000 / 100 * 53 && weights > total * 4 / 5,
-        "{total}, {weights}"
-    );
+    assert!(total < 6_113_000_000 / 100 * 53 && weights > total * 4 / 5, "{total}, {weights}");
 }
 
 #[test]
@@ -243,10 +197,7 @@ fn a_header_that_lies_is_refused_with_what_is_wrong() {
         let output = run(&["plan", path.to_str().unwrap(), "--device", "orin-nx-16g"]);
         let printed = text(&output.stderr);
         assert_eq!(output.status.code(), Some(78), "{printed}");
-        assert!(
-            printed.starts_with("error: cannot load model `") && printed.contains(said),
-            "{printed}"
-        );
+        assert!(printed.starts_with("error: cannot load model `") && printed.contains(said), "{printed}");
     }
     let output = run(&["plan", "/nowhere/model.gguf", "--device", "nowhere"]);
     assert_eq!(output.status.code(), Some(2));
@@ -266,11 +217,7 @@ fn the_catalogue_has_every_model_on_every_board() {
     assert_eq!(of("Qwen3-14B", "orin-nano-8g")["resident"], false);
     assert_eq!(of("Qwen3-14B", "orin-nx-16g")["resident"], true);
     assert_eq!(of("Qwen3.5-4B", "orin-nano-8g")["resident"], true);
-    assert!(
-        entries.len().is_multiple_of(5) && entries.len() >= 50,
-        "{}",
-        entries.len()
-    );
+    assert!(entries.len().is_multiple_of(5) && entries.len() >= 50, "{}", entries.len());
 }
 
 #[test]
@@ -289,21 +236,10 @@ fn a_device_is_audited_from_a_folder_without_a_configuration() {
     let output = run(&["check", "--root", root]);
     let printed = text(&output.stdout);
     assert_eq!(output.status.code(), Some(0), "{printed}");
-    assert!(
-        printed.contains("warning: zram of 7.6 GiB is half of the memory"),
-        "{printed}"
-    );
-    assert!(
-        printed.contains("; costs 4.4 GiB\n") && printed.contains("  hint: disable `nvzramconfig`"),
-        "{printed}"
-    );
+    assert!(printed.contains("warning: zram of 7.6 GiB is half of the memory"), "{printed}");
+    assert!(printed.contains("; costs 4.4 GiB\n") && printed.contains("  hint: disable `nvzramconfig`"), "{printed}");
     let found = json(&["check", "--root", root]);
-    let fault = found["audit"]
-        .as_array()
-        .unwrap()
-        .iter()
-        .find(|found| found["rule"] == "l4t_known_fault")
-        .unwrap();
+    let fault = found["audit"].as_array().unwrap().iter().find(|found| found["rule"] == "l4t_known_fault").unwrap();
     assert_eq!(fault["cost"]["kind"], "memory", "{fault}");
 }
 
@@ -312,10 +248,6 @@ fn a_folder_that_is_no_device_is_not_audited_as_free_of_faults() {
     let folder = tempfile::tempdir().unwrap();
     let output = run(&["check", "--root", folder.path().to_str().unwrap()]);
     assert_eq!(output.status.code(), Some(1));
-    assert!(
-        text(&output.stderr).contains("proc/meminfo"),
-        "{}",
-        text(&output.stderr)
-    );
+    assert!(text(&output.stderr).contains("proc/meminfo"), "{}", text(&output.stderr));
     assert!(!text(&output.stdout).contains("0 warnings"), "{}", text(&output.stdout));
 }

@@ -56,31 +56,16 @@ impl Machine {
             .with_capture("proc/meminfo", &format!("meminfo/{meminfo}.txt"))
             .with_capture("proc/vmstat", "vmstat/vmstat_selected_5.15_thrash.RECONSTRUCTED.txt")
             .with_capture("proc/swaps", "zram/proc_swaps_orin-nx-16g.RECONSTRUCTED.txt")
-            .with_capture(
-                "proc/device-tree/model",
-                "device-tree/orin-nx-16g-super.model.RECONSTRUCTED.bin",
-            )
-            .with_capture(
-                "proc/device-tree/compatible",
-                "device-tree/orin-nx-16g-super.compatible.RECONSTRUCTED.bin",
-            )
+            .with_capture("proc/device-tree/model", "device-tree/orin-nx-16g-super.model.RECONSTRUCTED.bin")
+            .with_capture("proc/device-tree/compatible", "device-tree/orin-nx-16g-super.compatible.RECONSTRUCTED.bin")
             .with_capture("etc/nv_tegra_release", "nv_tegra_release/r36.4.7.txt")
-            .with(
-                "sys/block/zram0/mm_stat",
-                "6600000000 3900000000 4187593113 0 0 0 0 0 0\n",
-            )
-            .with_capture(
-                "sys/kernel/debug/nvmap/stats/total_memory",
-                "nvmap/stats_total_memory.RECONSTRUCTED.txt",
-            )
+            .with("sys/block/zram0/mm_stat", "6600000000 3900000000 4187593113 0 0 0 0 0 0\n")
+            .with_capture("sys/kernel/debug/nvmap/stats/total_memory", "nvmap/stats_total_memory.RECONSTRUCTED.txt")
             .with_capture(
                 "sys/kernel/debug/nvmap/iovmm/clients",
                 "nvmap/iovmm_clients_voice-stack_orin-nx.RECONSTRUCTED.txt",
             )
-            .with(
-                "sys/kernel/debug/nvmap/pagepool/page_pool_available_pages",
-                format!("{pool_pages}\n"),
-            )
+            .with("sys/kernel/debug/nvmap/pagepool/page_pool_available_pages", format!("{pool_pages}\n"))
             .with("sys/kernel/debug/nvmap/pagepool/page_pool_pages_to_zero", "0\n")
     }
 }
@@ -98,10 +83,7 @@ impl Drop for Neighbour {
 fn show(found: &Capabilities) -> String {
     let mut text = String::new();
     for item in &found.items {
-        text += &format!(
-            "{:<14} {:<8} {}\n    {}\n",
-            item.name, item.presence, item.detail, item.consequence
-        );
+        text += &format!("{:<14} {:<8} {}\n    {}\n", item.name, item.presence, item.detail, item.consequence);
     }
     for warning in &found.warnings {
         text += &format!("warning: {warning}\n");
@@ -141,24 +123,15 @@ fn gpu_memory_is_counted_where_it_can_be_and_inferred_elsewhere() {
     let tight = "orin-nx-16g_r36.4_voice-stack-tight.RECONSTRUCTED";
     let read = |sampler: &mut Sampler| sampler.read().unwrap().sample(Timestamp::START);
     let root = Machine::orin_nx(tight, 1024)
-        .with_capture(
-            "proc/buddyinfo",
-            "vmstat/buddyinfo_orin-nx-16g_lfb-53x1MB.RECONSTRUCTED.txt",
-        )
+        .with_capture("proc/buddyinfo", "vmstat/buddyinfo_orin-nx-16g_lfb-53x1MB.RECONSTRUCTED.txt")
         .with("proc/vmstat", "cma_alloc_success 7\ncma_alloc_fail 2\n");
     let counted = read(&mut Sampler::open(&root.root, None).unwrap());
     assert_eq!(counted.gpu_used, Some(GpuUse::Counted(Bytes::new(3_874_488_320))));
     assert_eq!(counted.zram_store, Some(Bytes::new(4_187_593_113)));
-    assert_eq!(
-        (counted.largest_free, counted.cma_failures),
-        (Some(Bytes::from_mib(1)), Some(2))
-    );
+    assert_eq!((counted.largest_free, counted.cma_failures), (Some(Bytes::from_mib(1)), Some(2)));
     assert_eq!(counted.gpu_orphaned, Some(Bytes::ZERO), "its rows are all there is");
     let orphaned = root
-        .with_capture(
-            "sys/kernel/debug/nvmap/iovmm/clients",
-            "nvmap/iovmm_clients_vllm_r36.txt",
-        )
+        .with_capture("sys/kernel/debug/nvmap/iovmm/clients", "nvmap/iovmm_clients_vllm_r36.txt")
         .with("sys/kernel/debug/nvmap/stats/total_memory", "15687254016\n");
     let orphaned = read(&mut Sampler::open(&orphaned.root, None).unwrap()).gpu_orphaned;
     assert_eq!(orphaned, Some(Bytes::from_kib(15_319_584 - 14_617_792)));
@@ -195,11 +168,7 @@ fn debugfs_that_is_half_readable_is_told_as_such_and_the_pool_is_emptied_where_t
     assert_eq!(told(&machine).0, Presence::Present);
     assert!(nvmap::empty_pool(&machine.root, Bytes::from_mib(4)).is_err());
     let machine = machine.with("sys/module/nvmap/parameters/shrink_page_pools", "0");
-    assert!(
-        told(&machine)
-            .1
-            .ends_with("which is emptied where the processor runs short")
-    );
+    assert!(told(&machine).1.ends_with("which is emptied where the processor runs short"));
     nvmap::empty_pool(&machine.root, Bytes::from_mib(4)).unwrap();
     let written = machine.root.sys("module/nvmap/parameters/shrink_page_pools");
     assert_eq!(fs::read_to_string(written).unwrap(), "1024");
@@ -314,27 +283,17 @@ fn memory_that_this_process_touches_shows_in_its_pss_and_in_its_session() {
 fn a_child_belongs_to_our_tree_until_it_is_reaped() {
     let root = ProbeRoot::default();
     // Waits for its input to end, which it does not while the test holds the pipe.
-    let child = Command::new("cat")
-        .stdin(Stdio::piped())
-        .stdout(Stdio::null())
-        .spawn()
-        .unwrap();
+    let child = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
     let mut child = Neighbour(child);
     let pid = child.0.id();
     let stat = ProcessStat::read(&root.proc, pid).unwrap();
-    assert_eq!(
-        (stat.parent, stat.session),
-        (std::process::id(), processes::own_session())
-    );
+    assert_eq!((stat.parent, stat.session), (std::process::id(), processes::own_session()));
     let table = ProcessTable::read(&root.proc).unwrap();
     assert!(table.tree(std::process::id()).contains(&pid));
     assert!(table.session(processes::own_session()).contains(&pid));
     child.0.kill().unwrap();
     child.0.wait().unwrap();
-    assert_eq!(
-        ProcessStat::read(&root.proc, pid).filter(|now| now.start_ticks == stat.start_ticks),
-        None
-    );
+    assert_eq!(ProcessStat::read(&root.proc, pid).filter(|now| now.start_ticks == stat.start_ticks), None);
     assert_eq!(processes::sum(&root.proc, [0x7fff_ffff]).processes, 0);
 }
 
@@ -381,10 +340,7 @@ async fn a_quiet_machine_is_woken_by_the_interval() {
     }
     let blind = Machine::new();
     let mut ticker = Ticker::new(PsiWatch::arm(&blind.root));
-    assert_eq!(
-        (ticker.rung(), ticker.next(Duration::ZERO).await),
-        (PsiRung::Absent, Wake::Interval)
-    );
+    assert_eq!((ticker.rung(), ticker.next(Duration::ZERO).await), (PsiRung::Absent, Wake::Interval));
 }
 
 /// A group of cgroup version 1 with a limit, removed at the end.
@@ -484,10 +440,7 @@ fn a_sample_file_with_garbage_is_an_error_with_its_line_and_what_is_optional_is_
     let reading = sampler.read().unwrap();
     assert_eq!(reading.meminfo.available, Bytes::from_kib(400));
     assert_eq!(reading.pressure, None);
-    assert!(
-        reading.vmstat.is_none_or(|stat| stat.allocstalls.is_none()),
-        "{reading:?}"
-    );
+    assert!(reading.vmstat.is_none_or(|stat| stat.allocstalls.is_none()), "{reading:?}");
     for garbage in [
         &b"MemTotal: 1000 kB\nMemAvailable: 12x45 kB\n"[..],
         b"MemTotal: 1000 kB\nMemAvailable: 99999999999999999999999 kB\n",

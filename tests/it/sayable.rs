@@ -55,12 +55,7 @@ fn rows_that_stay_have_the_bits_of_all_rows_and_the_others_take_no_memory() {
         (Architecture::Gemma3, GgmlDType::F32),
     ] {
         let path = folder.path().join("model.gguf");
-        Synthetic {
-            vocabulary: 1500,
-            ..Synthetic::tiny(architecture, TypeMix::All(dtype), 7)
-        }
-        .write(&path)
-        .unwrap();
+        Synthetic { vocabulary: 1500, ..Synthetic::tiny(architecture, TypeMix::All(dtype), 7) }.write(&path).unwrap();
         let mut whole = Model::open(&path, &plan(0..5), &options(None)).unwrap();
         // The first 300 are 320 in groups of 64; the last group has the control tokens.
         let kept = Sayable::First(300);
@@ -77,10 +72,7 @@ fn rows_that_stay_have_the_bits_of_all_rows_and_the_others_take_no_memory() {
             assert_eq!(model.shape().layers, shape.layers);
             for (token, (one, other)) in scores(&mut model, &tokens).iter().zip(&expected).enumerate() {
                 let right = if stays(token) { *other } else { f32::NEG_INFINITY };
-                assert!(
-                    one.to_bits() == right.to_bits(),
-                    "{architecture:?} {token}: {one} {right}"
-                );
+                assert!(one.to_bits() == right.to_bits(), "{architecture:?} {token}: {one} {right}");
                 assert_eq!(model.can_say(u32::try_from(token).unwrap()), stays(token));
             }
             let held = model.breakdown();
@@ -94,12 +86,9 @@ fn rows_that_stay_have_the_bits_of_all_rows_and_the_others_take_no_memory() {
 fn a_text_chooses_what_it_needs_and_one_that_cannot_be_read_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let (path, text) = (folder.path().join("model.gguf"), folder.path().join("text"));
-    Synthetic {
-        vocabulary: 1500,
-        ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7)
-    }
-    .write(&path)
-    .unwrap();
+    Synthetic { vocabulary: 1500, ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7) }
+        .write(&path)
+        .unwrap();
     std::fs::write(&text, "what time is it at the time").unwrap();
     let model = Model::open(&path, &plan([]), &options(Some(Sayable::Text(text)))).unwrap();
     // Bytes and ` t`, and the control tokens.
@@ -139,10 +128,7 @@ fn forms_are_kept_with_the_tokens_that_stay() {
     });
     let request = GenerateRequest {
         max_tokens: Some(Tokens::new(120)),
-        form: Some(AnswerForm::JsonSchema {
-            schema,
-            field: "format",
-        }),
+        form: Some(AnswerForm::JsonSchema { schema, field: "format" }),
         ..GenerateRequest::new(RequestId::new(1), Prompt::Text("turn on the light".to_owned()))
     };
     let answer = collect(&mut engine.handle().generate(request).unwrap());

@@ -46,12 +46,7 @@ fn client_of(worker: &WorkerHandle) -> WyomingClient {
 }
 
 async fn spoken(tts: &WyomingClient, text: &str) -> MonoAudio {
-    tts.synthesize(text, None)
-        .await
-        .unwrap()
-        .collect(PATIENCE)
-        .await
-        .unwrap()
+    tts.synthesize(text, None).await.unwrap().collect(PATIENCE).await.unwrap()
 }
 
 /// Our recogniser and our voice, ready; `None` where the speech libraries are not installed.
@@ -74,16 +69,9 @@ async fn twelve_spoken_commands_are_heard_word_for_word() {
     let mut wrong = Vec::new();
     for command in COMMANDS {
         // As a client of the front door would: 24 kHz in a WAV file, and back.
-        let wav = spoken(&mouth, command)
-            .await
-            .resampled(TTS_RATE_HZ)
-            .unwrap()
-            .to_wav()
-            .unwrap();
-        let heard = ears
-            .transcribe(&cotenant::speech::decode::decode_whole_for_asr(&wav, PATIENCE).unwrap())
-            .await
-            .unwrap();
+        let wav = spoken(&mouth, command).await.resampled(TTS_RATE_HZ).unwrap().to_wav().unwrap();
+        let heard =
+            ears.transcribe(&cotenant::speech::decode::decode_whole_for_asr(&wav, PATIENCE).unwrap()).await.unwrap();
         if heard != command {
             wrong.push(format!("{command} -> {heard}"));
         }
@@ -122,10 +110,7 @@ async fn the_open_vocabulary_hears_what_no_grammar_lists() {
     let Some((_bench, asr, tts)) = both_workers().await else {
         return;
     };
-    let question = spoken(&client_of(&tts), "what time is it")
-        .await
-        .resampled(16_000)
-        .unwrap();
+    let question = spoken(&client_of(&tts), "what time is it").await.resampled(16_000).unwrap();
     let by_grammar = client_of(&asr).transcribe(&question).await.unwrap();
     assert_ne!(by_grammar, "what time is it");
     asr.resize("open").await.unwrap();
@@ -149,23 +134,11 @@ async fn our_workers_say_what_they_are_and_refuse_what_makes_no_sense() {
     assert_eq!(ears.transcribe(&silence).await.unwrap(), "", "no audio is no error");
     let endless = MonoAudio::new(8_000, vec![0; 8_000 * 601]);
     let error = ears.transcribe(&endless).await.unwrap_err();
-    assert!(
-        matches!(&error, ClientError::Refused { code: Some(code), .. } if code == "too-long"),
-        "{error}"
-    );
-    let nothing = mouth
-        .synthesize("...", None)
-        .await
-        .unwrap()
-        .collect(PATIENCE)
-        .await
-        .unwrap();
+    assert!(matches!(&error, ClientError::Refused { code: Some(code), .. } if code == "too-long"), "{error}");
+    let nothing = mouth.synthesize("...", None).await.unwrap().collect(PATIENCE).await.unwrap();
     assert!(nothing.samples.is_empty());
     let error = mouth.synthesize(&"long ".repeat(10_000), None).await.unwrap_err();
-    assert!(
-        matches!(&error, ClientError::Refused { text, .. } if text.contains("16 KiB")),
-        "{error}"
-    );
+    assert!(matches!(&error, ClientError::Refused { text, .. } if text.contains("16 KiB")), "{error}");
     let error = ears.resize("huge").await.unwrap_err();
     assert!(matches!(error, ClientError::Refused { .. }), "{error}");
 }
@@ -184,9 +157,7 @@ async fn a_text_in_pieces_is_spoken_as_it_comes() {
     let mut kinds = Vec::new();
     for event in [
         Event::SynthesizeStart(SynthesizeStart::default()),
-        Event::SynthesizeChunk(Text {
-            text: "Good night. ".to_owned(),
-        }),
+        Event::SynthesizeChunk(Text { text: "Good night. ".to_owned() }),
     ] {
         write_frame(&mut writer, &event.into_frame()).await.unwrap();
     }
@@ -196,12 +167,8 @@ async fn a_text_in_pieces_is_spoken_as_it_comes() {
     }
     assert_eq!(kinds, ["audio-start", "audio-chunk"]);
     for event in [
-        Event::SynthesizeChunk(Text {
-            text: "Stop the".to_owned(),
-        }),
-        Event::SynthesizeChunk(Text {
-            text: " music".to_owned(),
-        }),
+        Event::SynthesizeChunk(Text { text: "Stop the".to_owned() }),
+        Event::SynthesizeChunk(Text { text: " music".to_owned() }),
         Event::SynthesizeStop,
     ] {
         write_frame(&mut writer, &event.into_frame()).await.unwrap();
@@ -210,10 +177,7 @@ async fn a_text_in_pieces_is_spoken_as_it_comes() {
         kinds.push(reader.next().await.unwrap().unwrap().kind);
     }
     kinds.dedup();
-    assert_eq!(
-        kinds,
-        ["audio-start", "audio-chunk", "audio-stop", "synthesize-stopped"]
-    );
+    assert_eq!(kinds, ["audio-start", "audio-chunk", "audio-stop", "synthesize-stopped"]);
 }
 
 // ---- a client and servers that misbehave ----
@@ -250,18 +214,9 @@ async fn a_server_that_hangs_is_given_up() {
     let client = server_that_says(b"", false).await;
     let audio = MonoAudio::new(16_000, vec![0; 16_000]);
     let text = client.describe().await.unwrap_err().to_string();
-    assert!(
-        text.ends_with("did not answer `describe` within 0.1 s") || text.ends_with("within 0.2 s"),
-        "{text}"
-    );
-    assert!(matches!(
-        client.transcribe(&audio).await,
-        Err(ClientError::Late { act: "transcribe", .. })
-    ));
-    assert!(matches!(
-        client.synthesize("hello", None).await,
-        Err(ClientError::Late { act: "synthesize", .. })
-    ));
+    assert!(text.ends_with("did not answer `describe` within 0.1 s") || text.ends_with("within 0.2 s"), "{text}");
+    assert!(matches!(client.transcribe(&audio).await, Err(ClientError::Late { act: "transcribe", .. })));
+    assert!(matches!(client.synthesize("hello", None).await, Err(ClientError::Late { act: "synthesize", .. })));
     assert!(matches!(client.resize("open").await, Err(ClientError::Late { .. })));
 }
 
@@ -285,20 +240,15 @@ async fn garbage_a_closed_connection_and_a_refusal_are_told_apart() {
     assert!(matches!(garbage.describe().await, Err(ClientError::Frame { .. })));
     let closed = server_that_says(b"", true).await;
     assert!(matches!(closed.describe().await, Err(ClientError::Closed { .. })));
-    assert!(matches!(
-        closed.synthesize("x", None).await,
-        Err(ClientError::Closed { .. })
-    ));
+    assert!(matches!(closed.synthesize("x", None).await, Err(ClientError::Closed { .. })));
     let cut = server_that_says(b"{\"type\":\"info\",\"data_length\":10}\n{", true).await;
     assert!(matches!(cut.describe().await, Err(ClientError::Frame { .. })));
     let wrong = server_that_says(b"{\"type\":\"transcript\",\"data\":{\"text\":7}}\n", false).await;
     let audio = MonoAudio::new(16_000, vec![0; 1_600_000]);
     assert!(matches!(wrong.transcribe(&audio).await, Err(ClientError::Event { .. })));
-    let odd = server_that_says(
-        b"{\"type\":\"audio-start\",\"data\":{\"rate\":8000,\"width\":9,\"channels\":1}}\n",
-        false,
-    )
-    .await;
+    let odd =
+        server_that_says(b"{\"type\":\"audio-start\",\"data\":{\"rate\":8000,\"width\":9,\"channels\":1}}\n", false)
+            .await;
     assert!(matches!(odd.synthesize("x", None).await, Err(ClientError::Audio(_))));
     let refuses = server_that_says(
         b"{\"type\":\"error\",\"data\":{\"text\":\"no memory\",\"code\":\"memory-pressure\"}}\n",
@@ -366,25 +316,14 @@ impl Served {
         let server = Server::bind(&Endpoint::Unix(path.clone()), limits).await.unwrap();
         let stop = CancellationToken::new();
         let slow = Arc::new(Notify::new());
-        let echo = Echo {
-            slow: Arc::clone(&slow),
-        };
+        let echo = Echo { slow: Arc::clone(&slow) };
         let task = tokio::spawn(server.run(echo, stop.clone()));
-        Self {
-            _dir: dir,
-            path,
-            slow,
-            stop,
-            task,
-        }
+        Self { _dir: dir, path, slow, stop, task }
     }
 
     async fn connect(&self) -> Client {
         let (reader, writer) = UnixStream::connect(&self.path).await.unwrap().into_split();
-        Client {
-            reader: FrameReader::new(reader, FrameLimits::default()),
-            writer,
-        }
+        Client { reader: FrameReader::new(reader, FrameLimits::default()), writer }
     }
 }
 
@@ -404,10 +343,7 @@ impl Client {
 }
 
 fn transcript(text: &str) -> Event {
-    Event::Transcript(Transcript {
-        text: text.to_owned(),
-        ..Transcript::default()
-    })
+    Event::Transcript(Transcript { text: text.to_owned(), ..Transcript::default() })
 }
 
 #[tokio::test]
@@ -437,19 +373,12 @@ async fn an_error_is_the_last_thing_on_a_connection() {
     assert_eq!(error.data["text"], "no memory for an empty word");
     assert!(refused.hear().await.is_none(), "then the end");
 
-    for garbage in [
-        b"GET / HTTP/1.1\r\n\r\n".as_slice(),
-        b"{\"type\":\"audio-start\"}\n",
-        &[b'x'; 1 << 17],
-    ] {
+    for garbage in [b"GET / HTTP/1.1\r\n\r\n".as_slice(), b"{\"type\":\"audio-start\"}\n", &[b'x'; 1 << 17]] {
         let mut client = served.connect().await;
         // More than the server reads before it answers.
         let _ = client.writer.write_all(garbage).await;
         let error = client.hear().await.unwrap();
-        assert_eq!(
-            (error.kind.as_str(), &error.data["code"]),
-            ("error", &"bad-request".into())
-        );
+        assert_eq!((error.kind.as_str(), &error.data["code"]), ("error", &"bad-request".into()));
         assert!(client.hear().await.is_none());
     }
 }
@@ -465,11 +394,7 @@ async fn describe_is_answered_while_another_connection_waits_for_ever() {
 
 #[tokio::test]
 async fn a_silent_connection_is_closed_and_its_place_given_to_the_next() {
-    let limits = ServerLimits {
-        connections: 1,
-        idle: Duration::from_millis(100),
-        ..ServerLimits::default()
-    };
+    let limits = ServerLimits { connections: 1, idle: Duration::from_millis(100), ..ServerLimits::default() };
     let served = Served::new(limits).await;
     let mut silent = served.connect().await;
     let mut next = served.connect().await;
@@ -480,10 +405,7 @@ async fn a_silent_connection_is_closed_and_its_place_given_to_the_next() {
 
 #[tokio::test]
 async fn idle_connections_give_way_to_new_ones_the_longest_idle_first() {
-    let limits = ServerLimits {
-        connections: 4,
-        ..ServerLimits::default()
-    };
+    let limits = ServerLimits { connections: 4, ..ServerLimits::default() };
     let served = Served::new(limits).await;
     let mut idle = Vec::new();
     for _ in 0..40 {
@@ -505,10 +427,7 @@ async fn idle_connections_give_way_to_new_ones_the_longest_idle_first() {
 
 #[tokio::test]
 async fn connections_at_work_keep_their_places_and_a_further_one_is_refused_at_once() {
-    let limits = ServerLimits {
-        connections: 2,
-        ..ServerLimits::default()
-    };
+    let limits = ServerLimits { connections: 2, ..ServerLimits::default() };
     let served = Served::new(limits).await;
     let mut working = Vec::new();
     for _ in 0..2 {
@@ -561,58 +480,27 @@ async fn audio_in_every_shape_reaches_the_recogniser() {
     let audio = spoken(&client_of(&tts), "close the blinds in the bedroom").await;
     // 44.1 kHz stereo with 32 bits, sent in pieces that end within a sample.
     let wide = audio.resampled(44_100).unwrap();
-    let bytes: Vec<u8> = wide
-        .samples
-        .iter()
-        .flat_map(|&sample| [i32::from(sample) << 16; 2])
-        .flat_map(i32::to_le_bytes)
-        .collect();
-    let format = AudioFormat {
-        rate: 44_100,
-        width: 4,
-        channels: 2,
-    };
+    let bytes: Vec<u8> =
+        wide.samples.iter().flat_map(|&sample| [i32::from(sample) << 16; 2]).flat_map(i32::to_le_bytes).collect();
+    let format = AudioFormat { rate: 44_100, width: 4, channels: 2 };
     let stream = UnixStream::connect(bench.socket("asr")).await.unwrap();
     let (reader, writer) = stream.into_split();
-    let mut client = Client {
-        reader: FrameReader::new(reader, FrameLimits::default()),
-        writer,
-    };
+    let mut client = Client { reader: FrameReader::new(reader, FrameLimits::default()), writer };
     client.say(Event::Transcribe(Transcribe::default())).await;
-    client
-        .say(Event::AudioStart(AudioStart {
-            format,
-            timestamp: None,
-        }))
-        .await;
+    client.say(Event::AudioStart(AudioStart { format, timestamp: None })).await;
     for piece in bytes.chunks(4_001) {
-        let chunk = AudioChunk {
-            format,
-            timestamp: None,
-            audio: piece.to_vec(),
-        };
+        let chunk = AudioChunk { format, timestamp: None, audio: piece.to_vec() };
         client.say(Event::AudioChunk(chunk)).await;
     }
     client.say(Event::AudioStop(AudioStop::default())).await;
-    assert_eq!(
-        client.hear().await.unwrap().data["text"],
-        "close the blinds in the bedroom"
-    );
+    assert_eq!(client.hear().await.unwrap().data["text"], "close the blinds in the bedroom");
 }
 
 #[tokio::test]
 async fn espeak_ng_speaks_when_it_is_chosen() {
     let bench = Bench::new();
     let program = env!("CARGO_BIN_EXE_cotenant");
-    let argv = [
-        program,
-        "worker",
-        "tts",
-        "--socket",
-        "${SOCKET}",
-        "--engine",
-        "espeak-ng",
-    ];
+    let argv = [program, "worker", "tts", "--socket", "${SOCKET}", "--engine", "espeak-ng"];
     let tts = bench.handle(bench.spec("tts", &argv));
     tts.start(None).await.unwrap();
     if !tts.ready().await {
@@ -636,11 +524,8 @@ async fn espeak_ng_speaks_when_it_is_chosen() {
 
 /// What the program writes to stderr when a worker cannot run.
 fn complaint(arguments: &[&str]) -> String {
-    let output = std::process::Command::new(env!("CARGO_BIN_EXE_cotenant"))
-        .arg("worker")
-        .args(arguments)
-        .output()
-        .unwrap();
+    let output =
+        std::process::Command::new(env!("CARGO_BIN_EXE_cotenant")).arg("worker").args(arguments).output().unwrap();
     assert!(!output.status.success());
     String::from_utf8(output.stderr).unwrap()
 }
@@ -653,10 +538,7 @@ fn a_worker_that_cannot_run_says_what_to_do() {
     let asr = |more: &[&str]| complaint(&[&["asr", "--socket", &socket], more].concat());
 
     let text = asr(&["--vocabulary", "grammar"]);
-    assert!(
-        text.starts_with("error: no grammar is given for vocabulary `grammar`\nhint: "),
-        "{text}"
-    );
+    assert!(text.starts_with("error: no grammar is given for vocabulary `grammar`\nhint: "), "{text}");
     let text = asr(&["--vocabulary", "grammar", "--grammar", &path("none.gram")]);
     assert!(text.contains("none.gram`\n  caused by: No such file"), "{text}");
     std::fs::write(path("long.gram"), vec![b'x'; 300 << 10]).unwrap();
@@ -667,10 +549,7 @@ fn a_worker_that_cannot_run_says_what_to_do() {
     let text = complaint(&["tts", "--socket", &socket, "--voice", "bob"]);
     assert_eq!(text, "error: flite has no voice `bob`, only `slt`\n");
     let text = complaint(&["tts", "--socket", "/nowhere/x.sock"]);
-    assert!(
-        text.starts_with("error: cannot listen on `unix:///nowhere/x.sock`\n  caused by: "),
-        "{text}"
-    );
+    assert!(text.starts_with("error: cannot listen on `unix:///nowhere/x.sock`\n  caused by: "), "{text}");
     assert!(complaint(&["ballast", "400"]).contains("has no unit"));
     assert!(complaint(&["ballast", "1MiB", "--rate", "1KiB"]).contains("a rate below 4 KiB per second"));
     if !speech_is_installed() {
@@ -682,18 +561,11 @@ fn a_worker_that_cannot_run_says_what_to_do() {
         text.contains("cannot find `/nowhere/en-us/mdef`") && text.contains("apt-get install pocketsphinx-en-us"),
         "{text}"
     );
-    std::fs::write(
-        path("word.gram"),
-        "#JSGF V1.0;\ngrammar x;\npublic <a> = turn on the xyzzy;\n",
-    )
-    .unwrap();
+    std::fs::write(path("word.gram"), "#JSGF V1.0;\ngrammar x;\npublic <a> = turn on the xyzzy;\n").unwrap();
     let text = asr(&["--vocabulary", "grammar", "--grammar", &path("word.gram")]);
     assert!(text.contains("words that are not in the dictionary: `xyzzy`"), "{text}");
     std::fs::write(path("bad.gram"), "this is no grammar <").unwrap();
     let text = asr(&["--vocabulary", "grammar", "--grammar", &path("bad.gram")]);
     assert!(text.contains("caused by: the grammar is not valid JSGF"), "{text}");
-    assert!(
-        !dir.path().join("x.sock").exists(),
-        "a worker that cannot run leaves no socket"
-    );
+    assert!(!dir.path().join("x.sock").exists(), "a worker that cannot run leaves no socket");
 }

@@ -113,10 +113,7 @@ impl LanguageModel for Scripted {
     ) -> Result<(), ForwardError> {
         let needed = u32::try_from(self.sequence.len() + tokens.len()).unwrap();
         if needed > self.plan.kv_capacity.get() {
-            return Err(ForwardError::KvFull {
-                capacity: self.plan.kv_capacity,
-                needed,
-            });
+            return Err(ForwardError::KvFull { capacity: self.plan.kv_capacity, needed });
         }
         for chunk in tokens.chunks(self.plan.prefill_chunk.get().try_into().unwrap()) {
             for layer in 0..LAYERS {
@@ -162,10 +159,7 @@ impl LanguageModel for Scripted {
             }
             Act::Stall => {
                 self.left.fetch_add(RING.get(), Ordering::AcqRel);
-                return Err(ForwardError::Stalled {
-                    what: "layer 0".to_owned(),
-                    waited: Duration::from_secs(4),
-                });
+                return Err(ForwardError::Stalled { what: "layer 0".to_owned(), waited: Duration::from_secs(4) });
             }
         }
         Ok(())
@@ -176,9 +170,7 @@ impl LanguageModel for Scripted {
             return Err(ApplyError::Chunk { chunk: 0, limit: 512 });
         }
         self.plan = EnginePlan {
-            kv_capacity: plan
-                .kv_capacity
-                .max(Tokens::new(self.position().next_multiple_of(BLOCK))),
+            kv_capacity: plan.kv_capacity.max(Tokens::new(self.position().next_multiple_of(BLOCK))),
             ..plan.clone()
         };
         Ok(ApplyReport {
@@ -206,10 +198,7 @@ impl LanguageModel for Scripted {
         while !wanted() {
             std::thread::yield_now();
         }
-        Err(ApplyError::Stalled {
-            what: "layer 3".to_owned(),
-            waited: Duration::from_millis(500),
-        })
+        Err(ApplyError::Stalled { what: "layer 3".to_owned(), waited: Duration::from_millis(500) })
     }
 
     fn reset(&mut self) {
@@ -257,11 +246,7 @@ pub(crate) fn shape() -> ModelShape {
         name: "scripted".to_owned(),
         architecture: "qwen35".to_owned(),
         layers: vec![
-            LayerShape {
-                kind: LayerKind::Attention,
-                part: 0,
-                resident_bytes: Bytes::from_kib(4),
-            };
+            LayerShape { kind: LayerKind::Attention, part: 0, resident_bytes: Bytes::from_kib(4) };
             LAYERS.try_into().unwrap()
         ],
         fixed_bytes: Bytes::ZERO,
@@ -307,9 +292,7 @@ pub(crate) fn header_with(template: Option<&str>) -> Header {
         .collect();
     // 0x20, 0xf0 and 0x9f, as vocabularies of bytes write them.
     tokens.extend(["<|endoftext|>", "<|im_start|>", "<|im_end|>", "\u{120}\u{f0}\u{141}"].map(string));
-    let types = (0..tokens.len())
-        .map(|at| Value::I32(if (256..259).contains(&at) { 3 } else { 1 }))
-        .collect();
+    let types = (0..tokens.len()).map(|at| Value::I32(if (256..259).contains(&at) { 3 } else { 1 })).collect();
     let mut entries = vec![
         ("tokenizer.ggml.model", string("gpt2")),
         ("tokenizer.ggml.pre", string("qwen35")),
@@ -371,10 +354,7 @@ impl Stage {
             let mut model = model.take().unwrap();
             model.plan = plan.clone();
             let text = TextSide::new(&header(), model.shape.context_max).unwrap();
-            Ok(Opened {
-                model: Box::new(model),
-                text,
-            })
+            Ok(Opened { model: Box::new(model), text })
         };
         let engine = Engine::start_with(setting.options, Box::new(opener), sink).unwrap();
         let handle = engine.handle();
@@ -387,11 +367,7 @@ impl Stage {
     /// An engine whose model waits at each layer.
     pub(crate) fn gated(options: EngineOptions, script: impl Fn(&[u32]) -> Act + Send + 'static) -> (Self, Keeper) {
         let (gate, keeper) = gate();
-        let setting = Setting {
-            options,
-            gate: Some(gate),
-            ..Setting::default()
-        };
+        let setting = Setting { options, gate: Some(gate), ..Setting::default() };
         (Self::new(setting, script), keeper)
     }
 
@@ -452,10 +428,9 @@ pub(crate) fn collect(stream: &mut mpsc::Receiver<GenerateEvent>) -> Answer {
     while let Some(event) = stream.blocking_recv() {
         assert!(answer.end.is_none(), "nothing follows the end: {event:?}");
         match event {
-            GenerateEvent::Started {
-                prompt_tokens,
-                cached_tokens,
-            } => answer.started = Some((prompt_tokens.get(), cached_tokens.get())),
+            GenerateEvent::Started { prompt_tokens, cached_tokens } => {
+                answer.started = Some((prompt_tokens.get(), cached_tokens.get()))
+            }
             GenerateEvent::Delta { text, tokens } => {
                 assert!(!text.is_empty());
                 answer.text.push_str(&text);
@@ -473,17 +448,12 @@ pub(crate) fn request(id: u64, text: &str) -> GenerateRequest {
 }
 
 pub(crate) fn limited(id: u64, text: &str, max_tokens: u32) -> GenerateRequest {
-    GenerateRequest {
-        max_tokens: Some(Tokens::new(max_tokens)),
-        ..request(id, text)
-    }
+    GenerateRequest { max_tokens: Some(Tokens::new(max_tokens)), ..request(id, text) }
 }
 
 /// Letters that depend on the whole sequence.
 pub(crate) fn babble(sequence: &[u32]) -> Act {
-    let hash = sequence
-        .iter()
-        .fold(7u32, |hash, &token| hash.wrapping_mul(31).wrapping_add(token));
+    let hash = sequence.iter().fold(7u32, |hash, &token| hash.wrapping_mul(31).wrapping_add(token));
     Act::Say(u32::from(b'a') + hash % 26)
 }
 
@@ -494,13 +464,7 @@ pub(crate) fn drone(_: &[u32]) -> Act {
 
 /// What is said after a prompt of `prompt` tokens, then the end.
 pub(crate) fn recite(prompt: usize, text: &'static str) -> impl Fn(&[u32]) -> Act + Send {
-    move |sequence| {
-        Act::Say(
-            text.as_bytes()
-                .get(sequence.len() - prompt)
-                .map_or(IM_END, |&byte| u32::from(byte)),
-        )
-    }
+    move |sequence| Act::Say(text.as_bytes().get(sequence.len() - prompt).map_or(IM_END, |&byte| u32::from(byte)))
 }
 
 /// Longer than anything takes on a busy machine; only there so that a failure ends.

@@ -31,11 +31,7 @@ pub(crate) struct Bench {
 impl Bench {
     pub(crate) fn new() -> Self {
         let (sender, events) = mpsc::channel(64);
-        Self {
-            dir: tempfile::tempdir().unwrap(),
-            events,
-            sender,
-        }
+        Self { dir: tempfile::tempdir().unwrap(), events, sender }
     }
 
     pub(crate) fn socket(&self, name: &str) -> PathBuf {
@@ -50,11 +46,7 @@ impl Bench {
 
     /// A worker that is not spoken to.
     pub(crate) fn silent_spec(&self, name: &str, argv: &[&str]) -> WorkerSpec {
-        WorkerSpec {
-            listen: Listen::Nowhere,
-            readiness: Readiness::Started,
-            ..self.spec(name, argv)
-        }
+        WorkerSpec { listen: Listen::Nowhere, readiness: Readiness::Started, ..self.spec(name, argv) }
     }
 
     pub(crate) fn handle(&self, spec: WorkerSpec) -> WorkerHandle {
@@ -69,15 +61,7 @@ impl Bench {
     /// Our recogniser with both of its sizes.
     pub(crate) fn asr(&self) -> WorkerHandle {
         let grammar = fixture("home.gram");
-        let argv = [
-            "worker",
-            "asr",
-            "--socket",
-            "${SOCKET}",
-            "--vocabulary",
-            "${VARIANT}",
-            "--grammar",
-        ];
+        let argv = ["worker", "asr", "--socket", "${SOCKET}", "--vocabulary", "${VARIANT}", "--grammar"];
         let mut words = vec![env!("CARGO_BIN_EXE_cotenant")];
         words.extend(argv);
         words.push(grammar.to_str().unwrap());
@@ -121,35 +105,24 @@ pub(crate) fn fixture(name: &str) -> PathBuf {
 
 /// Whether the speech libraries are there. Where they must be, their absence fails the test.
 pub(crate) fn speech_is_installed() -> bool {
-    let missing: Vec<&str> = [
-        "libpocketsphinx.so.3",
-        "libsphinxbase.so.3",
-        "libflite.so.1",
-        "libflite_cmu_us_slt.so.1",
-    ]
-    .into_iter()
-    .filter(|name| {
-        !["/usr/lib", "/usr/local/lib", "/lib"]
-            .iter()
-            .any(|folder| holds(Path::new(folder), name, 2))
-    })
-    .chain(
-        [("pocketsphinx-en-us", "/usr/share/pocketsphinx/model/en-us/en-us.lm.bin")]
+    let missing: Vec<&str> =
+        ["libpocketsphinx.so.3", "libsphinxbase.so.3", "libflite.so.1", "libflite_cmu_us_slt.so.1"]
             .into_iter()
-            .filter_map(|(package, file)| (!Path::new(file).is_file()).then_some(package)),
-    )
-    .collect();
+            .filter(|name| {
+                !["/usr/lib", "/usr/local/lib", "/lib"].iter().any(|folder| holds(Path::new(folder), name, 2))
+            })
+            .chain(
+                [("pocketsphinx-en-us", "/usr/share/pocketsphinx/model/en-us/en-us.lm.bin")]
+                    .into_iter()
+                    .filter_map(|(package, file)| (!Path::new(file).is_file()).then_some(package)),
+            )
+            .collect();
     if missing.is_empty() {
         return true;
     }
-    let required = ["CI", "COTENANT_REQUIRE_SPEECH"]
-        .iter()
-        .any(|name| std::env::var_os(name).is_some());
+    let required = ["CI", "COTENANT_REQUIRE_SPEECH"].iter().any(|name| std::env::var_os(name).is_some());
     let remedy = "apt-get install libpocketsphinx3 libsphinxbase3 pocketsphinx-en-us libflite1";
-    assert!(
-        !required,
-        "speech is required here, but {missing:?} is missing: {remedy}"
-    );
+    assert!(!required, "speech is required here, but {missing:?} is missing: {remedy}");
     eprintln!("left out: {missing:?} is missing ({remedy})");
     false
 }

@@ -78,29 +78,20 @@ async fn a_worker_starts_gets_ready_and_stops() {
 }
 
 fn killed() -> ExitStatus {
-    ExitStatus::Signal {
-        signal: 9,
-        core_dumped: false,
-    }
+    ExitStatus::Signal { signal: 9, core_dumped: false }
 }
 
 #[tokio::test]
 async fn a_worker_that_ignores_sigterm_is_killed_after_its_grace() {
     let bench = Bench::new();
-    let mut spec = bench.silent_spec(
-        "deaf",
-        &["sh", "-c", "trap '' TERM; echo deaf; while :; do sleep 1000; done"],
-    );
+    let mut spec = bench.silent_spec("deaf", &["sh", "-c", "trap '' TERM; echo deaf; while :; do sleep 1000; done"]);
     spec.readiness = Readiness::LogLine("deaf".to_owned());
     let worker = bench.handle(spec);
     started(&worker).await;
     let report = worker.stop(Some(Duration::from_millis(50))).await.unwrap();
     assert_eq!(report.status, killed());
     assert_eq!(report.intended_by_us, Some(Intent::Stop));
-    assert!(
-        report.to_string().contains("was killed by SIGKILL after we stopped it"),
-        "{report}"
-    );
+    assert!(report.to_string().contains("was killed by SIGKILL after we stopped it"), "{report}");
 }
 
 #[tokio::test]
@@ -110,13 +101,7 @@ async fn a_stopped_worker_still_ends() {
     let pid = started(&worker).await;
     kill(pid_of(pid), Signal::SIGSTOP).unwrap();
     let report = worker.stop(Some(Duration::from_secs(20))).await.unwrap();
-    assert_eq!(
-        report.status,
-        ExitStatus::Signal {
-            signal: 15,
-            core_dumped: false
-        }
-    );
+    assert_eq!(report.status, ExitStatus::Signal { signal: 15, core_dumped: false });
 }
 
 #[tokio::test]
@@ -132,9 +117,7 @@ async fn the_children_of_a_worker_end_with_it_wherever_they_hide() {
 
     // Another process kills the leader alone.
     kill(pid_of(pid), Signal::SIGKILL).unwrap();
-    let WorkerEventKind::Exited(report) = bench.next().await else {
-        panic!("an end")
-    };
+    let WorkerEventKind::Exited(report) = bench.next().await else { panic!("an end") };
     assert_eq!(report.status, killed());
     assert_eq!(report.intended_by_us, None);
     assert!(
@@ -152,11 +135,7 @@ async fn an_exit_code_of_137_is_not_a_signal() {
     let mut bench = Bench::new();
     let mut spec = bench.silent_spec(
         "liar",
-        &[
-            "sh",
-            "-c",
-            "i=0; while [ $i -lt 20 ]; do echo line $i >&2; i=$((i+1)); done; exit 137",
-        ],
+        &["sh", "-c", "i=0; while [ $i -lt 20 ]; do echo line $i >&2; i=$((i+1)); done; exit 137"],
     );
     spec.log_lines = 3;
     let worker = bench.handle(spec);
@@ -184,10 +163,7 @@ async fn a_program_that_cannot_be_executed_is_named() {
         let error = worker.start(None).await.unwrap_err();
         assert!(error.to_string().contains(expected), "{error}");
         assert!(error.source().is_some());
-        let WorkerEventKind::Failed {
-            reason: FailureReason::NotStarted { error },
-        } = bench.next().await
-        else {
+        let WorkerEventKind::Failed { reason: FailureReason::NotStarted { error } } = bench.next().await else {
             panic!("a failure")
         };
         assert!(error.contains(expected) && error.contains("os error"), "{error}");
@@ -200,9 +176,7 @@ async fn a_command_line_that_cannot_be_built_starts_nothing() {
     let mut bench = Bench::new();
     let worker = bench.handle(bench.silent_spec("asr", &["asr", "${PORT}"]));
     assert!(matches!(worker.start(None).await, Err(StartError::Launch { .. })));
-    let WorkerEventKind::Failed { reason } = bench.next().await else {
-        panic!("a failure")
-    };
+    let WorkerEventKind::Failed { reason } = bench.next().await else { panic!("a failure") };
     assert_eq!(
         reason,
         FailureReason::NotStarted {
@@ -219,18 +193,14 @@ async fn a_worker_that_never_gets_ready_is_stopped_and_says_why() {
     let worker = bench.handle(spec);
     let pid = worker.start(None).await.unwrap();
     bench.next().await;
-    let WorkerEventKind::Failed {
-        reason: FailureReason::NotReady { waited, last_attempt },
-    } = bench.next().await
+    let WorkerEventKind::Failed { reason: FailureReason::NotReady { waited, last_attempt } } = bench.next().await
     else {
         panic!("a failure")
     };
     assert_eq!(waited, Duration::from_millis(100));
     let last_attempt = last_attempt.unwrap();
     assert!(last_attempt.starts_with("cannot connect to `unix://"), "{last_attempt}");
-    let WorkerEventKind::Exited(report) = bench.next().await else {
-        panic!("an end")
-    };
+    let WorkerEventKind::Exited(report) = bench.next().await else { panic!("an end") };
     assert_eq!(report.intended_by_us, Some(Intent::NotReady));
     assert_eq!(report.ready_at, None);
     assert!(!runs(pid));
@@ -252,10 +222,7 @@ async fn a_worker_that_answers_garbage_is_not_ready() {
             let _ = stream.write_all(b"\x7fELF garbage\n\xff\xff").await;
         }
     });
-    let WorkerEventKind::Failed {
-        reason: FailureReason::NotReady { last_attempt, .. },
-    } = bench.next().await
-    else {
+    let WorkerEventKind::Failed { reason: FailureReason::NotReady { last_attempt, .. } } = bench.next().await else {
         panic!("a failure")
     };
     let last_attempt = last_attempt.unwrap();
@@ -271,10 +238,7 @@ async fn an_http_worker_is_ready_once_it_answers_200() {
     let bench = Bench::new();
     let mut spec = bench.silent_spec("whisper", &["sleep", "1000"]);
     spec.listen = Listen::FreePort;
-    spec.readiness = Readiness::Http {
-        path: "/health".to_owned(),
-        status: 200,
-    };
+    spec.readiness = Readiness::Http { path: "/health".to_owned(), status: 200 };
     let worker = bench.handle(spec);
     worker.start(None).await.unwrap();
     let address = worker.endpoint().unwrap().to_string();
@@ -316,11 +280,7 @@ async fn a_worker_does_not_outlive_its_handle() {
 #[test]
 fn a_worker_does_not_outlive_its_runtime() {
     let bench = Bench::new();
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(1)
-        .enable_all()
-        .build()
-        .unwrap();
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let (worker, pid) = runtime.block_on(async {
         let worker = bench.handle(bench.silent_spec("left", &["sleep", "1000"]));
         let pid = started(&worker).await;
@@ -382,17 +342,11 @@ async fn a_recogniser_grows_and_gives_back_what_it_took() {
         let grown = worker.resize("open").await.unwrap();
         assert_eq!(worker.variant().as_deref(), Some("open"));
         let large = held(grown.after);
-        assert!(
-            large > small + Bytes::from_mib(48),
-            "round {round}: from {small} to {large}"
-        );
+        assert!(large > small + Bytes::from_mib(48), "round {round}: from {small} to {large}");
         let shrunk = worker.resize("grammar").await.unwrap();
         let back = held(shrunk.after);
         println!("round {round}: {small} -> {large} -> {back}");
-        assert!(
-            back < small + Bytes::from_mib(2),
-            "round {round}: from {small} to {back}"
-        );
+        assert!(back < small + Bytes::from_mib(2), "round {round}: from {small} to {back}");
     }
     assert!(matches!(worker.resize("huge").await, Err(ResizeError::Variant { .. })));
     assert_eq!(worker.stop(None).await.unwrap().status, ExitStatus::Code(0));
@@ -406,10 +360,7 @@ async fn a_worker_starts_in_the_variant_asked_for() {
     }
     let bench = Bench::new();
     let worker = bench.asr();
-    assert!(matches!(
-        worker.start(Some("huge")).await,
-        Err(StartError::Variant { .. })
-    ));
+    assert!(matches!(worker.start(Some("huge")).await, Err(StartError::Variant { .. })));
     worker.start(Some("open")).await.unwrap();
     assert!(worker.ready().await);
     assert_eq!(worker.variant().as_deref(), Some("open"));
@@ -485,18 +436,13 @@ async fn the_workers_of_a_killed_supervisor_are_ended() {
         .spawn()
         .unwrap();
     let mut lines = BufReader::new(supervisor.stdout.take().unwrap()).lines();
-    let line = lines
-        .find_map(|line| Some(line.unwrap().split_once("leader ")?.1.to_owned()))
-        .unwrap();
+    let line = lines.find_map(|line| Some(line.unwrap().split_once("leader ")?.1.to_owned())).unwrap();
     let (leader, child) = line.split_once(" child ").unwrap();
     let (leader, child): (u32, u32) = (leader.parse().unwrap(), child.trim().parse().unwrap());
 
     let roots = KernelRoots::default();
     assert!(
-        !end_orphans(&roots, &no_groups(), None, &[])
-            .await
-            .iter()
-            .any(|orphan| orphan.pid == child),
+        !end_orphans(&roots, &no_groups(), None, &[]).await.iter().any(|orphan| orphan.pid == child),
         "its supervisor runs beside us"
     );
     assert!(runs(leader) && runs(child));
@@ -514,24 +460,13 @@ async fn the_workers_of_a_killed_supervisor_are_ended() {
 #[tokio::test]
 async fn ballast_takes_memory_at_the_rate_asked_for() {
     let bench = Bench::new();
-    let argv = [
-        env!("CARGO_BIN_EXE_cotenant"),
-        "worker",
-        "ballast",
-        "16MiB",
-        "--rate",
-        "64MiB",
-    ];
+    let argv = [env!("CARGO_BIN_EXE_cotenant"), "worker", "ballast", "16MiB", "--rate", "64MiB"];
     let mut spec = bench.silent_spec("ballast", &argv);
     spec.readiness = Readiness::LogLine("holding 16 MiB".to_owned());
     let worker = bench.handle(spec);
     let started_at = std::time::Instant::now();
     started(&worker).await;
-    assert!(
-        started_at.elapsed() >= Duration::from_millis(240),
-        "{:?}",
-        started_at.elapsed()
-    );
+    assert!(started_at.elapsed() >= Duration::from_millis(240), "{:?}", started_at.elapsed());
     assert!(worker.measure().await.unwrap().sum.anonymous.unwrap() >= Bytes::from_mib(16));
     assert_eq!(worker.stop(None).await.unwrap().status, ExitStatus::Code(0));
 }

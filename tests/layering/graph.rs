@@ -48,13 +48,7 @@ pub(crate) struct Cycle {
 impl std::fmt::Display for Cycle {
     fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let files: Vec<_> = self.files.iter().map(|file| file.display().to_string()).collect();
-        write!(
-            out,
-            "{} files: {}\n    {}",
-            files.len(),
-            files.join(" "),
-            self.ties.join("\n    ")
-        )
+        write!(out, "{} files: {}\n    {}", files.len(), files.join(" "), self.ties.join("\n    "))
     }
 }
 
@@ -85,11 +79,7 @@ impl Crate {
                 words,
             })
             .collect();
-        let by_module = files
-            .iter()
-            .enumerate()
-            .map(|(at, file)| (file.module.clone(), at))
-            .collect();
+        let by_module = files.iter().enumerate().map(|(at, file)| (file.module.clone(), at)).collect();
         Self { files, by_module }
     }
 
@@ -126,21 +116,10 @@ impl Crate {
         let mut cycles = Vec::new();
         let mut spread = Vec::new();
         for ((_, name), blocks) in &types {
-            let own: Vec<usize> = blocks
-                .iter()
-                .filter(|(_, block)| block.is_own)
-                .map(|(at, _)| *at)
-                .collect();
+            let own: Vec<usize> = blocks.iter().filter(|(_, block)| block.is_own).map(|(at, _)| *at).collect();
             if own.len() > most {
-                let files: Vec<_> = own
-                    .iter()
-                    .map(|at| self.files[*at].path.display().to_string())
-                    .collect();
-                spread.push(format!(
-                    "`{name}` has `impl` blocks in {} files: {}",
-                    own.len(),
-                    files.join(" ")
-                ));
+                let files: Vec<_> = own.iter().map(|at| self.files[*at].path.display().to_string()).collect();
+                spread.push(format!("`{name}` has `impl` blocks in {} files: {}", own.len(), files.join(" ")));
             }
             let mut edges = BTreeMap::new();
             for (&from, block) in blocks {
@@ -148,9 +127,7 @@ impl Crate {
                     if block.defined.contains(called) {
                         continue;
                     }
-                    let homes = blocks
-                        .iter()
-                        .filter(|(_, other)| other.is_own && other.defined.contains(called));
+                    let homes = blocks.iter().filter(|(_, other)| other.is_own && other.defined.contains(called));
                     for (&to, _) in homes {
                         edges.entry((from, to)).or_insert(*line);
                     }
@@ -173,9 +150,7 @@ impl Crate {
 
     /// The file in which a path ends, behind re-exports.
     fn resolve(&self, path: &[String], depth: usize) -> Option<usize> {
-        let (end, at) = (1..=path.len())
-            .rev()
-            .find_map(|end| self.by_module.get(&path[..end]).map(|at| (end, *at)))?;
+        let (end, at) = (1..=path.len()).rev().find_map(|end| self.by_module.get(&path[..end]).map(|at| (end, *at)))?;
         let file = &self.files[at];
         let Some(name) = path.get(end) else { return Some(at) };
         if file.defined.contains(name) || depth > 8 {
@@ -225,11 +200,8 @@ impl Crate {
             if !to.contains(&at) || taken.contains(&at) {
                 continue;
             }
-            let members: Vec<usize> = to
-                .iter()
-                .copied()
-                .filter(|other| reached.get(other).is_some_and(|back| back.contains(&at)))
-                .collect();
+            let members: Vec<usize> =
+                to.iter().copied().filter(|other| reached.get(other).is_some_and(|back| back.contains(&at))).collect();
             taken.extend(members.iter().copied());
             let ties = edges
                 .iter()
@@ -239,32 +211,21 @@ impl Crate {
                     format!("src/{from_path}:{line} needs {to_path}{}", what(*from))
                 })
                 .collect();
-            found.push(Cycle {
-                files: members.iter().map(|at| self.files[*at].path.clone()).collect(),
-                ties,
-            });
+            found.push(Cycle { files: members.iter().map(|at| self.files[*at].path.clone()).collect(), ties });
         }
         found
     }
 
     /// Structs with more fields or booleans than they may have, below a folder: `src/file: name: figures`.
     pub(crate) fn wide_structs(&self, folder: &str, fields_max: usize, flags_max: usize) -> Vec<String> {
-        let inside = self
-            .files
-            .iter()
-            .filter(|file| file.module.first().is_some_and(|first| first == folder));
+        let inside = self.files.iter().filter(|file| file.module.first().is_some_and(|first| first == folder));
         inside
             .flat_map(|file| {
-                structs(&file.words)
-                    .into_iter()
-                    .filter_map(|(line, name, fields, flags)| {
-                        (fields > fields_max || flags > flags_max).then(|| {
-                            format!(
-                                "src/{}:{line}: `{name}` has {fields} fields, {flags} booleans",
-                                file.path.display()
-                            )
-                        })
+                structs(&file.words).into_iter().filter_map(|(line, name, fields, flags)| {
+                    (fields > fields_max || flags > flags_max).then(|| {
+                        format!("src/{}:{line}: `{name}` has {fields} fields, {flags} booleans", file.path.display())
                     })
+                })
             })
             .collect()
     }
@@ -283,10 +244,7 @@ fn module_of(path: &Path) -> Vec<String> {
 /// Modules in files of their own that are compiled for tests only.
 fn test_modules(words: &Words) -> Vec<String> {
     let is = |at: usize, wanted: &[&str]| {
-        wanted
-            .iter()
-            .enumerate()
-            .all(|(i, word)| words.get(at + i).is_some_and(|(_, found)| found == word))
+        wanted.iter().enumerate().all(|(i, word)| words.get(at + i).is_some_and(|(_, found)| found == word))
     };
     let mut found = Vec::new();
     for at in 0..words.len() {
@@ -296,14 +254,9 @@ fn test_modules(words: &Words) -> Vec<String> {
         let mut next = at + 7;
         // Further attributes stand between it and the module.
         while is(next, &["#", "["]) {
-            next = (next..words.len())
-                .find(|i| words[*i].1 == "]")
-                .map_or(words.len(), |i| i + 1);
+            next = (next..words.len()).find(|i| words[*i].1 == "]").map_or(words.len(), |i| i + 1);
         }
-        while words
-            .get(next)
-            .is_some_and(|(_, word)| matches!(word.as_str(), "pub" | "(" | "crate" | "super" | ")"))
-        {
+        while words.get(next).is_some_and(|(_, word)| matches!(word.as_str(), "pub" | "(" | "crate" | "super" | ")")) {
             next += 1;
         }
         if is(next, &["mod"]) && is(next + 2, &[";"]) {
@@ -314,22 +267,8 @@ fn test_modules(words: &Words) -> Vec<String> {
 }
 
 fn definitions(words: &Words) -> BTreeSet<String> {
-    let kinds = [
-        "fn",
-        "struct",
-        "enum",
-        "trait",
-        "const",
-        "static",
-        "type",
-        "union",
-        "macro_rules",
-    ];
-    words
-        .windows(2)
-        .filter(|pair| kinds.contains(&pair[0].1.as_str()))
-        .map(|pair| pair[1].1.clone())
-        .collect()
+    let kinds = ["fn", "struct", "enum", "trait", "const", "static", "type", "union", "macro_rules"];
+    words.windows(2).filter(|pair| kinds.contains(&pair[0].1.as_str())).map(|pair| pair[1].1.clone()).collect()
 }
 
 fn imports(words: &Words, module: &[String], modules: &BTreeSet<Vec<String>>) -> Vec<Import> {
@@ -360,26 +299,14 @@ fn imports(words: &Words, module: &[String], modules: &BTreeSet<Vec<String>>) ->
                 path
             }
         };
-        let in_use = (0..at)
-            .rev()
-            .take_while(|i| !matches!(word(*i), ";" | "}" | "{"))
-            .find(|i| word(*i) == "use");
+        let in_use = (0..at).rev().take_while(|i| !matches!(word(*i), ";" | "}" | "{")).find(|i| word(*i) == "use");
         let is_export = in_use.is_some_and(|used| used > 0 && matches!(word(used - 1), "pub" | ")"));
         let mut leaves = Vec::new();
         tree(words, next, base, &mut leaves);
         found.extend(leaves.into_iter().map(|(line, path, alias)| {
             let name = in_use.and(alias.or_else(|| path.last().cloned()));
-            let path = if path.last().is_some_and(|last| last == "*") {
-                path[..path.len() - 1].to_vec()
-            } else {
-                path
-            };
-            Import {
-                line,
-                path,
-                name,
-                is_export,
-            }
+            let path = if path.last().is_some_and(|last| last == "*") { path[..path.len() - 1].to_vec() } else { path };
+            Import { line, path, name, is_export }
         }));
     }
     found
@@ -469,10 +396,7 @@ fn blocks(words: &Words) -> Vec<Found> {
                 _ => {}
             }
         }
-        let mut block = Block {
-            is_own,
-            ..Block::default()
-        };
+        let mut block = Block { is_own, ..Block::default() };
         let mut depth = 0;
         for (i, (line, _)) in words.iter().enumerate().take(close).skip(open) {
             match word(i) {

@@ -60,9 +60,7 @@ pub(crate) fn blank(text: &str) -> String {
             let hashes = chars[at + 1..].iter().take_while(|c| **c == '#').count();
             let close = format!("\"{}", "#".repeat(hashes));
             let body = at + 1 + hashes + 1;
-            (body..chars.len())
-                .find(|i| is(*i, &close))
-                .map_or(chars.len(), |i| i + close.chars().count())
+            (body..chars.len()).find(|i| is(*i, &close)).map_or(chars.len(), |i| i + close.chars().count())
         } else if chars[at] == '"' {
             let mut i = at + 1;
             while i < chars.len() && chars[i] != '"' {
@@ -70,9 +68,7 @@ pub(crate) fn blank(text: &str) -> String {
             }
             i + 1
         } else if chars[at] == '\'' && chars.get(at + 1) == Some(&'\\') {
-            (at + 3..chars.len())
-                .find(|i| chars[*i] == '\'')
-                .map_or(chars.len(), |i| i + 1)
+            (at + 3..chars.len()).find(|i| chars[*i] == '\'').map_or(chars.len(), |i| i + 1)
         } else if chars[at] == '\'' && chars.get(at + 2) == Some(&'\'') {
             at + 3
         } else {
@@ -113,10 +109,7 @@ pub(crate) fn without_tests(code: &str) -> String {
             Some(semicolon) => semicolon + 1,
             None => out.len(),
         };
-        let blank: String = out[start..end]
-            .chars()
-            .map(|c| if c == '\n' { '\n' } else { ' ' })
-            .collect();
+        let blank: String = out[start..end].chars().map(|c| if c == '\n' { '\n' } else { ' ' }).collect();
         out.replace_range(start..end, &blank);
     }
     out
@@ -124,10 +117,8 @@ pub(crate) fn without_tests(code: &str) -> String {
 
 /// All Rust files below a folder, in order.
 pub(crate) fn collect(folder: &Path, files: &mut Vec<PathBuf>) {
-    let mut entries: Vec<PathBuf> = fs::read_dir(folder)
-        .expect("the sources are there")
-        .map(|entry| entry.unwrap().path())
-        .collect();
+    let mut entries: Vec<PathBuf> =
+        fs::read_dir(folder).expect("the sources are there").map(|entry| entry.unwrap().path()).collect();
     entries.sort();
     for path in entries {
         if path.is_dir() {

@@ -27,12 +27,7 @@ pub(crate) fn millis(rng: &mut ChaCha8Rng, from: u64, to: u64) -> Duration {
     Duration::from_micros(rng.random_range(from * 1000..=to * 1000))
 }
 
-pub(crate) const CLASSES: [Class; 4] = [
-    Class::AudioRealtime,
-    Class::Interactive,
-    Class::LlmElastic,
-    Class::Batch,
-];
+pub(crate) const CLASSES: [Class; 4] = [Class::AudioRealtime, Class::Interactive, Class::LlmElastic, Class::Batch];
 
 /// What a seed chooses before anything happens.
 pub(crate) struct Device {
@@ -54,11 +49,7 @@ pub(crate) fn choose(rng: &mut ChaCha8Rng) -> Device {
         kv_type_least: kv_type.min(KvType::ALL[rng.random_range(0..KvType::ALL.len())]),
         prefill_chunk: Tokens::new(64),
         resident_min: rng.random_range(0..3),
-        mode: [
-            ResidencyMode::Balanced,
-            ResidencyMode::MaxContext,
-            ResidencyMode::MaxSpeed,
-        ][rng.random_range(0..3)],
+        mode: [ResidencyMode::Balanced, ResidencyMode::MaxContext, ResidencyMode::MaxSpeed][rng.random_range(0..3)],
         load_timeout: Duration::from_secs(5),
         apply_timeout: Duration::from_millis(500),
         ..EngineParams::default()
@@ -68,21 +59,14 @@ pub(crate) fn choose(rng: &mut ChaCha8Rng) -> Device {
         .take(rng.random_range(0..=3))
         .map(|name| choose_worker(rng, name))
         .collect();
-    let full = shape
-        .as_ref()
-        .zip(engine.as_ref())
-        .map_or(Bytes::ZERO, |(shape, engine)| {
-            shape.plan_bytes(&shape.full_plan(&PlanLimits::new(engine, Tokens::ZERO)))
-        });
+    let full = shape.as_ref().zip(engine.as_ref()).map_or(Bytes::ZERO, |(shape, engine)| {
+        shape.plan_bytes(&shape.full_plan(&PlanLimits::new(engine, Tokens::ZERO)))
+    });
     let peaks: Bytes = workers.iter().map(largest).sum();
     // Everything fits once nobody else is there; how much more varies.
     let needed = full + peaks + mib(rng.random_range(10..200));
     let budget = Bytes::new(needed.get() * 13 / 10);
-    let scope = if rng.random_bool(0.5) {
-        Scope::Session
-    } else {
-        Scope::Machine
-    };
+    let scope = if rng.random_bool(0.5) { Scope::Session } else { Scope::Machine };
     let reserve = mib(rng.random_range(0..64));
     let mut params = Params::for_budget(budget + reserve, reserve, scope);
     params.pressure = PressureParams {
@@ -95,12 +79,7 @@ pub(crate) fn choose(rng: &mut ChaCha8Rng) -> Device {
     params.lease.queue_max = rng.random_range(2..20);
     params.engine = engine;
     params.workers = workers;
-    Device {
-        os_used: reserve.per_mille(rng.random_range(300..1000)),
-        params,
-        shape,
-        hopeless: None,
-    }
+    Device { os_used: reserve.per_mille(rng.random_range(300..1000)), params, shape, hopeless: None }
 }
 
 /// What some workers have besides their sizes: they rest, come after others, or shed when they are told. Drawn from a
@@ -149,13 +128,8 @@ pub(crate) fn choose_hopeless(seed: u64, device: &mut Device) {
         return;
     }
     let name = of_one_size[rng.random_range(0..of_one_size.len())].name.clone();
-    let seen = LearnedPeak {
-        holder: name.clone(),
-        variant: None,
-        bytes: device.params.budget.bytes(),
-        lives: 1,
-        model: None,
-    };
+    let seen =
+        LearnedPeak { holder: name.clone(), variant: None, bytes: device.params.budget.bytes(), lives: 1, model: None };
     device.params.peaks = std::iter::once(seen).collect();
     device.hopeless = Some(name);
 }
@@ -183,9 +157,7 @@ pub(crate) fn choose_speeds(seed: u64) -> Vec<(Duration, Calibration)> {
             prefill_ns_per_mib: [0, 600, 3000, 50_000][rng.random_range(0..4)],
         }
     };
-    (0..rng.random_range(0..5))
-        .map(|_| (millis(&mut rng, 200, 12_000), measured(&mut rng)))
-        .collect()
+    (0..rng.random_range(0..5)).map(|_| (millis(&mut rng, 200, 12_000), measured(&mut rng))).collect()
 }
 
 const SPEEDS: u64 = 0x7370_6565_6473;
@@ -194,13 +166,7 @@ const HOPELESS: u64 = 0x686f_7065;
 const HABITS: u64 = 0x6861_6269_7473;
 
 pub(crate) fn largest(worker: &WorkerParams) -> Bytes {
-    worker
-        .variants
-        .iter()
-        .map(|variant| variant.peak)
-        .chain([worker.peak])
-        .max()
-        .unwrap()
+    worker.variants.iter().map(|variant| variant.peak).chain([worker.peak]).max().unwrap()
 }
 
 fn choose_shape(rng: &mut ChaCha8Rng) -> ModelShape {
@@ -210,11 +176,7 @@ fn choose_shape(rng: &mut ChaCha8Rng) -> ModelShape {
         architecture: "qwen35".to_owned(),
         layers: (0..rng.random_range(2..14))
             .map(|index| LayerShape {
-                kind: if index % 4 == 3 {
-                    LayerKind::Attention
-                } else {
-                    LayerKind::Recurrent
-                },
+                kind: if index % 4 == 3 { LayerKind::Attention } else { LayerKind::Recurrent },
                 part: 0,
                 resident_bytes: mib(layer + u64::from(index % 4 == 3)),
             })
@@ -242,11 +204,7 @@ fn choose_worker(rng: &mut ChaCha8Rng, name: &str) -> WorkerParams {
     let variants = if rng.random_bool(0.5) {
         vec![("small", steady, peak), ("large", steady * 3, steady * 3 + 5)]
             .into_iter()
-            .map(|(name, steady, peak)| VariantParams {
-                name: name.to_owned(),
-                steady: mib(steady),
-                peak: mib(peak),
-            })
+            .map(|(name, steady, peak)| VariantParams { name: name.to_owned(), steady: mib(steady), peak: mib(peak) })
             .collect()
     } else {
         Vec::new()

@@ -83,10 +83,7 @@ impl Engine {
                 if whole && in_force.resident.len() < all {
                     // What it gives up makes room for the ring.
                     let held = |plan: &EnginePlan| {
-                        plan.resident
-                            .iter()
-                            .map(|layer| shape.layers[*layer as usize].resident_bytes)
-                            .sum()
+                        plan.resident.iter().map(|layer| shape.layers[*layer as usize].resident_bytes).sum()
                     };
                     let every: Bytes = shape.layers.iter().map(|layer| layer.resident_bytes).sum();
                     while every.saturating_sub(held(in_force)) < shape.ring_bytes
@@ -94,24 +91,15 @@ impl Engine {
                     {}
                 }
             }
-            return Some(Event::EngineApplyFailed {
-                revision,
-                reason: "sim: cannot".to_owned(),
-            });
+            return Some(Event::EngineApplyFailed { revision, reason: "sim: cannot".to_owned() });
         }
         if let Some(in_force) = self.in_force.as_ref().filter(|_| self.requests > 0) {
             // The chunk that is under way stays; what would grow into its place has to wait.
             let (kept, wanted) = (in_force.prefill_chunk, plan.prefill_chunk);
-            let beside = EnginePlan {
-                prefill_chunk: wanted.max(kept),
-                ..plan.clone()
-            };
+            let beside = EnginePlan { prefill_chunk: wanted.max(kept), ..plan.clone() };
             let most = shape.plan_bytes(in_force).max(shape.plan_bytes(&plan));
             if shape.plan_bytes(&beside) > most {
-                return Some(Event::EngineApplyFailed {
-                    revision,
-                    reason: "sim: a chunk is under way".to_owned(),
-                });
+                return Some(Event::EngineApplyFailed { revision, reason: "sim: a chunk is under way".to_owned() });
             }
             let wanted = self.smaller_chunk.unwrap_or(kept).min(wanted);
             self.smaller_chunk = (wanted < kept).then_some(wanted);
@@ -143,10 +131,7 @@ impl Engine {
     }
 
     pub(crate) fn die(&mut self) {
-        *self = Self {
-            life: self.life + 1,
-            ..Self::default()
-        };
+        *self = Self { life: self.life + 1, ..Self::default() };
     }
 
     /// The chunk that is under way ends, if a smaller one is to follow.
@@ -185,11 +170,7 @@ impl Engine {
             requests: self.requests,
             kv_used: self.kv_used,
             kv_kept,
-            kv_droppable: if self.may_drop {
-                self.kv_used.saturating_sub(DROPS_NOT * block)
-            } else {
-                0
-            },
+            kv_droppable: if self.may_drop { self.kv_used.saturating_sub(DROPS_NOT * block) } else { 0 },
             kv_dropped: self.kv_dropped,
             untouched: Bytes::ZERO,
         })

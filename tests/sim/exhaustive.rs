@@ -157,11 +157,8 @@ impl State {
     }
 
     fn sample(&self, at: Timestamp) -> Event {
-        let used = if at == self.now {
-            Bytes::new(self.holders.iter().map(|holder| holder.used).sum())
-        } else {
-            Bytes::ZERO
-        };
+        let used =
+            if at == self.now { Bytes::new(self.holders.iter().map(|holder| holder.used).sum()) } else { Bytes::ZERO };
         Event::Sampled(Sample {
             taken_at: at,
             mem_total: Bytes::from_gib(1),
@@ -234,10 +231,7 @@ impl State {
 
     fn happens(&mut self, letter: Letter) -> Result<(), String> {
         let name = |index: usize| format!("t{index}");
-        let peer = Peer {
-            uid: 1,
-            ..Peer::default()
-        };
+        let peer = Peer { uid: 1, ..Peer::default() };
         match letter {
             Letter::Ask(class) => {
                 let index = self.holders.iter().position(|holder| !holder.asked).unwrap();
@@ -263,12 +257,7 @@ impl State {
                 let holder = &self.holders[index];
                 let (lease, generation) = holder.lease.or(holder.ended).unwrap();
                 let ticket = self.ticket(None);
-                self.tell(Event::LeaseRenewed {
-                    ticket,
-                    lease: LeaseId(lease),
-                    generation,
-                    peer,
-                })?;
+                self.tell(Event::LeaseRenewed { ticket, lease: LeaseId(lease), generation, peer })?;
                 if self.holders[index].unheard {
                     self.holders[index].hear();
                 }
@@ -293,21 +282,12 @@ impl State {
                 (holder.used, holder.target, holder.ended) = (0, None, Some((lease, generation)));
                 holder.unheard = false;
                 let ticket = self.ticket(None);
-                self.tell(Event::LeaseReleased {
-                    ticket,
-                    lease: LeaseId(lease),
-                    generation,
-                    peer,
-                })
+                self.tell(Event::LeaseReleased { ticket, lease: LeaseId(lease), generation, peer })
             }
             Letter::AnswerOld(index) | Letter::AnswerNone(index) => {
                 let (nonce, bytes) = self.holders[index].target.unwrap();
                 let lease = LeaseId(self.holders[index].lease.unwrap().0);
-                let nonce = if letter == Letter::AnswerOld(index) {
-                    nonce - 1
-                } else {
-                    nonce + 1
-                };
+                let nonce = if letter == Letter::AnswerOld(index) { nonce - 1 } else { nonce + 1 };
                 let known = |state: &Self| {
                     let leases = state.arbiter.snapshot().leases;
                     let lease = leases.into_iter().find(|view| view.id == lease);
@@ -335,12 +315,10 @@ impl State {
                     holder.may_use = holder.may_use.min(bytes);
                 }
                 let answer = match letter {
-                    Letter::Defer(_) => TargetAnswer::Deferred {
-                        overage: Bytes::new(holder.used.saturating_sub(bytes)),
-                    },
-                    Letter::Refuse(_) => TargetAnswer::Refused {
-                        reason: "busy".to_owned(),
-                    },
+                    Letter::Defer(_) => {
+                        TargetAnswer::Deferred { overage: Bytes::new(holder.used.saturating_sub(bytes)) }
+                    }
+                    Letter::Refuse(_) => TargetAnswer::Refused { reason: "busy".to_owned() },
                     Letter::Lie(_) => {
                         holder.lied = true;
                         TargetAnswer::Applied
@@ -350,33 +328,21 @@ impl State {
                         TargetAnswer::Applied
                     }
                 };
-                self.tell(Event::TargetAnswered {
-                    lease,
-                    nonce,
-                    answer,
-                    claimed: Some(Bytes::new(bytes)),
-                })
+                self.tell(Event::TargetAnswered { lease, nonce, answer, claimed: Some(Bytes::new(bytes)) })
             }
             Letter::Measure(index) | Letter::MeasureLate(index) => {
                 let (used, taken_at) = match letter {
                     Letter::Measure(_) => (self.holders[index].used, self.now),
                     _ => (0, self.ago()),
                 };
-                self.tell(Event::Measured {
-                    tenant: name(index),
-                    used: Some(Bytes::new(used)),
-                    taken_at,
-                })
+                self.tell(Event::Measured { tenant: name(index), used: Some(Bytes::new(used)), taken_at })
             }
             Letter::Die(index) => {
                 let holder = &mut self.holders[index];
                 let (lease, generation) = holder.lease.take().unwrap();
                 (holder.used, holder.target, holder.ended) = (0, None, Some((lease, generation)));
                 holder.unheard = false;
-                self.tell(Event::HolderLost {
-                    lease: LeaseId(lease),
-                    pid: None,
-                })
+                self.tell(Event::HolderLost { lease: LeaseId(lease), pid: None })
             }
             Letter::Sample => self.tell(self.sample(self.now)),
             Letter::SampleLate => self.tell(self.sample(self.ago())),
@@ -476,11 +442,7 @@ impl State {
             // A liar is not covered for what it keeps beyond its end; nothing is ever credited that is in use. Once its
             // lease has ended a holder is covered for what it may take, as far as it knows: what it has not given back
             // beyond is unaccounted.
-            let relies_on = if holder.unheard {
-                holder.used.min(holder.may_use)
-            } else {
-                holder.used
-            };
+            let relies_on = if holder.unheard { holder.used.min(holder.may_use) } else { holder.used };
             if held < Bytes::new(relies_on) && (!holder.lied || holder.unheard || credited) {
                 return Err(format!(
                     "no book covers t{index}: it really uses {} and holds {held}",
@@ -514,9 +476,7 @@ impl State {
                     self.holders[index].waits = false;
                 }
             }
-            Action::SetTarget {
-                lease, nonce, bytes, ..
-            } => {
+            Action::SetTarget { lease, nonce, bytes, .. } => {
                 if let Some(holder) = self.holder_of(*lease) {
                     holder.target = Some((*nonce, bytes.get()));
                 }
@@ -535,9 +495,7 @@ impl State {
 
     /// The holder that has this lease, as far as it knows.
     fn holder_of(&mut self, lease: LeaseId) -> Option<&mut Holder> {
-        self.holders
-            .iter_mut()
-            .find(|holder| holder.lease.is_some_and(|(id, _)| id == lease.0))
+        self.holders.iter_mut().find(|holder| holder.lease.is_some_and(|(id, _)| id == lease.0))
     }
 
     /// No letters any more: everybody answers and is measured, liars die. All must be answered, and the book empty.
@@ -562,10 +520,7 @@ impl State {
             return Err(format!("not settled: {lease:?}"));
         }
         if snapshot.level != PressureLevel::Normal || snapshot.free != BUDGET {
-            return Err(format!(
-                "not settled: pressure is {}, {} is free",
-                snapshot.level, snapshot.free
-            ));
+            return Err(format!("not settled: pressure is {}, {} is free", snapshot.level, snapshot.free));
         }
         Ok(())
     }

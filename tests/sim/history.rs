@@ -82,22 +82,10 @@ impl Outcome {
         }
         for action in actions {
             match action {
-                Action::Answer {
-                    answer: Answer::Lease { .. },
-                    ..
-                } => self.grants += 1,
-                Action::Answer {
-                    answer: Answer::Denied { .. },
-                    ..
-                } => self.denials += 1,
-                Action::ApplyPlan {
-                    reason: PlanReason::Regrowth { .. },
-                    ..
-                } => self.regrowths += 1,
-                Action::ApplyPlan {
-                    reason: PlanReason::Chunk { .. },
-                    ..
-                } => self.larger_chunks += 1,
+                Action::Answer { answer: Answer::Lease { .. }, .. } => self.grants += 1,
+                Action::Answer { answer: Answer::Denied { .. }, .. } => self.denials += 1,
+                Action::ApplyPlan { reason: PlanReason::Regrowth { .. }, .. } => self.regrowths += 1,
+                Action::ApplyPlan { reason: PlanReason::Chunk { .. }, .. } => self.larger_chunks += 1,
                 Action::ApplyPlan { .. } | Action::SetTarget { .. } => self.sheds += 1,
                 Action::EndLease { .. } => self.ended_leases += 1,
                 Action::StartWorker { .. } => self.worker_starts += 1,
@@ -174,13 +162,8 @@ impl History {
         while self.outcome.steps < stormy {
             self.step()?;
         }
-        self.outcome.faults = self
-            .world
-            .faults
-            .existing()
-            .into_iter()
-            .map(|exists| if exists { stormy } else { 0 })
-            .collect();
+        self.outcome.faults =
+            self.world.faults.existing().into_iter().map(|exists| if exists { stormy } else { 0 }).collect();
         self.world.calm_down();
         let begun = self.world.now;
         let mut changes = None;
@@ -326,11 +309,7 @@ pub(crate) fn replay(seed: u64) {
     for _ in 0..500 {
         let event = world.next_event();
         let actions = world.arbiter.handle(world.now, event.clone());
-        lines.push((
-            world.now,
-            serde_json::to_string(&event).unwrap(),
-            serde_json::to_string(&actions).unwrap(),
-        ));
+        lines.push((world.now, serde_json::to_string(&event).unwrap(), serde_json::to_string(&actions).unwrap()));
         world.perform(&actions);
     }
     let mut arbiter = Arbiter::new(world.device.params.clone()).unwrap();

@@ -26,12 +26,7 @@ struct Written {
 impl Written {
     fn new(seed: u64, path: &Path, queue_max: usize) -> Self {
         let world = World::new(seed, None);
-        let settings = JournalSettings {
-            path: Some(path.to_owned()),
-            file_max: FILE_MAX,
-            files_kept: 3,
-            queue_max,
-        };
+        let settings = JournalSettings { path: Some(path.to_owned()), file_max: FILE_MAX, files_kept: 3, queue_max };
         let (tell, seen) = channel();
         let mut journal = Journal::open(&settings, &format!("seed {seed}"), move |entry, _| {
             let _ = tell.send(entry.sequence);
@@ -71,10 +66,7 @@ impl Written {
 /// Sizes of all files of a journal, the newest first.
 fn files(path: &Path) -> Vec<std::path::PathBuf> {
     let aside = |number: u32| path.with_file_name(format!("journal.ndjson.{number}"));
-    std::iter::once(path.to_owned())
-        .chain((1..).map(aside))
-        .take_while(|path| path.exists())
-        .collect()
+    std::iter::once(path.to_owned()).chain((1..).map(aside)).take_while(|path| path.exists()).collect()
 }
 
 #[test]
@@ -91,11 +83,7 @@ fn every_file_that_was_put_aside_replays_alone_and_the_disk_is_bounded() {
     assert_eq!(files.len(), 4, "three are kept beside the one in use");
     let mut all = Vec::new();
     for file in files.iter().rev() {
-        assert!(
-            fs::metadata(file).unwrap().len() <= FILE_MAX.get(),
-            "{}",
-            file.display()
-        );
+        assert!(fs::metadata(file).unwrap().len() <= FILE_MAX.get(), "{}", file.display());
         let contents = journal::read(file).unwrap();
         assert!(matches!(contents.entries[0].content, Content::Checkpoint(_)));
         let runs = journal::replay(&contents.entries);
@@ -126,11 +114,7 @@ fn what_a_busy_disk_does_not_take_is_a_gap_and_the_rest_replays() {
     let last = written.journal.last_sequence();
     drop(written);
     assert_eq!(failed, 0);
-    let entries: Vec<_> = files(&path)
-        .iter()
-        .rev()
-        .flat_map(|file| journal::read(file).unwrap().entries)
-        .collect();
+    let entries: Vec<_> = files(&path).iter().rev().flat_map(|file| journal::read(file).unwrap().entries).collect();
     let told: u64 = entries
         .iter()
         .map(|entry| match &entry.content {
@@ -142,10 +126,6 @@ fn what_a_busy_disk_does_not_take_is_a_gap_and_the_rest_replays() {
     let runs = journal::replay(&entries);
     let run = &runs[0];
     // However many lines the writer missed, none of those that it has is another decision.
-    assert!(
-        matches!(run.outcome, Outcome::Same | Outcome::Gap { .. }),
-        "{:?}",
-        run.outcome
-    );
+    assert!(matches!(run.outcome, Outcome::Same | Outcome::Gap { .. }), "{:?}", run.outcome);
     assert!(told == 0 || run.gaps > 0 || matches!(run.outcome, Outcome::Gap { .. }));
 }

@@ -74,11 +74,9 @@ fn assert_lively(seen: &Outcome, length: Length) {
     // An engine has to stream, to have measured slow reading, and to be idle; and then to be asked for less while a prompt is
     // read, for which short histories are over too soon.
     assert!(seen.larger_chunks > 0, "no larger chunk in {} steps", seen.steps);
-    for (what, count) in [
-        ("larger", seen.larger_chunks),
-        ("kept", seen.chunks_kept),
-        ("given up at their end", seen.chunks_ended),
-    ] {
+    for (what, count) in
+        [("larger", seen.larger_chunks), ("kept", seen.chunks_kept), ("given up at their end", seen.chunks_ended)]
+    {
         assert!(
             count > 5 || length == Length::Short || seen.steps < 1_000_000,
             "only {count} chunks {what} in {} steps",
@@ -86,20 +84,10 @@ fn assert_lively(seen: &Outcome, length: Length) {
         );
     }
     // Rare answers need more histories than CI has time for.
-    let verdicts = [
-        Verdict::Applied,
-        Verdict::Deferred,
-        Verdict::Stale,
-        Verdict::Conflict,
-        Verdict::Refused,
-    ];
+    let verdicts = [Verdict::Applied, Verdict::Deferred, Verdict::Stale, Verdict::Conflict, Verdict::Refused];
     for verdict in verdicts {
         let count = seen.verdicts.get(&verdict).copied().unwrap_or(0);
-        assert!(
-            count > 0 || seen.steps < 1_000_000,
-            "no answer counted as {verdict:?} in {} steps",
-            seen.steps
-        );
+        assert!(count > 0 || seen.steps < 1_000_000, "no answer counted as {verdict:?} in {} steps", seen.steps);
     }
     for (kind, steps) in Faults::KINDS.iter().zip(&seen.faults) {
         assert!(*steps > 100, "only {steps} steps with {kind}");
@@ -157,15 +145,7 @@ fn short_histories_break_no_promise_and_settle() {
 /// 970018291: an engine with a larger prefill chunk, whose KV was to be kept in a smaller type when it had grown, never grew.
 #[test]
 fn histories_that_once_failed_stay_mended() {
-    for seed in [
-        447_403,
-        310_056_171,
-        430_122_165,
-        500_020_041,
-        540_025_496,
-        810_035_549,
-        970_018_291,
-    ] {
+    for seed in [447_403, 310_056_171, 430_122_165, 500_020_041, 540_025_496, 810_035_549, 970_018_291] {
         run_or_tell(seed, Length::Short);
     }
 }
@@ -242,10 +222,7 @@ fn a_liar_that_is_believed_is_caught() {
 #[test]
 fn a_stale_measurement_that_is_credited_is_caught() {
     let violation = caught(Planted::StaleCredited, 690);
-    assert!(
-        violation.contains("covers") || violation.contains("credited and not measured"),
-        "{violation}"
-    );
+    assert!(violation.contains("covers") || violation.contains("credited and not measured"), "{violation}");
 }
 
 #[test]

@@ -74,12 +74,7 @@ impl Subject {
             let more = given.budget.total.per_mille(300);
             given.budget.total = given.budget.total.saturating_add(more);
         }
-        Self {
-            arbiter: Arbiter::new(given).unwrap(),
-            params: params.clone(),
-            planted,
-            notes: Notes::default(),
-        }
+        Self { arbiter: Arbiter::new(given).unwrap(), params: params.clone(), planted, notes: Notes::default() }
     }
 
     /// Whether it may be restarted from what was written down: the notes of a fault are not.
@@ -109,12 +104,7 @@ impl Subject {
         if planted == Planted::SilenceCredited {
             self.answer_for_the_silent(now, &before);
         }
-        if let Event::Measured {
-            tenant,
-            used: Some(used),
-            ..
-        } = &event
-        {
+        if let Event::Measured { tenant, used: Some(used), .. } = &event {
             let lowest = self.notes.lowest.entry(tenant.clone()).or_insert(*used);
             *lowest = (*lowest).min(*used);
         }
@@ -169,11 +159,7 @@ impl Subject {
     /// A reading that nobody took, a moment after now.
     fn measured(&mut self, now: Timestamp, holder: &str, used: Bytes) -> Vec<Action> {
         let taken_at = now + MOMENT;
-        let event = Event::Measured {
-            tenant: holder.to_owned(),
-            used: Some(used),
-            taken_at,
-        };
+        let event = Event::Measured { tenant: holder.to_owned(), used: Some(used), taken_at };
         self.arbiter.handle(taken_at, event)
     }
 
@@ -188,12 +174,7 @@ impl Subject {
                         continue;
                     };
                     let used = target.saturating_add(held_beside(&seen, view));
-                    let answer = Event::TargetAnswered {
-                        lease,
-                        nonce,
-                        answer: TargetAnswer::Applied,
-                        claimed: None,
-                    };
+                    let answer = Event::TargetAnswered { lease, nonce, answer: TargetAnswer::Applied, claimed: None };
                     let mut more = self.arbiter.handle(now, answer);
                     more.extend(self.measured(now, view.holder(), used));
                     more
@@ -228,22 +209,12 @@ impl Subject {
         for action in actions {
             if let Action::Answer { ticket: of, answer } = action
                 && of == ticket
-                && matches!(
-                    answer,
-                    Answer::Denied {
-                        denial: Denial::UnknownLease { .. },
-                        ..
-                    }
-                )
+                && matches!(answer, Answer::Denied { denial: Denial::UnknownLease { .. }, .. })
             {
                 let until = seen.at + Duration::from_secs(1);
                 self.notes.revived.insert(lease.0, until);
-                let lease = LeaseView {
-                    state: LeaseState::Granted,
-                    expires_at: Some(until),
-                    target: None,
-                    ..view.clone()
-                };
+                let lease =
+                    LeaseView { state: LeaseState::Granted, expires_at: Some(until), target: None, ..view.clone() };
                 *answer = Answer::Lease { lease };
             }
         }
@@ -277,11 +248,7 @@ impl Subject {
                         ticket: Ticket(u64::MAX),
                         lease: view.id,
                         generation: view.generation,
-                        peer: Peer {
-                            uid: view.owner_uid,
-                            pid: view.owner_pid,
-                            operator: true,
-                        },
+                        peer: Peer { uid: view.owner_uid, pid: view.owner_pid, operator: true },
                     },
                 ),
             };
@@ -294,18 +261,11 @@ impl Subject {
             if worker.rest != Some(Rest::Shed) {
                 continue;
             }
-            let peak = self
-                .params
-                .worker(&worker.name)
-                .map_or(Bytes::ZERO, |params| params.peak_of(None));
+            let peak = self.params.worker(&worker.name).map_or(Bytes::ZERO, |params| params.peak_of(None));
             self.notes.reserved.insert(worker.name.clone(), peak);
             let _ = self.arbiter.handle(
                 now,
-                Event::OperatorWorker {
-                    ticket: Ticket(u64::MAX),
-                    worker: worker.name,
-                    command: WorkerCommand::Stop,
-                },
+                Event::OperatorWorker { ticket: Ticket(u64::MAX), worker: worker.name, command: WorkerCommand::Stop },
             );
         }
     }
@@ -313,11 +273,7 @@ impl Subject {
     fn hold_small(&self, before: &Snapshot, actions: &mut Vec<Action>) {
         let seen = self.arbiter.snapshot();
         let hopeless = |wait: &cotenant::policy::snapshot::WorkerWait| wait.is_out_of_reach();
-        if seen
-            .workers
-            .iter()
-            .any(|worker| worker.waits.as_ref().is_some_and(hopeless))
-        {
+        if seen.workers.iter().any(|worker| worker.waits.as_ref().is_some_and(hopeless)) {
             actions.retain(|action| {
                 !matches!(action, Action::ApplyPlan { plan, .. } if bytes_of(before, plan) > engine_bytes(before))
             });
@@ -334,25 +290,16 @@ fn target_of(seen: &Snapshot, lease: LeaseId, nonce: u64) -> Option<(&LeaseView,
 
 /// What the holder of a lease holds beside it.
 fn held_beside(seen: &Snapshot, view: &LeaseView) -> Bytes {
-    let others = seen
-        .leases
-        .iter()
-        .filter(|other| other.holder() == view.holder() && other.id != view.id);
+    let others = seen.leases.iter().filter(|other| other.holder() == view.holder() && other.id != view.id);
     others.map(|other| other.held).sum()
 }
 
 fn bytes_of(seen: &Snapshot, plan: &EnginePlan) -> Bytes {
-    seen.engine
-        .shape
-        .as_ref()
-        .map_or(Bytes::ZERO, |shape| shape.plan_bytes(plan))
+    seen.engine.shape.as_ref().map_or(Bytes::ZERO, |shape| shape.plan_bytes(plan))
 }
 
 fn engine_bytes(seen: &Snapshot) -> Bytes {
-    seen.engine
-        .in_force
-        .as_ref()
-        .map_or(Bytes::ZERO, |plan| bytes_of(seen, plan))
+    seen.engine.in_force.as_ref().map_or(Bytes::ZERO, |plan| bytes_of(seen, plan))
 }
 
 const MOMENT: Duration = Duration::from_micros(1);

@@ -22,14 +22,7 @@ pub(crate) enum State {
 
 impl Worker {
     pub(crate) fn new(params: &WorkerParams) -> Self {
-        Self {
-            params: params.clone(),
-            state: State::Gone,
-            used: Bytes::ZERO,
-            variant: None,
-            requests: 0,
-            life: 0,
-        }
+        Self { params: params.clone(), state: State::Gone, used: Bytes::ZERO, variant: None, requests: 0, life: 0 }
     }
 
     pub(crate) fn start(&mut self, variant: Option<String>) {

@@ -128,17 +128,11 @@ impl World {
         device::choose_habits(seed, &mut device);
         device::choose_hopeless(seed, &mut device);
         device::choose_ageing(seed, &mut device);
-        let mut tenants = (0..rng.random_range(0..6))
-            .map(|index| Tenant::new(index, &mut rng, &faults))
-            .collect::<Vec<_>>();
+        let mut tenants =
+            (0..rng.random_range(0..6)).map(|index| Tenant::new(index, &mut rng, &faults)).collect::<Vec<_>>();
         let letters = choose_letters(seed, &mut tenants);
         choose_names(seed, &mut tenants);
-        let workers = device
-            .params
-            .workers
-            .iter()
-            .map(|worker| (worker.name.clone(), Worker::new(worker)))
-            .collect();
+        let workers = device.params.workers.iter().map(|worker| (worker.name.clone(), Worker::new(worker))).collect();
         let mut world = Self {
             now: Timestamp::START,
             arbiter: Subject::new(&device.params, planted),
@@ -266,21 +260,14 @@ impl World {
                 && tenant.relies(self.now)
                 && !self.leaving.contains(index)
         });
-        known
-            .map(|(_, tenant)| ((tenant.name.clone(), tenant.pid), tenant.used))
-            .collect()
+        known.map(|(_, tenant)| ((tenant.name.clone(), tenant.pid), tenant.used)).collect()
     }
 
     /// What processes use that keep to their word by each of their names. None in a world in which they may hear, be
     /// measured or be answered too late.
     pub(crate) fn keeping(&self) -> BTreeMap<u32, Bytes> {
         let faults = &self.faults;
-        let late = [
-            faults.clock_forward,
-            faults.lost_measurements,
-            faults.lost_streams,
-            faults.restarts,
-        ];
+        let late = [faults.clock_forward, faults.lost_measurements, faults.lost_streams, faults.restarts];
         if late.iter().any(|fault| fault.exists()) {
             return BTreeMap::new();
         }
@@ -288,23 +275,14 @@ impl World {
         for tenant in &self.tenants {
             if let Some(pid) = tenant.pid {
                 let used = keeping.entry(pid).or_insert(Some(Bytes::ZERO));
-                *used = used
-                    .filter(|_| tenant.is_honest() && tenant.measurable)
-                    .map(|sum| sum + tenant.used);
+                *used = used.filter(|_| tenant.is_honest() && tenant.measurable).map(|sum| sum + tenant.used);
             }
         }
-        keeping
-            .into_iter()
-            .filter_map(|(pid, used)| Some((pid, used?)))
-            .collect()
+        keeping.into_iter().filter_map(|(pid, used)| Some((pid, used?))).collect()
     }
 
     pub(crate) fn busy(&self) -> Vec<String> {
-        self.workers
-            .values()
-            .filter(|worker| worker.requests > 0)
-            .map(|worker| worker.params.name.clone())
-            .collect()
+        self.workers.values().filter(|worker| worker.requests > 0).map(|worker| worker.params.name.clone()).collect()
     }
 
     /// The faults stop: liars die, the neighbour leaves, operators put right what has been given up.
@@ -321,11 +299,7 @@ impl World {
         let starts: Vec<String> = self.workers.keys().cloned().collect();
         for worker in starts {
             let ticket = self.ticket();
-            self.deliver(Event::OperatorWorker {
-                ticket,
-                worker,
-                command: WorkerCommand::Start,
-            });
+            self.deliver(Event::OperatorWorker { ticket, worker, command: WorkerCommand::Start });
         }
         self.after(Duration::from_secs(40), Happening::Operator);
     }
@@ -335,9 +309,7 @@ impl World {
         for action in actions {
             match action {
                 Action::Answer { ticket, answer } => self.take_answer(*ticket, answer),
-                Action::SetTarget {
-                    lease, nonce, bytes, ..
-                } => self.take_target(*lease, *nonce, *bytes),
+                Action::SetTarget { lease, nonce, bytes, .. } => self.take_target(*lease, *nonce, *bytes),
                 Action::EndLease { lease, .. } => self.take_end(lease.id),
                 Action::LoadEngine { revision, plan } => self.command_engine(*revision, plan.clone(), true),
                 Action::ApplyPlan { revision, plan, .. } => self.command_engine(*revision, plan.clone(), false),
@@ -377,10 +349,7 @@ impl World {
                     return None;
                 }
                 self.engine.die();
-                Some(Event::EngineFailed {
-                    reason: "sim: dies".to_owned(),
-                    left: None,
-                })
+                Some(Event::EngineFailed { reason: "sim: dies".to_owned(), left: None })
             }
             Happening::Generate => {
                 let wait = millis(&mut self.rng, 20, 400);
@@ -393,13 +362,9 @@ impl World {
                 ended.or_else(|| self.engine.generate(block, &mut self.rng, self.calm))
             }
             Happening::TenantTurn(index) => self.tenant_turn(index),
-            Happening::TenantObeys {
-                index,
-                lease,
-                nonce,
-                bytes,
-                answers,
-            } => self.tenant_obeys(index, lease, nonce, bytes, answers),
+            Happening::TenantObeys { index, lease, nonce, bytes, answers } => {
+                self.tenant_obeys(index, lease, nonce, bytes, answers)
+            }
             Happening::TenantDefers { index, target, lease } => self.tenant_defers(index, lease, &target),
             Happening::TenantHearsEnd { index, lease } => {
                 if self.tenants[index].is_lease(lease) {
@@ -414,10 +379,7 @@ impl World {
                     return None;
                 }
                 worker.become_ready();
-                Some(Event::WorkerReady {
-                    worker: name,
-                    pid: life,
-                })
+                Some(Event::WorkerReady { worker: name, pid: life })
             }
             Happening::WorkerExits { name, life, intended } => {
                 let worker = self.workers.get_mut(&name)?;
@@ -425,11 +387,7 @@ impl World {
                     return None;
                 }
                 worker.exit();
-                Some(Event::WorkerExited {
-                    worker: name,
-                    intended,
-                    cause: "sim".to_owned(),
-                })
+                Some(Event::WorkerExited { worker: name, intended, cause: "sim".to_owned() })
             }
             Happening::WorkerChanges { name, life, variant } => self.worker_changes(name, life, variant),
             Happening::WorkerShrinks { name, life, bytes } => {
@@ -506,13 +464,8 @@ impl World {
         };
         if self.now.saturating_since(self.measured_at) >= Duration::from_millis(100) {
             self.measured_at = self.now;
-            let holders: BTreeSet<String> = self
-                .arbiter
-                .snapshot()
-                .leases
-                .into_iter()
-                .map(|lease| lease.holder().to_owned())
-                .collect();
+            let holders: BTreeSet<String> =
+                self.arbiter.snapshot().leases.into_iter().map(|lease| lease.holder().to_owned()).collect();
             for holder in holders {
                 self.after(Duration::ZERO, Happening::Measure(holder));
             }
@@ -562,11 +515,8 @@ impl World {
             let tenant = self.tenants.iter().find(|other| other.name == tenant)?;
             tenant.measurable.then_some(tenant.used)
         };
-        let event = Event::Measured {
-            tenant,
-            used: used.filter(|_| !lost || !self.rng.random_bool(0.5)),
-            taken_at: self.now,
-        };
+        let event =
+            Event::Measured { tenant, used: used.filter(|_| !lost || !self.rng.random_bool(0.5)), taken_at: self.now };
         if lost {
             let wait = millis(&mut self.rng, 1, 300);
             self.after(wait, Happening::Deliver(Box::new(event)));
@@ -614,9 +564,7 @@ impl World {
         if !loads && !self.engine.lives() {
             return;
         }
-        let at = self
-            .engine
-            .command(self.now, (revision, plan, loads), &mut self.rng, &self.faults);
+        let at = self.engine.command(self.now, (revision, plan, loads), &mut self.rng, &self.faults);
         let life = self.engine.life;
         self.after(at.saturating_since(self.now), Happening::EngineCommand { life });
         if loads && self.faults.dying_engine.strikes(&mut self.rng, 0.6) {
@@ -628,11 +576,7 @@ impl World {
     // Workers.
 
     fn start_worker(&mut self, name: &str, variant: Option<String>) {
-        let slow = if self.faults.slow_disk.strikes(&mut self.rng, 0.5) {
-            10
-        } else {
-            1
-        };
+        let slow = if self.faults.slow_disk.strikes(&mut self.rng, 0.5) { 10 } else { 1 };
         let ready = millis(&mut self.rng, 30, 600) * slow;
         let crash = millis(&mut self.rng, 1, 4000);
         let never = self.faults.workers_never_ready.strikes(&mut self.rng, 0.3);
@@ -655,17 +599,9 @@ impl World {
 
     fn stop_worker(&mut self, name: &str) {
         let stubborn = self.faults.crashing_workers.strikes(&mut self.rng, 0.2);
-        let wait = if stubborn {
-            millis(&mut self.rng, 300, 900)
-        } else {
-            millis(&mut self.rng, 1, 60)
-        };
+        let wait = if stubborn { millis(&mut self.rng, 300, 900) } else { millis(&mut self.rng, 1, 60) };
         let Some(worker) = self.workers.get(name) else { return };
-        let happening = Happening::WorkerExits {
-            name: name.to_owned(),
-            life: worker.life,
-            intended: true,
-        };
+        let happening = Happening::WorkerExits { name: name.to_owned(), life: worker.life, intended: true };
         self.after(wait, happening);
     }
 
@@ -690,11 +626,7 @@ impl World {
     fn resize_worker(&mut self, name: &str, variant: String) {
         let wait = millis(&mut self.rng, 5, 120);
         let Some(worker) = self.workers.get(name) else { return };
-        let happening = Happening::WorkerChanges {
-            name: name.to_owned(),
-            life: worker.life,
-            variant,
-        };
+        let happening = Happening::WorkerChanges { name: name.to_owned(), life: worker.life, variant };
         self.after(wait, happening);
     }
 
@@ -733,37 +665,18 @@ impl World {
         let worker = self.workers.get_mut(&name)?;
         if resizes && !self.calm {
             let ticket = self.ticket();
-            let wait = if self.rng.random_bool(0.3) {
-                Duration::ZERO
-            } else {
-                millis(&mut self.rng, 1, 3000)
-            };
-            return Some(Event::WorkerResizeRequested {
-                ticket,
-                worker: name,
-                variant,
-                wait,
-            });
+            let wait = if self.rng.random_bool(0.3) { Duration::ZERO } else { millis(&mut self.rng, 1, 3000) };
+            return Some(Event::WorkerResizeRequested { ticket, worker: name, variant, wait });
         }
         if worker.state == State::Gone && worker.params.rest.idle_stop_after.is_some() && !self.calm {
             // A client asks for it.
-            return Some(Event::WorkerWanted {
-                worker: name,
-                client: None,
-            });
+            return Some(Event::WorkerWanted { worker: name, client: None });
         }
         if worker.state != State::Ready {
             return None;
         }
-        worker.requests = if self.calm {
-            0
-        } else {
-            u32::from(self.rng.random_bool(0.5))
-        };
-        Some(Event::WorkerActivity {
-            worker: name,
-            requests: worker.requests,
-        })
+        worker.requests = if self.calm { 0 } else { u32::from(self.rng.random_bool(0.5)) };
+        Some(Event::WorkerActivity { worker: name, requests: worker.requests })
     }
 
     // Operators.
@@ -781,10 +694,7 @@ impl World {
                 ticket,
                 kv_type: KvType::ALL[self.rng.random_range(0..KvType::ALL.len())],
             }),
-            0 => Some(Event::OperatorShed {
-                ticket,
-                bytes: mib(self.rng.random_range(0..80)),
-            }),
+            0 => Some(Event::OperatorShed { ticket, bytes: mib(self.rng.random_range(0..80)) }),
             1 => Some(Event::OperatorRegrow { ticket }),
             _ if names.is_empty() => None,
             _ => Some(Event::OperatorWorker {
@@ -808,11 +718,7 @@ impl World {
             .into_iter()
             .filter(|worker| worker.rest != Some(Rest::Idle))
             .find(|worker| matches!(worker.state, WorkerState::Degraded | WorkerState::Stopped))?;
-        Some(Event::OperatorWorker {
-            ticket,
-            worker: given_up.name,
-            command: WorkerCommand::Start,
-        })
+        Some(Event::OperatorWorker { ticket, worker: given_up.name, command: WorkerCommand::Start })
     }
 }
 

@@ -154,11 +154,7 @@ async fn one(
         })),
         (Hand::Hung, _) => Some(tokio::spawn({
             let worker = worker.clone();
-            async move {
-                worker
-                    .end_hung("no answer for 30 s, and none to 3 questions after it")
-                    .await
-            }
+            async move { worker.end_hung("no answer for 30 s, and none to 3 questions after it").await }
         })),
         (Hand::Stranger(signal) | Hand::StrangerInTheDark(signal), Some(pid)) => {
             strike(pid, signal)?;
@@ -166,13 +162,8 @@ async fn one(
         }
         (Hand::KernelRecord, Some(pid)) => {
             let comm = std::fs::read_to_string(format!("/proc/{pid}/comm")).map_err(|error| error.to_string())?;
-            let record = kinds::RECORD
-                .replace("PID", &pid.to_string())
-                .replace("COMM", comm.trim_end());
-            let mut file = OpenOptions::new()
-                .append(true)
-                .open(&log)
-                .map_err(|error| error.to_string())?;
+            let record = kinds::RECORD.replace("PID", &pid.to_string()).replace("COMM", comm.trim_end());
+            let mut file = OpenOptions::new().append(true).open(&log).map_err(|error| error.to_string())?;
             file.write_all(record.as_bytes()).map_err(|error| error.to_string())?;
             strike(pid, libc::SIGKILL)?;
             None
@@ -180,11 +171,8 @@ async fn one(
         _ => None,
     };
     let certificate = certificate_of(&mut events).await?;
-    let since = matches!(
-        kind.hand,
-        Hand::Stranger(_) | Hand::StrangerInTheDark(_) | Hand::KernelRecord
-    )
-    .then(|| began.elapsed());
+    let since = matches!(kind.hand, Hand::Stranger(_) | Hand::StrangerInTheDark(_) | Hand::KernelRecord)
+        .then(|| began.elapsed());
     if let Some(stopping) = stopping {
         let _ = stopping.await;
     }
@@ -215,8 +203,7 @@ impl Tally {
         *self.got.entry(certificate.verdict.class).or_default() += 1;
         self.least = self.least.min(certificate.verdict.confidence);
         self.took_us.push(certificate.took_us);
-        self.since_signal_us
-            .extend(since.map(|since| u64::try_from(since.as_micros()).unwrap_or(u64::MAX)));
+        self.since_signal_us.extend(since.map(|since| u64::try_from(since.as_micros()).unwrap_or(u64::MAX)));
         if self.sentence.is_empty() || !right {
             self.sentence = certificate.verdict.sentence;
         }
@@ -231,10 +218,7 @@ impl Tally {
     }
 
     fn false_oom(&self) -> u32 {
-        let wrong = self
-            .got
-            .iter()
-            .filter(|(class, _)| OUT_OF_MEMORY.contains(class) && **class != self.class);
+        let wrong = self.got.iter().filter(|(class, _)| OUT_OF_MEMORY.contains(class) && **class != self.class);
         wrong.map(|(_, count)| count).sum()
     }
 
@@ -283,18 +267,12 @@ fn describe(tallies: &[Tally]) -> String {
             shown(percentile_ms(&tally.took_us, 500)),
             shown(percentile_ms(&tally.took_us, 990)),
             shown(percentile_ms(&tally.took_us, 1000)),
-            tally
-                .skipped
-                .as_ref()
-                .map_or_else(|| others.join(", "), |reason| format!("left out: {reason}")),
+            tally.skipped.as_ref().map_or_else(|| others.join(", "), |reason| format!("left out: {reason}")),
         ]);
     }
     let mut text = table.render();
     let all: Vec<u64> = tallies.iter().flat_map(|tally| tally.took_us.iter().copied()).collect();
-    let struck: Vec<u64> = tallies
-        .iter()
-        .flat_map(|tally| tally.since_signal_us.iter().copied())
-        .collect();
+    let struck: Vec<u64> = tallies.iter().flat_map(|tally| tally.since_signal_us.iter().copied()).collect();
     let sum = |count: fn(&Tally) -> u32| -> u32 { tallies.iter().map(count).sum() };
     text.push_str(&format!(
         "{} kinds, {} deaths: {} called by their name, {} wrongly out of memory\n",

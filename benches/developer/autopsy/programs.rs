@@ -28,12 +28,7 @@ impl Programs {
             let output = Command::new(program).arg("--version").output();
             output.is_ok_and(|output| output.status.success())
         };
-        let programs = Self {
-            folder,
-            c: runs("cc"),
-            cpp: runs("c++"),
-            python: runs("python3"),
-        };
+        let programs = Self { folder, c: runs("cc"), cpp: runs("c++"), python: runs("python3") };
         if programs.c {
             programs.compile("cc", "ways.c", WAYS, "ways", &[])?;
             programs.libraries()?;
@@ -68,10 +63,7 @@ impl Programs {
         if output.status.success() {
             return Ok(());
         }
-        Err(format!(
-            "`{compiler}` cannot build `{source}`: {}",
-            String::from_utf8_lossy(&output.stderr)
-        ))
+        Err(format!("`{compiler}` cannot build `{source}`: {}", String::from_utf8_lossy(&output.stderr)))
     }
 
     /// Two programs whose library is gone: one for good, one with another version of it beside.

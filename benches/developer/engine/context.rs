@@ -37,10 +37,7 @@ impl Workbench<'_> {
             return Ok(());
         };
         let text = fs::read_to_string(path).map_err(|error| format!("cannot read `{}`: {error}", path.display()))?;
-        let plan = EnginePlan {
-            kv_capacity: Tokens::new(WINDOW),
-            ..self.model.plan().clone()
-        };
+        let plan = EnginePlan { kv_capacity: Tokens::new(WINDOW), ..self.model.plan().clone() };
         let mut model = self.another(&plan, Model::open)?;
         let side = TextSide::new(model.header(), plan.kv_capacity).map_err(|error| told(&error))?;
         let tokenizer = side.tokenizer();
@@ -49,12 +46,7 @@ impl Workbench<'_> {
         let tokens = tokenizer.encode_rendered(text, None).map_err(|error| told(&error))?;
         let mut exact = 0.0;
         for kind in KvType::ALL.into_iter().rev() {
-            model
-                .apply(&EnginePlan {
-                    kv_type: kind,
-                    ..plan.clone()
-                })
-                .map_err(|error| told(&error))?;
+            model.apply(&EnginePlan { kv_type: kind, ..plan.clone() }).map_err(|error| told(&error))?;
             let found = perplexity::evaluate(&mut model, tokenizer, &tokens, WINDOW as usize, &|_| true)?.value();
             self.values.add(format!("perplexity, context as {kind}"), "", found);
             if kind == KvType::F16 {
@@ -112,11 +104,7 @@ impl Workbench<'_> {
         );
         values.add("the head, all of it", "MiB", mib(head));
         values.add("the head, reduced", "MiB", mib(left));
-        values.add(
-            "tokens of the text that cannot be said",
-            "%",
-            percent(few.left_out, all.tokens),
-        );
+        values.add("tokens of the text that cannot be said", "%", percent(few.left_out, all.tokens));
         values.add("perplexity, all tokens of the text", "", all.value());
         values.add("perplexity of those that can be said", "", same.value());
         values.add("the same, when no others can be", "", few.value());
@@ -138,28 +126,18 @@ impl Workbench<'_> {
             let (asked, freed) = work().map_err(|error| told(&error))?;
             Ok((started.elapsed().as_secs_f64() * 1e3, asked, freed))
         };
-        let (ms, ..) = timed(&mut || {
-            cache
-                .resize(&mut backend, Tokens::new(tokens), 0)
-                .map(|done| (done.grown, Bytes::ZERO))
-        })?;
+        let (ms, ..) =
+            timed(&mut || cache.resize(&mut backend, Tokens::new(tokens), 0).map(|done| (done.grown, Bytes::ZERO)))?;
         self.values.add(format!("context capacity grown by {wanted}"), "ms", ms);
         // Converting all of it up writes all of it.
         cache.convert(&mut backend, KvType::Q8, tokens).map_err(refused)?;
         cache.convert(&mut backend, KvType::F16, tokens).map_err(refused)?;
-        for (from, to) in [
-            (KvType::F16, KvType::Q8),
-            (KvType::Q8, KvType::F16),
-            (KvType::F16, KvType::Q4),
-            (KvType::Q4, KvType::F16),
-        ] {
-            let (ms, asked, freed) = timed(&mut || {
-                cache
-                    .convert(&mut backend, to, tokens)
-                    .map(|done| (done.asked, done.freed))
-            })?;
-            self.values
-                .add(format!("{wanted} of context in use from {from} to {to}"), "ms", ms);
+        for (from, to) in
+            [(KvType::F16, KvType::Q8), (KvType::Q8, KvType::F16), (KvType::F16, KvType::Q4), (KvType::Q4, KvType::F16)]
+        {
+            let (ms, asked, freed) =
+                timed(&mut || cache.convert(&mut backend, to, tokens).map(|done| (done.asked, done.freed)))?;
+            self.values.add(format!("{wanted} of context in use from {from} to {to}"), "ms", ms);
             if asked > Bytes::ZERO {
                 self.values.add(
                     format!("of that from {from} to {to}, seen free by the kernel"),
@@ -168,18 +146,10 @@ impl Workbench<'_> {
                 );
             }
         }
-        let (ms, asked, freed) = timed(&mut || {
-            cache
-                .resize(&mut backend, Tokens::ZERO, 0)
-                .map(|done| (done.asked, done.freed))
-        })?;
-        self.values
-            .add(format!("context capacity, all touched, shrunk by {wanted}"), "ms", ms);
-        self.values.add(
-            "of that seen free by the kernel".to_owned(),
-            "%",
-            percent(freed.get(), asked.get()),
-        );
+        let (ms, asked, freed) =
+            timed(&mut || cache.resize(&mut backend, Tokens::ZERO, 0).map(|done| (done.asked, done.freed)))?;
+        self.values.add(format!("context capacity, all touched, shrunk by {wanted}"), "ms", ms);
+        self.values.add("of that seen free by the kernel".to_owned(), "%", percent(freed.get(), asked.get()));
         Ok(())
     }
 
@@ -193,17 +163,11 @@ impl Workbench<'_> {
             self.forward(&prompt)?;
             if changes {
                 for capacity in [Tokens::ZERO, all.kv_capacity] {
-                    let plan = EnginePlan {
-                        kv_capacity: capacity,
-                        ..all.clone()
-                    };
+                    let plan = EnginePlan { kv_capacity: capacity, ..all.clone() };
                     self.model.apply(&plan).map_err(|error| told(&error))?;
                 }
             }
-            let logits = self
-                .model
-                .forward(&next, &mut || Flow::Continue)
-                .map_err(|error| told(&error))?;
+            let logits = self.model.forward(&next, &mut || Flow::Continue).map_err(|error| told(&error))?;
             scores.push(logits.iter().map(|logit| logit.to_bits()).collect::<Vec<u32>>());
         }
         self.model.reset();
@@ -226,10 +190,7 @@ impl Workbench<'_> {
             return Err(format!("cannot measure turns: a context of {room} tokens is too short"));
         }
         let capacity = (length + ANSWER + NEWS).saturating_add(copies) + 2 * shape.kv.block_tokens.get();
-        let wider = EnginePlan {
-            kv_capacity: before.kv_capacity.max(Tokens::new(capacity)),
-            ..before.clone()
-        };
+        let wider = EnginePlan { kv_capacity: before.kv_capacity.max(Tokens::new(capacity)), ..before.clone() };
         self.model.apply(&wider).map_err(|error| told(&error))?;
         let first = self.tokens(0, length);
         self.model.reset();
@@ -244,11 +205,7 @@ impl Workbench<'_> {
         // The answer as its template writes it into the next prompt, and what is said then.
         let kept = self.model.keep(length - PARTS_BEFORE);
         let mut second = first.get(..kept as usize).unwrap_or_default().to_vec();
-        second.extend(
-            first
-                .get(kept as usize..(length - PARTS_BEFORE) as usize)
-                .unwrap_or_default(),
-        );
+        second.extend(first.get(kept as usize..(length - PARTS_BEFORE) as usize).unwrap_or_default());
         second.extend(self.tokens(length, ANSWER + NEWS));
         let fresh = second.get(kept as usize..).unwrap_or_default().to_vec();
         let started = Instant::now();
@@ -256,15 +213,9 @@ impl Workbench<'_> {
         let again = started.elapsed().as_secs_f64();
         self.model.reset();
         self.model.apply(&before).map_err(|error| told(&error))?;
-        self.values
-            .add(format!("prompt of {length} tokens, first turn"), "ms", took * 1e3);
-        self.values.add(
-            format!("second turn, {} of {} tokens read", fresh.len(), second.len()),
-            "ms",
-            again * 1e3,
-        );
-        self.values
-            .add("second turn's prompt over the first's", "ratio", again / took);
+        self.values.add(format!("prompt of {length} tokens, first turn"), "ms", took * 1e3);
+        self.values.add(format!("second turn, {} of {} tokens read", fresh.len(), second.len()), "ms", again * 1e3);
+        self.values.add("second turn's prompt over the first's", "ratio", again / took);
         Ok(())
     }
 }

@@ -74,21 +74,10 @@ impl Workbench<'_> {
             };
             forget(&self.path);
             let hold = limit.saturating_sub(PROCESS).whole_mib();
-            let args = [
-                "engine",
-                "-o",
-                "json",
-                "--threads",
-                &self.settings.threads.to_string(),
-                "--model",
-            ]
-            .map(str::to_owned)
-            .into_iter()
-            .chain([
-                self.path.display().to_string(),
-                "--hold-mib".to_owned(),
-                hold.to_string(),
-            ]);
+            let args = ["engine", "-o", "json", "--threads", &self.settings.threads.to_string(), "--model"]
+                .map(str::to_owned)
+                .into_iter()
+                .chain([self.path.display().to_string(), "--hold-mib".to_owned(), hold.to_string()]);
             let printed = group.run(&program, &args.collect::<Vec<_>>());
             let ours = printed.and_then(|text| rate(&text, "tokens_per_s").ok_or_else(|| NO_FIGURE.to_owned()));
             let what = format!("decode under a limit of {share} % of the weights");
@@ -119,15 +108,13 @@ impl Workbench<'_> {
             let printed = group.run(peer, &args.collect::<Vec<_>>());
             let theirs = printed.and_then(|text| {
                 let runs: Option<Vec<Value>> = serde_json::from_slice(&text).ok();
-                runs.and_then(|runs| runs.first()?.get("avg_ts")?.as_f64())
-                    .ok_or_else(|| NO_FIGURE.to_owned())
+                runs.and_then(|runs| runs.first()?.get("avg_ts")?.as_f64()).ok_or_else(|| NO_FIGURE.to_owned())
             });
             match theirs {
                 Ok(theirs) => {
                     self.values.add(format!("{what}: peer"), TOKENS, theirs);
                     if let Ok(ours) = ours {
-                        self.values
-                            .add(format!("{what}: over the peer"), "ratio", ours / theirs);
+                        self.values.add(format!("{what}: over the peer"), "ratio", ours / theirs);
                     }
                 }
                 Err(end) => self.notes.push(format!("{what}: the peer ended with {end}")),
@@ -149,12 +136,8 @@ pub(crate) fn held(args: &EngineArgs, path: &Path, hold: Bytes) -> Result<Value,
     };
     let plan = shape.plan(hold, &limits).map_err(|error| told(&error))?;
     let mut model = args.settings.opened(path, &plan, None, Model::open)?;
-    let mut token = |number: u32| {
-        model
-            .forward(&[number], &mut || Flow::Continue)
-            .map(|_| ())
-            .map_err(|error| told(&error))
-    };
+    let mut token =
+        |number: u32| model.forward(&[number], &mut || Flow::Continue).map(|_| ()).map_err(|error| told(&error));
     token(1)?;
     token(2)?;
     let started = Instant::now();

@@ -40,10 +40,7 @@ impl Reference {
                 return Err(wrong(format!("it has no rows of `{way}`")));
             }
         }
-        let (rows, width) = (
-            read - reference.prompt + 1,
-            (reference.vocabulary as usize).div_ceil(reference.every),
-        );
+        let (rows, width) = (read - reference.prompt + 1, (reference.vocabulary as usize).div_ceil(reference.every));
         for (way, found) in &reference.rows {
             if found.len() != rows || found.iter().any(|row| row.len() != width) {
                 return Err(wrong(format!("`{way}` is not {rows} rows of {width} logits")));
@@ -70,10 +67,7 @@ impl Apart {
             squares += distance * distance;
             count += 1.0;
         }
-        Self {
-            largest,
-            root_mean_square: (squares / f64::max(count, 1.0)).sqrt(),
-        }
+        Self { largest, root_mean_square: (squares / f64::max(count, 1.0)).sqrt() }
     }
 }
 
@@ -92,10 +86,7 @@ impl Workbench<'_> {
                 self.model.vocabulary()
             ));
         }
-        let (prompt, steps) = reference
-            .tokens
-            .split_at_checked(reference.prompt)
-            .unwrap_or((&reference.tokens, &[]));
+        let (prompt, steps) = reference.tokens.split_at_checked(reference.prompt).unwrap_or((&reference.tokens, &[]));
         self.model.reset();
         let mut ours = Rows::new();
         for tokens in std::iter::once(prompt).chain(steps.chunks(1)) {
@@ -113,8 +104,7 @@ impl Workbench<'_> {
         };
         let mut say = |what: &str, apart: Apart| {
             self.values.add(format!("{what}, largest"), LOGIT, apart.largest);
-            self.values
-                .add(format!("{what}, root mean square"), LOGIT, apart.root_mean_square);
+            self.values.add(format!("{what}, root mean square"), LOGIT, apart.root_mean_square);
         };
         let (from_plain, own) = (Apart::of(ours, plain), Apart::of(repacked, plain));
         say("ours from plain", from_plain);
@@ -135,22 +125,15 @@ impl Workbench<'_> {
             say("repacked from f32", Apart::of(repacked, exact));
         }
         if own.largest > 0.0 {
-            self.values
-                .add(TIMES_REPACKED, "times", from_plain.largest / own.largest);
+            self.values.add(TIMES_REPACKED, "times", from_plain.largest / own.largest);
         } else {
-            self.notes
-                .push("llama.cpp's repacked and plain weights give the same bits here".to_owned());
+            self.notes.push("llama.cpp's repacked and plain weights give the same bits here".to_owned());
         }
         if widest.largest > 0.0 {
-            self.values
-                .add(TIMES_WIDEST, "times", from_plain.largest / widest.largest);
+            self.values.add(TIMES_WIDEST, "times", from_plain.largest / widest.largest);
         }
         let same = ours.iter().zip(plain).filter(|(ours, plain)| best(ours) == best(plain));
-        self.values.add(
-            "rows with plain's best token",
-            "%",
-            percent(same.count() as u64, ours.len() as u64),
-        );
+        self.values.add("rows with plain's best token", "%", percent(same.count() as u64, ours.len() as u64));
     }
 }
 
@@ -199,10 +182,7 @@ pub(crate) mod tests {
             "a prompt of 3 of 2 tokens and every 2th logit make no sense"
         );
         assert_eq!(wrong("repack", "other"), "it has no rows of `repack`");
-        assert_eq!(
-            wrong("[[0.5,1],[2,3]]}", "[[0.5,1]]}"),
-            "`repack` is not 2 rows of 2 logits"
-        );
+        assert_eq!(wrong("[[0.5,1],[2,3]]}", "[[0.5,1]]}"), "`repack` is not 2 rows of 2 logits");
         assert_eq!(wrong("\"every\":2", "\"every\":1"), "`plain` is not 2 rows of 3 logits");
         assert!(wrong("{\"prompt\"", "{").contains("line 1"));
     }
@@ -210,12 +190,6 @@ pub(crate) mod tests {
     fn the_largest_distance_and_the_mean_one_are_over_all_rows() {
         let one = vec![vec![1.0, 2.0], vec![3.0, 4.0]];
         let other = vec![vec![1.0, 2.0], vec![3.0, 2.0]];
-        assert_eq!(
-            Apart::of(&one, &other),
-            Apart {
-                largest: 2.0,
-                root_mean_square: 1.0
-            }
-        );
+        assert_eq!(Apart::of(&one, &other), Apart { largest: 2.0, root_mean_square: 1.0 });
     }
 }

@@ -20,8 +20,7 @@ impl Workbench<'_> {
             .calibrate(&mut || true)
             .map_err(|error| told(&error))?
             .ok_or("the engine could not be calibrated")?;
-        self.values
-            .add("calibration", "ms", started.elapsed().as_secs_f64() * 1e3);
+        self.values.add("calibration", "ms", started.elapsed().as_secs_f64() * 1e3);
         self.values.add(DISK, MIB_PER_S, rate_of(calibration.read_ns_per_mib));
         let of_reading = |ns: u64| ratio(ns, calibration.read_ns_per_mib);
         self.values.add(
@@ -61,8 +60,7 @@ impl Workbench<'_> {
             learned = learned.learn(self.model.shape(), &resident, in_ns(1.0 / measured));
             self.values.add(format!("measured at {share} %"), TOKENS, measured);
             self.values.add(format!("foretold at {share} %"), TOKENS, foretold);
-            self.values
-                .add(format!("foretold over measured at {share} %"), "% more", error);
+            self.values.add(format!("foretold over measured at {share} %"), "% more", error);
         }
         Ok(())
     }
@@ -80,8 +78,7 @@ impl Workbench<'_> {
             disk = calibration.with_reading(ns_per_mib(self.read_streamed()?, streamed));
             let rate = rate_of(disk.read_ns_per_mib);
             self.values.add("disk alone, beside each residency", MIB_PER_S, rate);
-            self.values
-                .add(format!("disk alone, beside {share} %"), MIB_PER_S, rate);
+            self.values.add(format!("disk alone, beside {share} %"), MIB_PER_S, rate);
             self.values.add(format!("streamed at {share} %"), "MiB", mib(streamed));
         }
         self.apply(100)?;
@@ -105,10 +102,7 @@ impl Workbench<'_> {
     /// Bytes of the parts that are `wanted`.
     fn bytes_of(&self, wanted: impl Fn(u32) -> bool) -> Bytes {
         let parts = (0u32..).zip(&self.layout.parts);
-        parts
-            .filter(|(index, _)| wanted(*index))
-            .map(|(_, part)| part.arena)
-            .sum()
+        parts.filter(|(index, _)| wanted(*index)).map(|(_, part)| part.arena).sum()
     }
 
     /// Makes these parts resident.
@@ -124,11 +118,7 @@ fn ns_per_mib(seconds: f64, bytes: Bytes) -> u64 {
     in_ns(seconds / mib(bytes).max(f64::EPSILON))
 }
 
-#[expect(
-    clippy::cast_possible_truncation,
-    clippy::cast_sign_loss,
-    reason = "a time, below 2^63 ns"
-)]
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a time, below 2^63 ns")]
 fn in_ns(seconds: f64) -> u64 {
     (seconds * 1e9) as u64
 }

@@ -181,9 +181,7 @@ pub(crate) fn written_model(
     let folder =
         TemporaryFolder::new("cotenant-model").map_err(|error| format!("cannot make a temporary folder: {error}"))?;
     let path = folder.path().join("model.gguf");
-    shape
-        .write(types, seed, &path)
-        .map_err(|error| format!("cannot write `{}`: {error}", path.display()))?;
+    shape.write(types, seed, &path).map_err(|error| format!("cannot write `{}`: {error}", path.display()))?;
     Ok((path, folder))
 }
 

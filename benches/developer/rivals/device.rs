@@ -200,9 +200,7 @@ impl<'a> Device<'a> {
 
     /// Whether its memory has come to what it will be.
     pub(super) fn is_settled(&self, index: usize) -> bool {
-        self.holders
-            .get(index)
-            .is_none_or(|holder| holder.used == holder.target)
+        self.holders.get(index).is_none_or(|holder| holder.used == holder.target)
     }
 
     /// Lets one step pass: what happens, then memory, then work, then the count.

@@ -69,27 +69,15 @@ fn compare(seed: u64) -> Result<Report, String> {
     for row in &results {
         match totals.iter_mut().find(|total| total.policy == row.policy) {
             Some(total) => total.score.add(&row.score),
-            None => totals.push(Row {
-                trace: "all",
-                ..row.clone()
-            }),
+            None => totals.push(Row { trace: "all", ..row.clone() }),
         }
     }
-    Ok(Report {
-        version: env!("CARGO_PKG_VERSION"),
-        seed,
-        results,
-        totals,
-    })
+    Ok(Report { version: env!("CARGO_PKG_VERSION"), seed, results, totals })
 }
 
 /// Ours first, then the rivals.
 fn run_all(trace: &Trace) -> Result<Vec<Row>, String> {
-    let row = |policy, device: &Device<'_>| Row {
-        trace: trace.name,
-        policy,
-        score: device.score,
-    };
+    let row = |policy, device: &Device<'_>| Row { trace: trace.name, policy, score: device.score };
     let mut device = Device::new(trace);
     ours::run(&mut device).map_err(|error| format!("cannot run trace `{}`: {error}", trace.name))?;
     let mut rows = vec![row(OURS, &device)];
@@ -147,8 +135,5 @@ pub(crate) const TESTS: &[(&str, fn())] = &[
         "rivals::ours_keeps_deadlines_and_budget_where_rivals_break_one_of_them",
         tests::ours_keeps_deadlines_and_budget_where_rivals_break_one_of_them,
     ),
-    (
-        "rivals::a_seed_gives_the_same_days_and_the_same_figures",
-        tests::a_seed_gives_the_same_days_and_the_same_figures,
-    ),
+    ("rivals::a_seed_gives_the_same_days_and_the_same_figures", tests::a_seed_gives_the_same_days_and_the_same_figures),
 ];

@@ -48,11 +48,7 @@ pub(crate) fn shape(full: Bytes) -> ModelShape {
         architecture: "qwen35".to_owned(),
         layers: (0..LAYERS)
             .map(|index| LayerShape {
-                kind: if index % 4 == 3 {
-                    LayerKind::Attention
-                } else {
-                    LayerKind::Recurrent
-                },
+                kind: if index % 4 == 3 { LayerKind::Attention } else { LayerKind::Recurrent },
                 part: 0,
                 resident_bytes: layer,
             })
@@ -80,10 +76,7 @@ fn params(device: &Device<'_>) -> Params {
             },
             steady: holder.steady,
             peak: Bytes::from_mib(holder.model.peak_mib).max(holder.steady),
-            start: StartParams {
-                reload: load_time(holder.steady),
-                ..StartParams::default()
-            },
+            start: StartParams { reload: load_time(holder.steady), ..StartParams::default() },
             ..WorkerParams::default()
         })
         .collect();
@@ -167,10 +160,7 @@ impl Ours<'_, '_> {
     }
 
     fn is_engine(&self, index: usize) -> bool {
-        self.device
-            .holders
-            .get(index)
-            .is_some_and(|holder| holder.model.name == ENGINE)
+        self.device.holders.get(index).is_some_and(|holder| holder.model.name == ENGINE)
     }
 
     fn exited(&mut self, index: usize, intended: bool) {
@@ -212,19 +202,11 @@ impl Ours<'_, '_> {
             Some(holder) => holder.used,
             None => {
                 let its = |number: u64| tenant_of(number) == tenant;
-                let mine = self
-                    .device
-                    .jobs
-                    .iter()
-                    .filter(|job| job.began.is_some() && its(job.number));
+                let mine = self.device.jobs.iter().filter(|job| job.began.is_some() && its(job.number));
                 mine.map(super::device::Job::extra).sum()
             }
         };
-        self.events.push_back(Event::Measured {
-            tenant,
-            used: Some(used),
-            taken_at: self.device.now,
-        });
+        self.events.push_back(Event::Measured { tenant, used: Some(used), taken_at: self.device.now });
     }
 
     /// What has come to hold what it should, says so.
@@ -279,20 +261,14 @@ impl Ours<'_, '_> {
             *begun = Some((now, holder.used));
             holder.target = self.shape.plan_bytes(plan);
             let layers = (0u32..).zip(&self.shape.layers);
-            holder.streams = layers
-                .filter(|(layer, _)| !plan.resident.contains(layer))
-                .map(|(_, layer)| layer.resident_bytes)
-                .sum();
+            holder.streams =
+                layers.filter(|(layer, _)| !plan.resident.contains(layer)).map(|(_, layer)| layer.resident_bytes).sum();
         }
     }
 
     fn tell_activity(&mut self) {
         for (index, holder) in self.device.holders.iter().enumerate() {
-            let jobs = self
-                .device
-                .jobs
-                .iter()
-                .filter(|job| job.holder == index && job.began.is_some());
+            let jobs = self.device.jobs.iter().filter(|job| job.holder == index && job.began.is_some());
             let requests = u32::try_from(jobs.clone().count()).unwrap_or(u32::MAX);
             let written = jobs.map(|job| match job.work {
                 Work::Answer { millionths, .. } => PROMPT_TOKENS + u32::try_from(millionths / 1_000_000).unwrap_or(0),
@@ -316,10 +292,7 @@ impl Ours<'_, '_> {
                     untouched: Bytes::ZERO,
                 }
             } else {
-                Event::WorkerActivity {
-                    worker: holder.model.name.to_owned(),
-                    requests,
-                }
+                Event::WorkerActivity { worker: holder.model.name.to_owned(), requests }
             });
         }
     }
@@ -327,12 +300,7 @@ impl Ours<'_, '_> {
     /// Requests that are over give back what they were granted.
     fn give_back(&mut self) {
         let alive: BTreeSet<u64> = self.device.jobs.iter().map(|job| job.number).collect();
-        let over: Vec<u64> = self
-            .needs
-            .keys()
-            .copied()
-            .filter(|number| !alive.contains(number))
-            .collect();
+        let over: Vec<u64> = self.needs.keys().copied().filter(|number| !alive.contains(number)).collect();
         for number in over {
             match self.needs.remove(&number) {
                 Some(Need::Granted(lease)) => {
@@ -359,13 +327,7 @@ impl Ours<'_, '_> {
     /// Requests that wait ask for what they need: their worker, then their lease.
     fn ask(&mut self) {
         let now = self.device.now;
-        let waiting: Vec<_> = self
-            .device
-            .jobs
-            .iter()
-            .filter(|job| job.began.is_none())
-            .copied()
-            .collect();
+        let waiting: Vec<_> = self.device.jobs.iter().filter(|job| job.began.is_none()).copied().collect();
         for job in waiting {
             let Some(holder) = self.device.holders.get(job.holder) else {
                 continue;

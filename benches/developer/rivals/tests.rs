@@ -15,10 +15,7 @@ pub(super) fn ours_keeps_deadlines_and_budget_where_rivals_break_one_of_them() {
     assert!(ours.score.tokens > 10_000 && ours.score.audio > 100, "{ours:?}");
     for rival in rivals {
         assert!(rival.score.over_commits > ours.score.over_commits, "{rival:?}");
-        assert_eq!(
-            (rival.score.tokens, rival.score.audio),
-            (ours.score.tokens, ours.score.audio)
-        );
+        assert_eq!((rival.score.tokens, rival.score.audio), (ours.score.tokens, ours.score.audio));
     }
     // Beside a neighbour that nobody manages, no rival keeps both.
     for trace in ["neighbour", "neighbour-storm", "creeping-neighbour", "zoe-crashloop"] {

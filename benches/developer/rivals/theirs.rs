@@ -21,10 +21,7 @@ pub(super) fn all(device: &Device<'_>, extra: Bytes) -> Vec<Box<dyn Rival>> {
         .collect();
     let room = device.budget().saturating_sub(extra);
     let fits = |set: &BTreeSet<String>| {
-        let bytes = sizes
-            .iter()
-            .filter(|(name, _)| set.contains(name))
-            .map(|(_, bytes)| *bytes);
+        let bytes = sizes.iter().filter(|(name, _)| set.contains(name)).map(|(_, bytes)| *bytes);
         bytes.sum::<Bytes>() <= room
     };
     let mut sets: Vec<BTreeSet<String>> = (1u32..1 << sizes.len())
@@ -37,9 +34,7 @@ pub(super) fn all(device: &Device<'_>, extra: Bytes) -> Vec<Box<dyn Rival>> {
     sets.sort_by_key(|set: &BTreeSet<String>| std::cmp::Reverse(set.len()));
     let mut largest: Vec<Bytes> = sizes.iter().map(|(_, bytes)| *bytes).collect();
     largest.sort_by_key(|bytes| std::cmp::Reverse(*bytes));
-    let most = (1..=largest.len())
-        .rev()
-        .find(|count| largest.iter().take(*count).copied().sum::<Bytes>() <= room);
+    let most = (1..=largest.len()).rev().find(|count| largest.iter().take(*count).copied().sum::<Bytes>() <= room);
     vec![
         Box::new(CountLru::new(CountLru::DEFAULT)),
         Box::new(CountLru::new(most.unwrap_or(1))),
@@ -63,18 +58,9 @@ pub(super) fn run(device: &mut Device<'_>, rival: &mut dyn Rival) {
                 unload(device, &name);
             }
         }
-        let waiting = device
-            .jobs
-            .iter()
-            .filter(|job| job.began.is_none())
-            .map(|job| job.holder);
+        let waiting = device.jobs.iter().filter(|job| job.began.is_none()).map(|job| job.holder);
         let mut wanted: Vec<usize> = waiting.collect();
-        if wanted.is_empty()
-            && device
-                .holders
-                .iter()
-                .all(|holder| holder.ready || holder.target == Bytes::ZERO)
-        {
+        if wanted.is_empty() && device.holders.iter().all(|holder| holder.ready || holder.target == Bytes::ZERO) {
             wanted.extend(preload.pop());
         }
         for index in wanted {
@@ -108,21 +94,15 @@ fn make_room(device: &mut Device<'_>, rival: &mut dyn Rival, index: usize) {
     if holder.target > Bytes::ZERO {
         return;
     }
-    let wanted = Wanted {
-        name: holder.model.name.to_owned(),
-        kind: holder.model.kind,
-        bytes: holder.steady,
-    };
+    let wanted = Wanted { name: holder.model.name.to_owned(), kind: holder.model.kind, bytes: holder.steady };
     // At most every model goes.
     for _ in 0..=device.holders.len() {
         match rival.make_room(&view(device), &wanted) {
             Room::Evict(names) => names.iter().for_each(|name| unload(device, name)),
             Room::Wait => return,
             Room::Load => {
-                let leaving = device
-                    .holders
-                    .iter()
-                    .any(|holder| holder.target == Bytes::ZERO && holder.used > Bytes::ZERO);
+                let leaving =
+                    device.holders.iter().any(|holder| holder.target == Bytes::ZERO && holder.used > Bytes::ZERO);
                 if !(leaving && rival.waits_for_release()) {
                     device.load(index);
                 }
@@ -139,11 +119,7 @@ fn unload(device: &mut Device<'_>, name: &str) {
 }
 
 fn view(device: &Device<'_>) -> View {
-    let held = device
-        .holders
-        .iter()
-        .enumerate()
-        .filter(|(_, holder)| holder.target > Bytes::ZERO);
+    let held = device.holders.iter().enumerate().filter(|(_, holder)| holder.target > Bytes::ZERO);
     let residents = held.map(|(index, holder)| Resident {
         name: holder.model.name.to_owned(),
         kind: holder.model.kind,
@@ -151,9 +127,5 @@ fn view(device: &Device<'_>) -> View {
         busy: !holder.ready || device.is_busy(index),
         load_time: load_time(holder.steady),
     });
-    View {
-        total: device.total,
-        used: device.used(),
-        residents: residents.collect(),
-    }
+    View { total: device.total, used: device.used(), residents: residents.collect() }
 }

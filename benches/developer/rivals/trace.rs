@@ -53,20 +53,12 @@ pub(super) const TOTAL_MIB: u64 = 15_656;
 pub(super) const WARM_MS: u64 = 180_000;
 
 const fn model(name: &'static str, kind: Kind, steady_mib: u64, peak_mib: u64) -> Model {
-    Model {
-        name,
-        kind,
-        steady_mib,
-        peak_mib,
-    }
+    Model { name, kind, steady_mib, peak_mib }
 }
 
 /// Zoe's board: LLM 6.4 GB, Kokoro 2.2 with a high water of 2.465, Moonshine 1.1 with transients up to 3.16.
-const ZOE: [Model; 3] = [
-    model("llm", Kind::Llm, 6100, 6100),
-    model("tts", Kind::Tts, 2200, 2465),
-    model("asr", Kind::Asr, 1100, 1100),
-];
+const ZOE: [Model; 3] =
+    [model("llm", Kind::Llm, 6100, 6100), model("tts", Kind::Tts, 2200, 2465), model("asr", Kind::Asr, 1100, 1100)];
 /// What Moonshine needs at most above what it holds.
 const ZOE_EXTRA_MIB: u64 = 2060;
 /// In use before anything was loaded, in the second run of the co-residency measurement.
@@ -89,13 +81,7 @@ impl Draw {
 
 impl Trace {
     fn new(name: &'static str, models: &[Model]) -> Self {
-        Self {
-            name,
-            baseline_mib: BASELINE_MIB,
-            models: models.to_vec(),
-            happenings: Vec::new(),
-            ends_ms: 0,
-        }
+        Self { name, baseline_mib: BASELINE_MIB, models: models.to_vec(), happenings: Vec::new(), ends_ms: 0 }
     }
 
     fn at(&mut self, ms: u64, happening: Happening) {
@@ -151,19 +137,10 @@ fn drawn(draw: &mut Draw) -> Vec<Trace> {
     let mut barge = Trace::new("barge-in", &ZOE);
     let mut at = WARM_MS;
     while at < end {
-        barge.at(
-            at,
-            Happening::Answer {
-                model: "llm",
-                tokens: 400,
-            },
-        );
+        barge.at(at, Happening::Answer { model: "llm", tokens: 400 });
         for word in [4000, 12_000, 20_000] {
             let (extra_mib, lasts_ms) = (draw.between(800, ZOE_EXTRA_MIB), draw.between(1000, 3000));
-            barge.at(
-                at + word + draw.between(0, 3000),
-                Happening::Listen { extra_mib, lasts_ms },
-            );
+            barge.at(at + word + draw.between(0, 3000), Happening::Listen { extra_mib, lasts_ms });
         }
         at += draw.between(40_000, 70_000);
     }
@@ -172,12 +149,7 @@ fn drawn(draw: &mut Draw) -> Vec<Trace> {
     neighbour.converse(WARM_MS, end, draw, (5, 20), (400, 1500));
     let mut at = WARM_MS + 20_000;
     while at < end {
-        neighbour.at(
-            at,
-            Happening::Neighbour {
-                mib: draw.between(1500, 3000),
-            },
-        );
+        neighbour.at(at, Happening::Neighbour { mib: draw.between(1500, 3000) });
         at += draw.between(20_000, 60_000);
         neighbour.at(at, Happening::Neighbour { mib: 0 });
         at += draw.between(40_000, 90_000);
@@ -187,12 +159,7 @@ fn drawn(draw: &mut Draw) -> Vec<Trace> {
     storm.converse(WARM_MS, end, draw, (5, 15), (200, 1000));
     let mut at = WARM_MS + 10_000;
     while at < end {
-        storm.at(
-            at,
-            Happening::Neighbour {
-                mib: draw.between(500, 3000),
-            },
-        );
+        storm.at(at, Happening::Neighbour { mib: draw.between(500, 3000) });
         at += draw.between(3000, 12_000);
     }
     storm.at(at, Happening::Neighbour { mib: 0 });
@@ -215,12 +182,7 @@ fn drawn(draw: &mut Draw) -> Vec<Trace> {
     let mut creep = Trace::new("creeping-neighbour", &ZOE);
     creep.converse(WARM_MS, end, draw, (5, 20), (200, 800));
     for step in 1..=15 {
-        creep.at(
-            WARM_MS + step * 30_000,
-            Happening::Neighbour {
-                mib: step * draw.between(150, 250),
-            },
-        );
+        creep.at(WARM_MS + step * 30_000, Happening::Neighbour { mib: step * draw.between(150, 250) });
     }
     vec![calm, peaks, barge, neighbour, storm, night, family, creep]
 }
@@ -230,11 +192,7 @@ fn published(draw: &mut Draw) -> Vec<Trace> {
     // 3422 → TTS 3660 → after the first synthesis 3757 → ASR 5693, peak 6785; LLM 2219 by its measured delta.
     let mut first = Trace::new(
         "orin-nx-v080, run 1",
-        &[
-            model("llm", Kind::Llm, 2219, 2219),
-            model("tts", Kind::Tts, 335, 335),
-            model("asr", Kind::Asr, 1936, 1936),
-        ],
+        &[model("llm", Kind::Llm, 2219, 2219), model("tts", Kind::Tts, 335, 335), model("asr", Kind::Asr, 1936, 1936)],
     );
     first.baseline_mib = 3422;
     first.converse(WARM_MS, end, draw, (5, 20), (1092, 1092));
@@ -242,11 +200,7 @@ fn published(draw: &mut Draw) -> Vec<Trace> {
     // 3253 → TTS 4088 → LLM 6307 → all at work 9968, peak 11 062: 3661 more are ASR, 1094 above is the peak.
     let mut second = Trace::new(
         "orin-nx-v080, run 2",
-        &[
-            model("llm", Kind::Llm, 2219, 2219),
-            model("tts", Kind::Tts, 835, 835),
-            model("asr", Kind::Asr, 3661, 3661),
-        ],
+        &[model("llm", Kind::Llm, 2219, 2219), model("tts", Kind::Tts, 835, 835), model("asr", Kind::Asr, 3661, 3661)],
     );
     second.converse(WARM_MS, end, draw, (5, 20), (1094, 1094));
 
@@ -268,11 +222,7 @@ fn published(draw: &mut Draw) -> Vec<Trace> {
     // A process grows from 5 to 13.4 GB, never gives back, and is killed: more than the board has beside its OS.
     let mut ratchet = Trace::new(
         "roboflow-ratchet",
-        &[
-            model("llm", Kind::Llm, 2219, 2219),
-            model("tts", Kind::Tts, 335, 335),
-            model("asr", Kind::Asr, 1100, 1100),
-        ],
+        &[model("llm", Kind::Llm, 2219, 2219), model("tts", Kind::Tts, 335, 335), model("asr", Kind::Asr, 1100, 1100)],
     );
     ratchet.converse(WARM_MS, end, draw, (5, 20), (200, 600));
     for step in 0..=12 {
@@ -297,29 +247,12 @@ fn published(draw: &mut Draw) -> Vec<Trace> {
         }
     }
     // The same with two models on one slot: the router before each answer.
-    let mut slot = Trace::new(
-        "one-slot",
-        &[
-            model("llm", Kind::Llm, 7000, 7000),
-            model("router", Kind::Llm, 6000, 6000),
-        ],
-    );
+    let mut slot =
+        Trace::new("one-slot", &[model("llm", Kind::Llm, 7000, 7000), model("router", Kind::Llm, 6000, 6000)]);
     for turn in 0..25 {
         let at = WARM_MS + turn * 20_000;
-        slot.at(
-            at,
-            Happening::Answer {
-                model: "router",
-                tokens: 10,
-            },
-        );
-        slot.at(
-            at + 2000,
-            Happening::Answer {
-                model: "llm",
-                tokens: 100,
-            },
-        );
+        slot.at(at, Happening::Answer { model: "router", tokens: 10 });
+        slot.at(at + 2000, Happening::Answer { model: "llm", tokens: 100 });
     }
     vec![first, second, outage, crashloop, ratchet, thrash, slot]
 }

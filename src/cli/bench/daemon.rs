@@ -13,9 +13,7 @@ use crate::{
 
 /// Its socket, once it answers.
 pub async fn connected(stage: &Stage, patience: Duration) -> Result<Channel, String> {
-    watch::connect(&stage.socket(), patience)
-        .await
-        .map_err(last_words(stage))
+    watch::connect(&stage.socket(), patience).await.map_err(last_words(stage))
 }
 
 /// Its status, once it is as `wanted`.

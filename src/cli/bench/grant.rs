@@ -154,10 +154,7 @@ pub(super) async fn run(args: &GrantArgs) -> Result<Report, String> {
             args.rounds
         ),
     );
-    for (what, waits) in [
-        ("in an answer", &mut used.in_answers),
-        ("in a prompt", &mut used.in_prompts),
-    ] {
+    for (what, waits) in [("in an answer", &mut used.in_answers), ("in a prompt", &mut used.in_prompts)] {
         if !waits.is_empty() {
             report.times(
                 &format!("asked {what} to granted, verified shed included"),
@@ -173,12 +170,7 @@ pub(super) async fn run(args: &GrantArgs) -> Result<Report, String> {
         mib(at(&used.fell, 500)),
         Some(Limit::AtLeast(to_mib(more.get()) * FELL_LEAST)),
     );
-    report.figure(
-        "daemon's PSS fell at the grant: least",
-        "MiB",
-        mib(used.fell.first()),
-        None,
-    );
+    report.figure("daemon's PSS fell at the grant: least", "MiB", mib(used.fell.first()), None);
     let mut waits = std::mem::take(&mut untouched.in_answers);
     waits.append(&mut untouched.in_prompts);
     waits.sort_unstable();
@@ -201,19 +193,9 @@ pub(super) async fn run(args: &GrantArgs) -> Result<Report, String> {
     let failures: Vec<&String> = both.iter().flat_map(|outcome| &outcome.failures).collect();
     let different: u64 = both.iter().map(|outcome| outcome.different).sum();
     let none = Some(Limit::AtMost(0.0));
-    report.figure(
-        "answers meanwhile",
-        "",
-        number(both.iter().map(|outcome| outcome.stories).sum()),
-        None,
-    );
+    report.figure("answers meanwhile", "", number(both.iter().map(|outcome| outcome.stories).sum()), None);
     report.figure("answers different", "", number(different), none);
-    report.figure(
-        "answers aborted",
-        "",
-        number(failures.len().try_into().unwrap_or(u64::MAX)),
-        none,
-    );
+    report.figure("answers aborted", "", number(failures.len().try_into().unwrap_or(u64::MAX)), none);
     report.others(&reading);
     if different > 0 || !failures.is_empty() {
         report.note(format!("answers were disturbed: {failures:?}"));
@@ -229,9 +211,7 @@ async fn measure(args: &GrantArgs, total: Bytes, kv: Kv) -> Result<Rounds, Strin
     let channel = daemon::connected(&stage, PATIENCE).await?;
     let mut operator = OperatorServiceClient::new(channel.clone());
     let mut leases = LeaseServiceClient::new(channel.clone());
-    daemon::until(&mut operator, PATIENCE, whole)
-        .await
-        .map_err(daemon::last_words(&stage))?;
+    daemon::until(&mut operator, PATIENCE, whole).await.map_err(daemon::last_words(&stage))?;
     let mut lease = small_lease(&mut leases).await?;
     let daemon = stage.daemon().pid();
     let llm = LlmServiceClient::new(channel.clone());
@@ -244,14 +224,10 @@ async fn measure(args: &GrantArgs, total: Bytes, kv: Kv) -> Result<Rounds, Strin
     }
     let mut rounds = Rounds::default();
     for round in 1..=args.rounds {
-        daemon::until(&mut operator, PATIENCE, whole)
-            .await
-            .map_err(daemon::last_words(&stage))?;
+        daemon::until(&mut operator, PATIENCE, whole).await.map_err(daemon::last_words(&stage))?;
         let before = watch::pss(daemon).unwrap_or_default();
         if let Some(phase) = args.doing.phase(round) {
-            reach(&talk, phase, round)
-                .await
-                .map_err(|problem| format!("round {round}: {problem}"))?;
+            reach(&talk, phase, round).await.map_err(|problem| format!("round {round}: {problem}"))?;
         }
         let doing = talk.phase();
         let asked = Instant::now();
@@ -263,25 +239,18 @@ async fn measure(args: &GrantArgs, total: Bytes, kv: Kv) -> Result<Rounds, Strin
             Some(Phase::Prompt) => rounds.in_prompts.push(asked.elapsed()),
             _ => rounds.in_answers.push(asked.elapsed()),
         }
-        rounds
-            .fell
-            .push(before.saturating_sub(watch::pss(daemon).unwrap_or_default()));
+        rounds.fell.push(before.saturating_sub(watch::pss(daemon).unwrap_or_default()));
         let used = vec![1u8; more.as_len()]; // real pages, as the decoder would use them
         std::hint::black_box(&used);
         drop(used);
-        lease = resize(&mut leases, &lease, ASR_SMALL)
-            .await
-            .map_err(|problem| format!("round {round}: {problem}"))?;
+        lease = resize(&mut leases, &lease, ASR_SMALL).await.map_err(|problem| format!("round {round}: {problem}"))?;
         operator
             .regrow(RegrowRequest {})
             .await
             .map_err(|status| format!("round {round}: cannot regrow: {}", status.message()))?;
     }
     rounds.outcome = talk.stop().await;
-    let status = operator
-        .get_status(GetStatusRequest {})
-        .await
-        .map_err(|status| status.message().to_owned())?;
+    let status = operator.get_status(GetStatusRequest {}).await.map_err(|status| status.message().to_owned())?;
     let engine = status.into_inner().engine.unwrap_or_default();
     (rounds.verified, rounds.regrown) = (engine.shed_bytes, engine.regrown_bytes);
     rounds.fell.sort_unstable();
@@ -334,9 +303,7 @@ async fn reach(talk: &Talk, phase: Phase, round: u32) -> Result<(), String> {
         }
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
-    Err(format!(
-        "the LLM was not seen in the middle of this within {PATIENCE:?}: {phase:?}"
-    ))
+    Err(format!("the LLM was not seen in the middle of this within {PATIENCE:?}: {phase:?}"))
 }
 
 /// How far into a prompt or an answer memory is asked for at most. Our choice: less than either takes with a model of some GiB.
@@ -345,13 +312,10 @@ const INTO: Duration = Duration::from_millis(400);
 /// Two prompts that begin with other words, so that nothing of the one is of use for the other.
 fn prompts(letters: u32) -> Vec<String> {
     let letters = usize::try_from(letters).unwrap_or(usize::MAX);
-    [
-        "turn on the kitchen light and tell me a story ",
-        "what is the weather like and who has called ",
-    ]
-    .iter()
-    .map(|words| words.chars().cycle().take(letters).collect())
-    .collect()
+    ["turn on the kitchen light and tell me a story ", "what is the weather like and who has called "]
+        .iter()
+        .map(|words| words.chars().cycle().take(letters).collect())
+        .collect()
 }
 
 #[expect(clippy::cast_precision_loss, reason = "some GiB")]

@@ -76,10 +76,7 @@ pub fn measured<F: Future<Output = Result<(), String>>>(
         }
         _ => tokio::runtime::Builder::new_current_thread(),
     };
-    let runtime = builder
-        .enable_all()
-        .build()
-        .map_err(|error| CliError::failed("cannot start", error))?;
+    let runtime = builder.enable_all().build().map_err(|error| CliError::failed("cannot start", error))?;
     runtime.block_on(async {
         let mut interrupts = Interrupts::new().map_err(|error| CliError::failed("cannot start", error))?;
         tokio::select! {

@@ -122,13 +122,7 @@ impl Report {
                 None => String::new(),
             };
             let met = figure.met.map_or("", |met| if met { "yes" } else { "no" });
-            table.row([
-                figure.what.clone(),
-                shown(figure.value),
-                figure.unit.to_owned(),
-                limit,
-                met.to_owned(),
-            ]);
+            table.row([figure.what.clone(), shown(figure.value), figure.unit.to_owned(), limit, met.to_owned()]);
         }
         let mut text = format!("{}: {}\n{}", self.bench, self.setting, table.render());
         if let Some(others) = self.others_percent {
@@ -145,11 +139,7 @@ impl Report {
 
 /// With as many digits as are of use.
 fn shown(value: f64) -> String {
-    if value.abs() >= 100.0 || value.fract() == 0.0 {
-        format!("{value:.0}")
-    } else {
-        format!("{value:.2}")
-    }
+    if value.abs() >= 100.0 || value.fract() == 0.0 { format!("{value:.0}") } else { format!("{value:.2}") }
 }
 
 /// The value at so many thousandths of a sorted list.

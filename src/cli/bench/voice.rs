@@ -91,9 +91,7 @@ pub(super) async fn run(args: &VoiceArgs, format: Output) -> Result<(), String> 
     let client = WyomingClient::new(Endpoint::Unix(socket), ClientTimeouts::default());
     let recordings = recordings(&client).await.map_err(&problem)?;
     let mut exchange = client.open().await.map_err(|error| problem(in_one_line(&error)))?;
-    request_pipeline(&mut exchange)
-        .await
-        .map_err(|error| problem(in_one_line(&error)))?;
+    request_pipeline(&mut exchange).await.map_err(|error| problem(in_one_line(&error)))?;
 
     let mut said = BTreeMap::new();
     // The first answers touch memory for the first time, and are what later ones are compared with.
@@ -114,10 +112,7 @@ pub(super) async fn run(args: &VoiceArgs, format: Output) -> Result<(), String> 
             };
             let spoken = one(&mut exchange, recording).await?;
             if spoken.heard != *command || said.get(command) != Some(&spoken.answer) {
-                different.push(format!(
-                    "{command}: heard `{}`, answered `{}`",
-                    spoken.heard, spoken.answer
-                ));
+                different.push(format!("{command}: heard `{}`, answered `{}`", spoken.heard, spoken.answer));
             }
             part.heard.push(spoken.heard_after);
             part.first_text.extend(spoken.first_text_after);
@@ -137,14 +132,7 @@ pub(super) async fn run(args: &VoiceArgs, format: Output) -> Result<(), String> 
     };
     let after = status(&mut operator).await?;
     let meanwhile = sheds(&after).saturating_sub(sheds(&before));
-    print(
-        format,
-        args,
-        (alone, beside),
-        meanwhile,
-        different.len(),
-        reading.foreign_percent(),
-    )?;
+    print(format, args, (alone, beside), meanwhile, different.len(), reading.foreign_percent())?;
     if !different.is_empty() {
         return Err(format!("answers differ: {different:?}"));
     }
@@ -155,10 +143,7 @@ async fn one(exchange: &mut Exchange, recording: &MonoAudio) -> Result<Spoken, S
     let spoken = utter(exchange, recording).await.map_err(|error| in_one_line(&error))?;
     match spoken.first_audio_after {
         Some(_) => Ok(spoken),
-        None => Err(format!(
-            "`{}` was not answered aloud: `{}`",
-            spoken.heard, spoken.answer
-        )),
+        None => Err(format!("`{}` was not answered aloud: `{}`", spoken.heard, spoken.answer)),
     }
 }
 
@@ -166,10 +151,7 @@ async fn one(exchange: &mut Exchange, recording: &MonoAudio) -> Result<Spoken, S
 async fn recordings(client: &WyomingClient) -> Result<Vec<(&'static str, MonoAudio)>, String> {
     let mut recordings = Vec::new();
     for command in COMMANDS {
-        let speech = client
-            .synthesize(command, None)
-            .await
-            .map_err(|error| in_one_line(&error))?;
+        let speech = client.synthesize(command, None).await.map_err(|error| in_one_line(&error))?;
         let audio = speech.collect(PATIENCE).await.map_err(|error| in_one_line(&error))?;
         let audio = audio.resampled(crate::speech::audio::ASR_RATE_HZ);
         recordings.push((command, audio.map_err(|error| in_one_line(&error))?));
@@ -265,13 +247,7 @@ fn print(
         ("`describe`, meanwhile", &alone.described, &beside.described),
     ] {
         let cell = |times: &[Duration], per_mille| format!("{:.1} ms", at(times, per_mille));
-        table.row([
-            what.to_owned(),
-            cell(alone, 500),
-            cell(alone, 990),
-            cell(beside, 500),
-            cell(beside, 990),
-        ]);
+        table.row([what.to_owned(), cell(alone, 500), cell(alone, 990), cell(beside, 500), cell(beside, 990)]);
     }
     let foreign = foreign.map_or_else(|| "unknown".to_owned(), |percent| format!("{percent:.0} %"));
     let text = format!(

@@ -50,15 +50,9 @@ const BOUNDARY: &str = "cotenant-demo-7f3d1c";
 impl Http {
     /// A client of the API at `address`.
     pub(super) fn new(address: SocketAddr) -> Self {
-        let agent = ureq::Agent::config_builder()
-            .timeout_global(Some(PATIENCE))
-            .http_status_as_error(false)
-            .build()
-            .into();
-        Self {
-            agent,
-            base: format!("http://{address}"),
-        }
+        let agent =
+            ureq::Agent::config_builder().timeout_global(Some(PATIENCE)).http_status_as_error(false).build().into();
+        Self { agent, base: format!("http://{address}") }
     }
 
     /// Text to a WAV file.
@@ -96,10 +90,7 @@ impl Http {
     }
 
     fn post(&self, path: &'static str, kind: &str, body: &[u8]) -> Result<Vec<u8>, HttpError> {
-        let transport = |source| HttpError::Transport {
-            path,
-            source: Box::new(source),
-        };
+        let transport = |source| HttpError::Transport { path, source: Box::new(source) };
         let mut response = self
             .agent
             .post(format!("{}{path}", self.base))
@@ -111,11 +102,7 @@ impl Http {
         if status == 200 {
             return Ok(bytes);
         }
-        Err(HttpError::Status {
-            path,
-            status,
-            body: String::from_utf8_lossy(&bytes).chars().take(300).collect(),
-        })
+        Err(HttpError::Status { path, status, body: String::from_utf8_lossy(&bytes).chars().take(300).collect() })
     }
 }
 

@@ -78,11 +78,7 @@ pub(super) fn run(args: &DemoArgs) -> ExitCode {
 }
 
 fn run_here(args: &DemoArgs) -> ExitCode {
-    let runtime = match tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2)
-        .enable_all()
-        .build()
-    {
+    let runtime = match tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {
             eprintln!("error: cannot start the demonstration\n  caused by: {error}");
@@ -140,12 +136,7 @@ impl Narrator {
         let mut out = std::io::stdout().lock();
         for line in lines.iter().skip(*told) {
             if DECISIONS.contains(&line.name.as_str()) {
-                let _ = writeln!(
-                    out,
-                    "          {:5.1}s  {}",
-                    line.at.since_start().as_secs_f64(),
-                    line.summary
-                );
+                let _ = writeln!(out, "          {:5.1}s  {}", line.at.since_start().as_secs_f64(), line.summary);
             }
         }
         *told = lines.len();
@@ -153,14 +144,8 @@ impl Narrator {
 }
 
 /// Lines of the journal that are worth telling as they come.
-const DECISIONS: [&str; 6] = [
-    "apply_plan",
-    "engine_applied",
-    "level_changed",
-    "resize_worker",
-    "start_worker",
-    "worker_exited",
-];
+const DECISIONS: [&str; 6] =
+    ["apply_plan", "engine_applied", "level_changed", "resize_worker", "start_worker", "worker_exited"];
 
 /// One spoken question, there and back.
 struct RoundTrip {
@@ -178,12 +163,7 @@ async fn round_trip(http: &Http, question: &'static str) -> Result<RoundTrip, St
         let heard = http.hear(&asked).map_err(|error| in_one_line(&error))?;
         let answer = http.ask(&heard).map_err(|error| in_one_line(&error))?;
         let spoken = http.speak(&answer).map_err(|error| in_one_line(&error))?;
-        Ok(RoundTrip {
-            heard,
-            answer,
-            spoken_bytes: spoken.len(),
-            took: began.elapsed(),
-        })
+        Ok(RoundTrip { heard, answer, spoken_bytes: spoken.len(), took: began.elapsed() })
     })
     .await
     .map_err(|error| error.to_string())?
@@ -202,10 +182,7 @@ fn given_up(status: &GetStatusResponse) -> Option<String> {
         .iter()
         .find(|worker| worker.state() == WorkerState::Degraded)
         .map(|worker| format!("worker `{}` does not run: {}", worker.name, worker.last_exit));
-    let engine = status
-        .engine
-        .as_ref()
-        .filter(|engine| engine.state() == EngineState::Failed);
+    let engine = status.engine.as_ref().filter(|engine| engine.state() == EngineState::Failed);
     worker.or_else(|| engine.map(|engine| engine.failure.clone()))
 }
 
@@ -256,15 +233,8 @@ async fn play(args: &DemoArgs) -> Result<(bool, Stage), String> {
     };
     let mut operator = OperatorServiceClient::new(channel.clone());
     let neighbour_pid = Arc::new(Mutex::new(None));
-    let watch = Watch::start(
-        operator.clone(),
-        stage.daemon().pid(),
-        began,
-        Arc::clone(&neighbour_pid),
-    );
-    watch
-        .until(PATIENCE, |status| ready(status) || given_up(status).is_some())
-        .await;
+    let watch = Watch::start(operator.clone(), stage.daemon().pid(), began, Arc::clone(&neighbour_pid));
+    watch.until(PATIENCE, |status| ready(status) || given_up(status).is_some()).await;
     let status = watch.status().unwrap_or_default();
     if let Some(what) = given_up(&status) {
         return Err(format!("{what}; the daemon's last words:\n{}", stage.log_tail(15)));
@@ -388,9 +358,7 @@ async fn play(args: &DemoArgs) -> Result<(bool, Stage), String> {
     report.check(Check::new(
         "identical answer under pressure",
         third.as_ref().is_ok_and(|third| third.answer == first.answer),
-        third
-            .as_ref()
-            .map_or_else(Clone::clone, |third| format!("{:?}", third.answer)),
+        third.as_ref().map_or_else(Clone::clone, |third| format!("{:?}", third.answer)),
     ));
 
     // 3. A process kills the recogniser.
@@ -407,28 +375,18 @@ async fn play(args: &DemoArgs) -> Result<(bool, Stage), String> {
         })
         .await;
     let worker = watch.status().unwrap_or_default();
-    let last_exit = worker
-        .workers
-        .iter()
-        .find(|worker| worker.name == "asr")
-        .map(|worker| worker.last_exit.clone());
+    let last_exit = worker.workers.iter().find(|worker| worker.name == "asr").map(|worker| worker.last_exit.clone());
     narrator.say(&format!(
         "another process kills ASR (\"{}\"); back after {:.1} s",
         last_exit.unwrap_or_default(),
         killed.elapsed().as_secs_f64()
     ));
     let took = killed.elapsed();
-    let fourth = if returned {
-        round_trip(&http, QUESTION).await
-    } else {
-        Err("ASR did not come back".to_owned())
-    };
+    let fourth = if returned { round_trip(&http, QUESTION).await } else { Err("ASR did not come back".to_owned()) };
     report.check(Check::new(
         "a killed worker comes back",
         fourth.as_ref().is_ok_and(|fourth| fourth.answer == first.answer),
-        fourth
-            .as_ref()
-            .map_or_else(Clone::clone, |_| format!("{:.1} s", took.as_secs_f64())),
+        fourth.as_ref().map_or_else(Clone::clone, |_| format!("{:.1} s", took.as_secs_f64())),
     ));
 
     narrator.decisions(&watch, &mut told);
@@ -454,17 +412,11 @@ async fn play(args: &DemoArgs) -> Result<(bool, Stage), String> {
 
     let outcome = talk.stop().await;
     let fifth = round_trip(&http, QUESTION).await;
-    let requests: Vec<String> = [second.err(), third.err(), fourth.err(), fifth.err()]
-        .into_iter()
-        .flatten()
-        .collect();
+    let requests: Vec<String> = [second.err(), third.err(), fourth.err(), fifth.err()].into_iter().flatten().collect();
     report.check(Check::new(
         "one story, told again and again, token for token the same",
         outcome.different == 0 && outcome.stories > 2,
-        format!(
-            "{} times, {} tokens, {} different",
-            outcome.stories, outcome.tokens, outcome.different
-        ),
+        format!("{} times, {} tokens, {} different", outcome.stories, outcome.tokens, outcome.different),
     ));
     report.check(Check::new(
         "0 failed requests",
@@ -474,11 +426,7 @@ async fn play(args: &DemoArgs) -> Result<(bool, Stage), String> {
             .unwrap_or_else(|| format!("of {} answers and 5 spoken questions", outcome.stories)),
     ));
     report.check(report::within_budget(&watch.looks()));
-    report.check(report::no_kills(
-        &watch.lines(),
-        &watch.status().unwrap_or_default(),
-        alone,
-    ));
+    report.check(report::no_kills(&watch.lines(), &watch.status().unwrap_or_default(), alone));
     report.check(report::daemon_lives(stage.daemon().ended().ok().flatten().is_none()));
 
     let written = report.write(&args.out, &watch, &stage).map_err(text)?;
@@ -490,10 +438,7 @@ async fn play(args: &DemoArgs) -> Result<(bool, Stage), String> {
     }
     if args.keep {
         line("");
-        line(&format!(
-            "        try:  cotenant --endpoint unix://{} status",
-            stage.socket().display()
-        ));
+        line(&format!("        try:  cotenant --endpoint unix://{} status", stage.socket().display()));
         line(&format!(
             "              curl -N http://{address}/v1/chat/completions -H 'content-type: application/json' \\"
         ));
@@ -507,9 +452,5 @@ async fn play(args: &DemoArgs) -> Result<(bool, Stage), String> {
 
 fn worker_pid(status: &GetStatusResponse, name: &str) -> Option<u32> {
     let worker = status.workers.iter().find(|worker| worker.name == name)?;
-    if worker.state() == WorkerState::Ready {
-        worker.pid
-    } else {
-        None
-    }
+    if worker.state() == WorkerState::Ready { worker.pid } else { None }
 }

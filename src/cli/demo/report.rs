@@ -53,11 +53,7 @@ impl Report {
 
     /// Marks this moment in the chart.
     pub(super) fn mark(&mut self, began: Instant, kind: MarkKind, label: &str) {
-        self.marks.push(ChartMark {
-            at: Timestamp::START + began.elapsed(),
-            label: label.to_owned(),
-            kind,
-        });
+        self.marks.push(ChartMark { at: Timestamp::START + began.elapsed(), label: label.to_owned(), kind });
     }
 
     /// Whether every promise was kept.
@@ -88,20 +84,12 @@ impl Report {
                 end.since_start().as_secs_f64(),
                 super::play::TOTAL
             ),
-            points: looks
-                .iter()
-                .map(|look| ChartPoint {
-                    at: look.at,
-                    owners: look.owners.clone(),
-                })
-                .collect(),
+            points: looks.iter().map(|look| ChartPoint { at: look.at, owners: look.owners.clone() }).collect(),
             budget: super::play::TOTAL,
             budget_name: "session",
             epoch: None,
             marks: self.marks.clone(),
-            order: ["supervisor", "tts", "asr", "llm", "neighbour"]
-                .map(str::to_owned)
-                .to_vec(),
+            order: ["supervisor", "tts", "asr", "llm", "neighbour"].map(str::to_owned).to_vec(),
         }
     }
 
@@ -131,12 +119,7 @@ pub(super) fn what_is_real() -> Vec<String> {
     let mut lines = vec![
         "real here: the daemon, the model, both speech workers, every page of memory, the kernel's figures".to_owned(),
     ];
-    lines.extend(
-        capabilities
-            .lines()
-            .into_iter()
-            .map(|line| format!("this host: {line}")),
-    );
+    lines.extend(capabilities.lines().into_iter().map(|line| format!("this host: {line}")));
     lines
 }
 
@@ -149,10 +132,7 @@ pub(super) fn verified(lines: &[Line], before: Option<Bytes>, after: Option<Byte
         .filter_map(|line| line.body.get("freed")?.as_u64())
         .max()
         .unwrap_or(0);
-    let (freed, fell) = (
-        Bytes::new(freed),
-        before.unwrap_or_default().saturating_sub(after.unwrap_or_default()),
-    );
+    let (freed, fell) = (Bytes::new(freed), before.unwrap_or_default().saturating_sub(after.unwrap_or_default()));
     // A tenth of the largest single release, or 1 MiB, may hide behind what the daemon's other parts took meanwhile.
     let hidden = freed.per_mille(100).max(Bytes::from_mib(1));
     let kept = freed > Bytes::ZERO && fell.saturating_add(hidden) >= freed;
@@ -194,9 +174,5 @@ pub(super) fn no_kills(lines: &[Line], status: &GetStatusResponse, neighbour_ali
 
 /// The daemon is still there.
 pub(super) fn daemon_lives(lives: bool) -> Check {
-    Check::new(
-        "the daemon lived through it",
-        lives,
-        String::from(if lives { "yes" } else { "it ended" }),
-    )
+    Check::new("the daemon lived through it", lives, String::from(if lives { "yes" } else { "it ended" }))
 }

@@ -70,20 +70,9 @@ impl Talk {
         let enough = Arc::new(AtomicBool::new(false));
         let pieces = Pieces::default();
         let phase = Phases::default();
-        let words = Words {
-            prompts,
-            tokens,
-            pieces: Arc::clone(&pieces),
-            phase: Arc::clone(&phase),
-        };
+        let words = Words { prompts, tokens, pieces: Arc::clone(&pieces), phase: Arc::clone(&phase) };
         let task = tokio::spawn(talk(client, words, began, Arc::clone(&outcome), Arc::clone(&enough)));
-        Self {
-            outcome,
-            enough,
-            pieces,
-            phase,
-            task,
-        }
+        Self { outcome, enough, pieces, phase, task }
     }
 
     /// What the LLM does for the request under way, and since when.
@@ -108,9 +97,7 @@ impl Talk {
         let pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
         let recent = pieces.iter().filter(|at| at.elapsed() < RATE_WINDOW).count();
         // At the beginning there is less to look back on.
-        let span = pieces
-            .front()
-            .map_or(RATE_WINDOW, |first| first.elapsed().min(RATE_WINDOW));
+        let span = pieces.front().map_or(RATE_WINDOW, |first| first.elapsed().min(RATE_WINDOW));
         u32::try_from(recent).map_or(0.0, f64::from) / span.as_secs_f64().max(f64::EPSILON)
     }
 
@@ -196,10 +183,7 @@ async fn story(client: &mut LlmServiceClient<Channel>, words: &Words, which: usi
                 content: words.prompts.get(which).cloned().unwrap_or_default(),
             }],
         })),
-        sampling: Some(SamplingOptions {
-            temperature: Some(0.0),
-            ..SamplingOptions::default()
-        }),
+        sampling: Some(SamplingOptions { temperature: Some(0.0), ..SamplingOptions::default() }),
         max_tokens: Some(words.tokens),
         stop: Vec::new(),
         context_shift: None,

@@ -82,10 +82,7 @@ impl Watch {
         let seen = Arc::new(Mutex::new(Seen::default()));
         let looking = tokio::spawn(look(client.clone(), daemon, began, neighbour, Arc::clone(&seen)));
         let reading = tokio::spawn(read(client, began, Arc::clone(&seen)));
-        Self {
-            seen,
-            tasks: vec![looking, reading],
-        }
+        Self { seen, tasks: vec![looking, reading] }
     }
 
     /// The last status.
@@ -183,12 +180,7 @@ fn owners(status: &GetStatusResponse, engine: Bytes, process: Bytes, neighbour: 
     }
     owners.insert("neighbour".to_owned(), neighbour.and_then(pss).unwrap_or(Bytes::ZERO));
     let budget = status.budget.unwrap_or_default();
-    Look {
-        at,
-        owners,
-        held: Bytes::new(budget.held_bytes),
-        budget: Bytes::new(budget.budget_bytes),
-    }
+    Look { at, owners, held: Bytes::new(budget.held_bytes), budget: Bytes::new(budget.budget_bytes) }
 }
 
 /// Proportional set size of a process, from the kernel.
@@ -211,11 +203,7 @@ pub async fn until_pss(pid: u32, wanted: Bytes, limit: Duration) -> bool {
 }
 
 async fn read(mut client: OperatorServiceClient<Channel>, began: Instant, seen: Arc<Mutex<Seen>>) {
-    let request = WatchEventsRequest {
-        after_sequence: 0,
-        boot_id: String::new(),
-        no_follow: false,
-    };
+    let request = WatchEventsRequest { after_sequence: 0, boot_id: String::new(), no_follow: false };
     let mut stream = match client.watch_events(request).await {
         Ok(stream) => stream.into_inner(),
         Err(status) => {

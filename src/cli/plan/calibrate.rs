@@ -82,11 +82,7 @@ pub(crate) fn run(global: &Global, args: &CalibrateArgs) -> Result<(), CliError>
         disk(&args.model).map_err(|error| CliError::failed(cannot("measure the disk of"), error))?;
     let failed = |error| CliError::failed(cannot("load"), error);
     let (shape, _) = Model::inspect(&args.model, threads).map_err(failed)?;
-    let engine = EngineParams {
-        kv_wanted: Tokens::new(512),
-        kv_floor: Tokens::new(512),
-        ..EngineParams::default()
-    };
+    let engine = EngineParams { kv_wanted: Tokens::new(512), kv_floor: Tokens::new(512), ..EngineParams::default() };
     let plan = shape.full_plan(&PlanLimits::new(&engine, Tokens::ZERO));
     let mut model = Model::open(&args.model, &plan, &ModelOptions::for_threads(threads)).map_err(failed)?;
     let mut rounds = Vec::new();
@@ -164,10 +160,7 @@ fn disk(path: &Path) -> std::io::Result<(u64, u64)> {
 
 /// Rates of the first second and of the last half.
 fn rates(marks: &[(Duration, u64)]) -> (u64, u64) {
-    let (first, last) = (
-        marks.first().copied().unwrap_or_default(),
-        marks.last().copied().unwrap_or_default(),
-    );
+    let (first, last) = (marks.first().copied().unwrap_or_default(), marks.last().copied().unwrap_or_default());
     let rate = |from: (Duration, u64), to: (Duration, u64)| {
         let us = to.0.saturating_sub(from.0).as_micros().max(1);
         let per_s = u128::from(to.1.saturating_sub(from.1)) * 1_000_000 / us;
@@ -201,18 +194,11 @@ mod tests {
         let mut marks = vec![(Duration::ZERO, 0)];
         for tenth in 1..=80u64 {
             // 2000 MiB/s for a second, then 400.
-            let mib = if tenth <= 10 {
-                tenth * 200
-            } else {
-                2000 + (tenth - 10) * 40
-            };
+            let mib = if tenth <= 10 { tenth * 200 } else { 2000 + (tenth - 10) * 40 };
             marks.push((Duration::from_millis(tenth * 100), mib << 20));
         }
         assert_eq!(rates(&marks), (2000, 400));
-        assert_eq!(
-            rates(&[(Duration::ZERO, 0), (Duration::from_millis(10), 10 << 20)]),
-            (1000, 1000)
-        );
+        assert_eq!(rates(&[(Duration::ZERO, 0), (Duration::from_millis(10), 10 << 20)]), (1000, 1000));
         assert_eq!(rates(&[(Duration::ZERO, 0)]), (1, 1));
     }
 

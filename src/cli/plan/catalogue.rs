@@ -58,11 +58,7 @@ pub(crate) fn run(global: &Global, args: &CatalogueArgs) -> Result<(), CliError>
         let inspected =
             inspect_shape(&model, THREADS).map_err(|error| CliError::failed(format!("cannot plan {name}"), error))?;
         for device in &devices {
-            let stack = Stack::alone(
-                device.memory,
-                defaults.budget.reserve_of(device.memory),
-                EngineParams::default(),
-            );
+            let stack = Stack::alone(device.memory, defaults.budget.reserve_of(device.memory), EngineParams::default());
             let forecast = Forecast::new(device, &stack, &inspected)
                 .map_err(|error| CliError::failed(format!("cannot plan {name} on {}", device.name), error))?;
             let (context, note) = match (forecast.context_resident, forecast.context_streamed) {
@@ -113,27 +109,8 @@ fn models(types: TypeMix) -> Vec<(&'static str, Synthetic)> {
         ("Qwen3-0.6B", qwen3.clone()),
         ("Qwen3.5-0.8B", Synthetic::qwen35_0_8b(types, 0)),
         ("Llama-3.2-1B", llama.clone()),
-        (
-            "Llama-3.2-3B",
-            Synthetic {
-                layers: 28,
-                width: 3072,
-                heads: 24,
-                head_dim: 128,
-                rotary: 128,
-                ..llama.clone()
-            },
-        ),
-        (
-            "Qwen3-4B",
-            Synthetic {
-                layers: 36,
-                width: 2560,
-                feed_forward: 9728,
-                heads: 32,
-                ..qwen3.clone()
-            },
-        ),
+        ("Llama-3.2-3B", Synthetic { layers: 28, width: 3072, heads: 24, head_dim: 128, rotary: 128, ..llama.clone() }),
+        ("Qwen3-4B", Synthetic { layers: 36, width: 2560, feed_forward: 9728, heads: 32, ..qwen3.clone() }),
         ("Qwen3.5-4B", Synthetic::qwen35_4b(types, 0)),
         (
             "Gemma-3-4B",
@@ -180,26 +157,9 @@ fn models(types: TypeMix) -> Vec<(&'static str, Synthetic)> {
         ),
         (
             "Qwen3-8B",
-            Synthetic {
-                layers: 36,
-                width: 4096,
-                feed_forward: 12_288,
-                heads: 32,
-                tied: false,
-                ..qwen3.clone()
-            },
+            Synthetic { layers: 36, width: 4096, feed_forward: 12_288, heads: 32, tied: false, ..qwen3.clone() },
         ),
-        (
-            "Qwen3-14B",
-            Synthetic {
-                layers: 40,
-                width: 5120,
-                feed_forward: 17_408,
-                heads: 40,
-                tied: false,
-                ..qwen3
-            },
-        ),
+        ("Qwen3-14B", Synthetic { layers: 40, width: 5120, feed_forward: 17_408, heads: 40, tied: false, ..qwen3 }),
     ]
 }
 

@@ -70,41 +70,11 @@ struct Board {
 /// `MemTotal` as captured from each board. Bandwidth: our assumption, 0.3 of the data sheet's for kernels on the CPU of a
 /// Jetson, and for the Pi what answers of a model of 1 GiB amount to. Disk: our assumption for sustained large reads of NVMe.
 const BOARDS: [Board; 5] = [
-    Board {
-        name: "orin-nx-16g",
-        memory_mib: 15_656,
-        cma_mib: 256,
-        memory_mib_per_s: 29_300,
-        disk_mib_per_s: 1900,
-    },
-    Board {
-        name: "orin-nano-8g",
-        memory_mib: 7619,
-        cma_mib: 256,
-        memory_mib_per_s: 19_450,
-        disk_mib_per_s: 1900,
-    },
-    Board {
-        name: "agx-orin-64g",
-        memory_mib: 62_841,
-        cma_mib: 256,
-        memory_mib_per_s: 58_600,
-        disk_mib_per_s: 1900,
-    },
-    Board {
-        name: "thor",
-        memory_mib: 125_772,
-        cma_mib: 256,
-        memory_mib_per_s: 78_100,
-        disk_mib_per_s: 1900,
-    },
-    Board {
-        name: "rpi5-16g",
-        memory_mib: 16_218,
-        cma_mib: 64,
-        memory_mib_per_s: 8000,
-        disk_mib_per_s: 380,
-    },
+    Board { name: "orin-nx-16g", memory_mib: 15_656, cma_mib: 256, memory_mib_per_s: 29_300, disk_mib_per_s: 1900 },
+    Board { name: "orin-nano-8g", memory_mib: 7619, cma_mib: 256, memory_mib_per_s: 19_450, disk_mib_per_s: 1900 },
+    Board { name: "agx-orin-64g", memory_mib: 62_841, cma_mib: 256, memory_mib_per_s: 58_600, disk_mib_per_s: 1900 },
+    Board { name: "thor", memory_mib: 125_772, cma_mib: 256, memory_mib_per_s: 78_100, disk_mib_per_s: 1900 },
+    Board { name: "rpi5-16g", memory_mib: 16_218, cma_mib: 64, memory_mib_per_s: 8000, disk_mib_per_s: 380 },
 ];
 
 /// Nothing was measured on these: half to one and a half of what is stated.
@@ -211,12 +181,10 @@ impl Device {
             memory,
             cma: cma.unwrap_or(Bytes::ZERO).min(memory),
             rates: Rates {
-                memory_mib_per_s: per_s(kept.map_or(Speed::FIELD.decode_ns_per_mib, |kept| {
-                    kept.calibration.compute_ns_per_mib
-                })),
-                disk_mib_per_s: kept.map_or(per_s(Speed::FIELD.read_ns_per_mib), |kept| {
-                    kept.disk_sustained_mib_per_s
-                }),
+                memory_mib_per_s: per_s(
+                    kept.map_or(Speed::FIELD.decode_ns_per_mib, |kept| kept.calibration.compute_ns_per_mib),
+                ),
+                disk_mib_per_s: kept.map_or(per_s(Speed::FIELD.read_ns_per_mib), |kept| kept.disk_sustained_mib_per_s),
                 error_percent: kept.map_or(UNMEASURED_PERCENT, |kept| kept.error_percent.min(99)),
             },
             calibration: kept.map(|kept| kept.calibration),
@@ -244,14 +212,8 @@ mod tests {
         assert_eq!(device.memory, Bytes::from_gib(4));
         assert_eq!(device.rates.disk_mib_per_s, 500);
         for (text, said) in [
-            (
-                "{memory: 4, memory_bandwidth: 1GiB, disk_bandwidth: 1GiB}",
-                "memory: `4`",
-            ),
-            (
-                "{memory: 1MiB, memory_bandwidth: 1GiB, disk_bandwidth: 1GiB}",
-                "below 192 MiB",
-            ),
+            ("{memory: 4, memory_bandwidth: 1GiB, disk_bandwidth: 1GiB}", "memory: `4`"),
+            ("{memory: 1MiB, memory_bandwidth: 1GiB, disk_bandwidth: 1GiB}", "below 192 MiB"),
             ("{memoryx: 1MiB}", "cannot read device file"),
         ] {
             write(text);

@@ -29,13 +29,7 @@ impl Stack {
     /// An LLM alone, with the defaults.
     pub(crate) fn alone(memory: Bytes, reserve: Bytes, engine: EngineParams) -> Self {
         let params = Params::for_budget(memory, reserve, crate::policy::params::Scope::Machine);
-        Self {
-            mode: engine.mode,
-            params: Params {
-                engine: Some(engine),
-                ..params
-            },
-        }
+        Self { mode: engine.mode, params: Params { engine: Some(engine), ..params } }
     }
 
     fn engine(&self) -> EngineParams {
@@ -143,9 +137,7 @@ impl Forecast {
         let floor = shape.plan_bytes(&shape.floor_plan(&limits));
         let pressure = &stack.params.pressure;
         let kept = [stack.worker_peaks(), pressure.elevated_below, pressure.hysteresis];
-        let room = kept
-            .into_iter()
-            .fold(stack.params.budget.bytes(), Bytes::saturating_sub);
+        let room = kept.into_iter().fold(stack.params.budget.bytes(), Bytes::saturating_sub);
         let rehearsal = rehearse(&stack.params, Some(shape))?;
         let in_full = rehearsal
             .plan
@@ -156,37 +148,26 @@ impl Forecast {
             ([], false) => Verdict::Reduced,
             _ => Verdict::Impossible,
         };
-        let modes = [
-            ResidencyMode::Balanced,
-            ResidencyMode::MaxContext,
-            ResidencyMode::MaxSpeed,
-        ]
-        .into_iter()
-        .filter_map(|mode| {
-            let plan = shape.plan(room, &PlanLimits { mode, ..limits }).ok()?;
-            Some(ModeForecast {
-                mode,
-                resident_layers: shape.resident_layers(&plan),
-                context: plan.kv_capacity,
-                bytes: shape.plan_bytes(&plan),
-                milli_tokens_per_s: speeds(shape, &plan.resident, device),
+        let modes = [ResidencyMode::Balanced, ResidencyMode::MaxContext, ResidencyMode::MaxSpeed]
+            .into_iter()
+            .filter_map(|mode| {
+                let plan = shape.plan(room, &PlanLimits { mode, ..limits }).ok()?;
+                Some(ModeForecast {
+                    mode,
+                    resident_layers: shape.resident_layers(&plan),
+                    context: plan.kv_capacity,
+                    bytes: shape.plan_bytes(&plan),
+                    milli_tokens_per_s: speeds(shape, &plan.resident, device),
+                })
             })
-        })
-        .collect();
+            .collect();
         Ok(Self {
             llm,
             floor,
             room,
             verdict,
             context_resident: longest(shape, &full, room),
-            context_streamed: longest(
-                shape,
-                &EnginePlan {
-                    resident: BTreeSet::new(),
-                    ..full
-                },
-                room,
-            ),
+            context_streamed: longest(shape, &EnginePlan { resident: BTreeSet::new(), ..full }, room),
             modes,
             rehearsal,
         })
@@ -216,10 +197,7 @@ impl Pieces {
 fn longest(shape: &ModelShape, plan: &EnginePlan, room: Bytes) -> Tokens {
     let block = shape.kv.block_tokens.get().max(1);
     let fits = |blocks: u32| {
-        let plan = EnginePlan {
-            kv_capacity: Tokens::new(blocks.saturating_mul(block)),
-            ..plan.clone()
-        };
+        let plan = EnginePlan { kv_capacity: Tokens::new(blocks.saturating_mul(block)), ..plan.clone() };
         shape.plan_bytes(&plan) <= room
     };
     let (mut least, mut most) = (0, shape.context_max.get() / block);
@@ -244,10 +222,7 @@ fn speeds(shape: &ModelShape, resident: &BTreeSet<u32>, device: &Device) -> [u64
         slowed_ns_per_mib: 0,
         prefill_ns_per_mib: speed.prefill_ns_per_mib,
     };
-    let expected = device
-        .calibration
-        .unwrap_or(assumed)
-        .milli_tokens_per_s(shape, resident);
+    let expected = device.calibration.unwrap_or(assumed).milli_tokens_per_s(shape, resident);
     let part = |percent: u64| expected.saturating_mul(percent) / 100;
     let error = device.rates.error_percent;
     [part(100u64.saturating_sub(error)), expected, part(100 + error)]

@@ -111,11 +111,7 @@ pub(super) fn run(global: &Global, args: &PlanArgs) -> Result<ExitCode, CliError
         Output::Table => output::write(&print(&device, &stack, &inspected, &forecast, beside))?,
         format => output::write_json(format, &report::json(&device, &stack, &inspected, &forecast))?,
     }
-    Ok(ExitCode::from(if forecast.verdict.works() {
-        exit::OK
-    } else {
-        exit::CONFIG
-    }))
+    Ok(ExitCode::from(if forecast.verdict.works() { exit::OK } else { exit::CONFIG }))
 }
 
 fn configuration(path: &Path) -> Result<Config, CliError> {
@@ -158,18 +154,12 @@ fn inspect(
         let shape =
             read_config_json(model, args.weights).map_err(|error| CliError::failed(error.to_string(), error.kind))?;
         let mut inspected = inspect_shape(&shape, threads).map_err(refused)?;
-        if let Some(name) = model
-            .canonicalize()
-            .ok()
-            .and_then(|path| Some(path.parent()?.file_name()?.to_owned()))
-        {
+        if let Some(name) = model.canonicalize().ok().and_then(|path| Some(path.parent()?.file_name()?.to_owned())) {
             inspected.shape.name = name.to_string_lossy().into_owned();
         }
         return Ok(inspected);
     }
-    let llm = config
-        .and_then(|config| config.llm.as_ref())
-        .filter(|llm| llm.path == model);
+    let llm = config.and_then(|config| config.llm.as_ref()).filter(|llm| llm.path == model);
     Engine::inspect_with(model, llm.and_then(sayable).as_ref(), threads).map_err(refused)
 }
 
@@ -223,10 +213,7 @@ fn stack(args: &PlanArgs, config: Option<&Config>, device: &Device) -> Result<St
         Some(_) => params.engine.as_ref().map(|engine| engine.mode),
         None => None,
     };
-    Ok(Stack {
-        mode: modes.unwrap_or(ResidencyMode::Balanced),
-        params,
-    })
+    Ok(Stack { mode: modes.unwrap_or(ResidencyMode::Balanced), params })
 }
 
 /// A worker and its peak: `asr=1GiB`, or with what it holds at rest: `asr=1GiB:700MiB`.
@@ -249,12 +236,7 @@ fn worker(text: &str) -> Result<WorkerParams, String> {
     if peak < Bytes::from_kib(4) {
         return Err(format!("`{peak}` is below 4 KiB"));
     }
-    Ok(WorkerParams {
-        name: name.to_owned(),
-        steady: steady.max(Bytes::from_kib(4)),
-        peak,
-        ..WorkerParams::default()
-    })
+    Ok(WorkerParams { name: name.to_owned(), steady: steady.max(Bytes::from_kib(4)), peak, ..WorkerParams::default() })
 }
 
 fn kv_type(text: &str) -> Result<KvType, String> {

@@ -39,11 +39,7 @@ pub(super) fn print(
         inspected.file_bytes,
     );
     for group in &inspected.tensors {
-        row(
-            group.kind.name(),
-            group.bytes,
-            &format!("{} tensors, {}", group.tensors, group.types.join(", ")),
-        );
+        row(group.kind.name(), group.bytes, &format!("{} tensors, {}", group.tensors, group.types.join(", ")));
     }
     if let Some(bytes) = safetensors {
         row("safetensors", bytes, "as downloaded, before conversion");
@@ -59,52 +55,25 @@ pub(super) fn print(
     row("norms, tokenizer", llm.fixed, "always resident");
     let each = shape.kv.bytes_per_token(llm.kv_type);
     let attends = format!("{} of {} layers attend", shape.kv.attention_layers, shape.layer_count());
-    row(
-        "KV cache",
-        llm.kv,
-        &format!("{} tokens as {}, {each} each; {attends}", llm.context, llm.kv_type),
-    );
+    row("KV cache", llm.kv, &format!("{} tokens as {}, {each} each; {attends}", llm.context, llm.kv_type));
     row("recurrent state", llm.state, "always resident");
     row("workspace", llm.workspace, "activations of a prefill chunk, logits");
-    row(
-        "LLM",
-        llm.total,
-        &format!("all resident; {} at the least", forecast.floor),
-    );
+    row("LLM", llm.total, &format!("all resident; {} at the least", forecast.floor));
     for worker in &stack.params.workers {
         let learned = stack.params.peaks.of(&worker.name, None).is_some();
-        let peak = stack
-            .params
-            .peaks
-            .expected(&worker.name, None, worker.peak, worker.steady);
+        let peak = stack.params.peaks.expected(&worker.name, None, worker.peak, worker.steady);
         let source = if learned { "learned" } else { "declared" };
         row(&worker.name, peak, &format!("{source} peak, {} at rest", worker.steady));
     }
     let budget = &stack.params.budget;
-    row(
-        "reserve",
-        budget.reserve,
-        &format!("OS, CMA ({}), display, supervisor", device.cma),
-    );
+    row("reserve", budget.reserve, &format!("OS, CMA ({}), display, supervisor", device.cma));
     row("memory", budget.total, &device.name);
-    row(
-        "peak",
-        forecast.rehearsal.peak,
-        &format!("of a budget of {}", budget.bytes()),
-    );
+    row("peak", forecast.rehearsal.peak, &format!("of a budget of {}", budget.bytes()));
     row("headroom after start", forecast.rehearsal.headroom, &headroom(stack));
     let memory = std::mem::take(&mut text);
-    let starts: Vec<_> = forecast
-        .rehearsal
-        .starts
-        .iter()
-        .map(|start| format!("{} ({} held)", start.holder, start.held))
-        .collect();
-    let _ = writeln!(
-        text,
-        "{title}\n{weights}memory\n{memory}start order\n  {}",
-        starts.join(", ")
-    );
+    let starts: Vec<_> =
+        forecast.rehearsal.starts.iter().map(|start| format!("{} ({} held)", start.holder, start.held)).collect();
+    let _ = writeln!(text, "{title}\n{weights}memory\n{memory}start order\n  {}", starts.join(", "));
     let _ = writeln!(text, "under pressure, the mode being {}", stack.mode);
     for shortage in &forecast.rehearsal.shortages {
         let _ = writeln!(text, "  {}", line_of(shortage));
@@ -156,18 +125,12 @@ pub(super) fn json(device: &Device, stack: &Stack, inspected: &Inspected, foreca
 
 fn headroom(stack: &Stack) -> String {
     let pressure = &stack.params.pressure;
-    format!(
-        "Elevated below {}, Critical below {}",
-        pressure.elevated_below, pressure.critical_below
-    )
+    format!("Elevated below {}, Critical below {}", pressure.elevated_below, pressure.critical_below)
 }
 
 fn line_of(shortage: &Shortage) -> String {
-    let taken: Vec<_> = shortage
-        .reclaimed
-        .iter()
-        .map(|reclaimed| format!("{} ({})", reclaimed.source, reclaimed.bytes))
-        .collect();
+    let taken: Vec<_> =
+        shortage.reclaimed.iter().map(|reclaimed| format!("{} ({})", reclaimed.source, reclaimed.bytes)).collect();
     let taken = match taken.as_slice() {
         [] => "nothing is reclaimed".to_owned(),
         some => some.join(", then "),
@@ -221,10 +184,7 @@ pub(super) fn verdict(stack: &Stack, forecast: &Forecast) -> String {
             } else {
                 String::new()
             };
-            format!(
-                "cannot work: {} never starts in a budget of {budget}{needs}",
-                waiting.join(", ")
-            )
+            format!("cannot work: {} never starts in a budget of {budget}{needs}", waiting.join(", "))
         }
     }
 }
@@ -240,10 +200,6 @@ fn per_second(milli: u64) -> String {
 fn millions(parameters: u64) -> String {
     match parameters {
         0..1_000_000_000 => format!("{} million", parameters / 1_000_000),
-        _ => format!(
-            "{}.{:02} billion",
-            parameters / 1_000_000_000,
-            parameters / 10_000_000 % 100
-        ),
+        _ => format!("{}.{:02} billion", parameters / 1_000_000_000, parameters / 10_000_000 % 100),
     }
 }

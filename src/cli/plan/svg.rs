@@ -18,23 +18,14 @@ pub(super) fn bar(device: &Device, stack: &Stack, forecast: &Forecast) -> String
         ("KV cache", llm.kv, "#5b9bd5"),
         (
             "other LLM",
-            [llm.fixed, llm.state, llm.workspace]
-                .into_iter()
-                .fold(Bytes::ZERO, Bytes::saturating_add),
+            [llm.fixed, llm.state, llm.workspace].into_iter().fold(Bytes::ZERO, Bytes::saturating_add),
             "#9dc3e6",
         ),
     ];
     parts.extend(kept.map(|(name, bytes, colour)| (name.to_owned(), bytes, colour)));
-    for (worker, colour) in stack
-        .params
-        .workers
-        .iter()
-        .zip(["#4c9f70", "#8fbf73", "#c6a15b", "#b5654a"].iter().cycle())
+    for (worker, colour) in stack.params.workers.iter().zip(["#4c9f70", "#8fbf73", "#c6a15b", "#b5654a"].iter().cycle())
     {
-        let peak = stack
-            .params
-            .peaks
-            .expected(&worker.name, None, worker.peak, worker.steady);
+        let peak = stack.params.peaks.expected(&worker.name, None, worker.peak, worker.steady);
         parts.push((worker.name.clone(), peak, colour));
     }
     let sum = parts.iter().fold(Bytes::ZERO, |sum, part| sum.saturating_add(part.1));
@@ -67,10 +58,8 @@ pub(super) fn bar(device: &Device, stack: &Stack, forecast: &Forecast) -> String
     let elevated = MARGIN + at(budget.total.saturating_sub(stack.params.pressure.elevated_below));
     let critical = MARGIN + at(budget.total.saturating_sub(stack.params.pressure.critical_below));
     for (x, colour) in [(elevated, "#d98e04"), (critical, "#c0392b"), (end, "#222222")] {
-        let _ = write!(
-            body,
-            "<line x1=\"{x}\" y1=\"34\" x2=\"{x}\" y2=\"94\" stroke=\"{colour}\" stroke-width=\"2\"/>"
-        );
+        let _ =
+            write!(body, "<line x1=\"{x}\" y1=\"34\" x2=\"{x}\" y2=\"94\" stroke=\"{colour}\" stroke-width=\"2\"/>");
     }
     let height = 140 + parts.len().div_ceil(3) * 22;
     format!(
@@ -79,18 +68,12 @@ pub(super) fn bar(device: &Device, stack: &Stack, forecast: &Forecast) -> String
          <text x=\"{MARGIN}\" y=\"24\" font-size=\"15\">{}</text>{body}</svg>\n",
         2 * MARGIN + u128::from(WIDTH),
         escaped(&device.name),
-        escaped(&format!(
-            "{}: {} of memory, peak {}",
-            device.name, budget.total, forecast.rehearsal.peak
-        )),
+        escaped(&format!("{}: {} of memory, peak {}", device.name, budget.total, forecast.rehearsal.peak)),
     )
 }
 
 fn escaped(text: &str) -> String {
-    text.replace('&', "&amp;")
-        .replace('<', "&lt;")
-        .replace('>', "&gt;")
-        .replace('"', "&quot;")
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
 
 const WIDTH: u64 = 760;

@@ -109,9 +109,7 @@ fn quits(interval: Duration) -> io::Result<bool> {
 }
 
 async fn look(global: &Global, client: &mut OperatorServiceClient<Channel>) -> Result<GetStatusResponse, CliError> {
-    global
-        .call(client.get_status(global.request(GetStatusRequest {})))
-        .await
+    global.call(client.get_status(global.request(GetStatusRequest {}))).await
 }
 
 /// Adds what has happened since the last look; at first the last events.
@@ -122,11 +120,7 @@ async fn read_events(
 ) -> Result<(), CliError> {
     let oldest = screen.status.last_sequence.saturating_sub(EVENTS_READ);
     let after = screen.events.back().map_or(oldest, |last| last.sequence.max(oldest));
-    let request = WatchEventsRequest {
-        after_sequence: after,
-        boot_id: screen.status.boot_id.clone(),
-        no_follow: true,
-    };
+    let request = WatchEventsRequest { after_sequence: after, boot_id: screen.status.boot_id.clone(), no_follow: true };
     let mut stream = global.call(client.watch_events(global.request(request))).await?;
     while let Some(response) = stream.message().await? {
         if let Some(entry) = response.entry {

@@ -61,12 +61,7 @@ struct Part {
 
 impl Screen {
     pub(super) fn new(status: GetStatusResponse) -> Self {
-        Self {
-            status,
-            events: VecDeque::new(),
-            silent_for: None,
-            palette: Palette::Letters,
-        }
+        Self { status, events: VecDeque::new(), silent_for: None, palette: Palette::Letters }
     }
 
     /// Whether a status is of another run of the supervisor than the one that is shown.
@@ -118,10 +113,7 @@ impl Screen {
 
     fn head(&self, columns: usize) -> Vec<Line<'static>> {
         let status = &self.status;
-        let level = status
-            .pressure
-            .as_ref()
-            .map_or(PressureLevel::Unspecified, Pressure::level);
+        let level = status.pressure.as_ref().map_or(PressureLevel::Unspecified, Pressure::level);
         let colour = match level {
             PressureLevel::Normal => Color::Green,
             PressureLevel::Elevated => Color::Yellow,
@@ -130,10 +122,7 @@ impl Screen {
         };
         let uptime = status.uptime.as_ref().map_or_else(String::new, span);
         let mut title = vec![
-            self.styled(
-                format!("cotenant {}", status.version),
-                Style::new().add_modifier(Modifier::BOLD),
-            ),
+            self.styled(format!("cotenant {}", status.version), Style::new().add_modifier(Modifier::BOLD)),
             format!("  up {uptime}  ").into(),
             self.styled(
                 word(level.as_str_name(), "PRESSURE_LEVEL_"),
@@ -157,11 +146,7 @@ impl Screen {
         for why in &status.reboot_advised {
             let style = Style::new().fg(Color::Red);
             let advised = wrapped(&format!("reboot advised: {why}"), columns);
-            lines.extend(
-                advised
-                    .into_iter()
-                    .map(|line| self.styled(line.to_string(), style).into()),
-            );
+            lines.extend(advised.into_iter().map(|line| self.styled(line.to_string(), style).into()));
         }
         if let Some(pressure) = &status.pressure {
             let headroom = pressure.headroom_bytes.map_or_else(|| "unknown".to_owned(), bytes);
@@ -186,12 +171,7 @@ impl Screen {
         };
         let mut parts = owners(&self.status.leases);
         let mut add = |name: &str, amount, letter, colour| {
-            parts.push(Part {
-                name: name.to_owned(),
-                amount,
-                letter,
-                colour,
-            });
+            parts.push(Part { name: name.to_owned(), amount, letter, colour });
         };
         add("unaccounted", budget.unaccounted_bytes, '?', Color::DarkGray);
         add("free", budget.free_bytes, '.', Color::Reset);
@@ -224,11 +204,7 @@ impl Screen {
     fn engine(&self, engine: &Engine, columns: usize) -> Vec<Line<'static>> {
         let mut title = format!("LLM {}", word(engine.state().as_str_name(), "ENGINE_STATE_"));
         if !engine.model.is_empty() {
-            title = format!(
-                "LLM {}, {}",
-                engine.model,
-                word(engine.state().as_str_name(), "ENGINE_STATE_")
-            );
+            title = format!("LLM {}, {}", engine.model, word(engine.state().as_str_name(), "ENGINE_STATE_"));
         }
         if engine.milli_tokens_per_second > 0 {
             let tenths = engine.milli_tokens_per_second / 100;
@@ -239,9 +215,7 @@ impl Screen {
         }
         let mut lines = wrapped(&title, columns);
         if engine.state() == EngineState::Failed && !engine.failure.is_empty() {
-            lines.push(Line::from(
-                self.styled(escaped(&engine.failure).into_owned(), Style::new().fg(Color::Red)),
-            ));
+            lines.push(Line::from(self.styled(escaped(&engine.failure).into_owned(), Style::new().fg(Color::Red))));
         }
         let part = |name: &str, amount: u32, letter, colour| Part {
             name: name.to_owned(),
@@ -253,10 +227,7 @@ impl Screen {
             let streamed = engine.layers_total.saturating_sub(engine.layers_resident);
             let text = match streamed {
                 0 => format!(" {} layers in memory", engine.layers_total),
-                _ => format!(
-                    " {} of {} layers in memory",
-                    engine.layers_resident, engine.layers_total
-                ),
+                _ => format!(" {} of {} layers in memory", engine.layers_resident, engine.layers_total),
             };
             let layers = [
                 part("in memory", engine.layers_resident, '#', Color::Blue),
@@ -271,12 +242,7 @@ impl Screen {
                 part("in use", engine.kv_used_tokens, '#', Color::Blue),
                 part("kept", engine.kv_kept_tokens, '+', Color::Cyan),
                 part("capacity", capacity.saturating_sub(occupied), '-', Color::DarkGray),
-                part(
-                    "given up",
-                    engine.kv_capacity_full_tokens.saturating_sub(capacity),
-                    '.',
-                    Color::Reset,
-                ),
+                part("given up", engine.kv_capacity_full_tokens.saturating_sub(capacity), '.', Color::Reset),
             ];
             let text = format!(
                 " {occupied} of {capacity} tokens, {}{}",
@@ -400,10 +366,7 @@ fn wrapped(text: &str, columns: usize) -> Vec<Line<'static>> {
 }
 
 fn plain(table: &str) -> Vec<Line<'static>> {
-    table
-        .lines()
-        .map(|line| Line::from(escaped(line).into_owned()))
-        .collect()
+    table.lines().map(|line| Line::from(escaped(line).into_owned())).collect()
 }
 
 /// The line cut to so many columns, with an ellipsis where something is missing.
@@ -435,14 +398,7 @@ fn cut(line: Line<'static>, columns: usize) -> Line<'static> {
     Line::from(spans)
 }
 
-const OWNER_COLOURS: [Color; 6] = [
-    Color::Blue,
-    Color::Magenta,
-    Color::Cyan,
-    Color::Yellow,
-    Color::Green,
-    Color::Red,
-];
+const OWNER_COLOURS: [Color; 6] = [Color::Blue, Color::Magenta, Color::Cyan, Color::Yellow, Color::Green, Color::Red];
 
 /// Columns of a bar beside text.
 const BAR_MAX: usize = 60;
@@ -480,10 +436,7 @@ mod tests {
         let mut screen = Screen::new(GetStatusResponse {
             version: "1.2.3".to_owned(),
             boot_id: "one".to_owned(),
-            uptime: Some(prost_types::Duration {
-                seconds: 3725,
-                nanos: 0,
-            }),
+            uptime: Some(prost_types::Duration { seconds: 3725, nanos: 0 }),
             budget: Some(Budget {
                 budget_bytes: 300 << 20,
                 held_bytes: 244 << 20,
@@ -524,11 +477,8 @@ mod tests {
             ],
             ..GetStatusResponse::default()
         });
-        for (sequence, summary) in [
-            (1, "shed 20 MiB from the LLM for `asr`"),
-            (2, "asr is ready"),
-            (3, "asr is ready"),
-        ] {
+        for (sequence, summary) in [(1, "shed 20 MiB from the LLM for `asr`"), (2, "asr is ready"), (3, "asr is ready")]
+        {
             screen.add(JournalEntry {
                 sequence,
                 name: "applied".to_owned(),

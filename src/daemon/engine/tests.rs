@@ -79,9 +79,7 @@ async fn an_engine_that_broke_down_is_replaced_by_the_next_load() {
 async fn a_header_on_a_disk_that_hangs_is_told_and_read_again_when_the_disk_has_answered() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
-    Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7)
-        .write(&path)
-        .unwrap();
+    Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7).write(&path).unwrap();
     let kept = Mapping::new(Bytes::from_mib(2), Backing::OnTouch).unwrap();
     let kept = Arc::new(SharedMapping::from(kept));
     let (mark, asked) = (Arc::downgrade(&kept), Arc::new(AtomicU32::new(0)));
@@ -120,10 +118,8 @@ async fn a_file_that_holds_another_model_by_then_is_looked_at_again_instead_of_l
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
     let write = |feed_forward: u32| {
-        let model = Synthetic {
-            feed_forward,
-            ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7)
-        };
+        let model =
+            Synthetic { feed_forward, ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7) };
         let other = folder.path().join("other.gguf");
         model.write(&other).unwrap();
         std::fs::rename(other, &path).unwrap();
@@ -136,10 +132,7 @@ async fn a_file_that_holds_another_model_by_then_is_looked_at_again_instead_of_l
     let inspector = Inspector::by(Arc::new(move || Engine::inspect(&theirs, 1)), &control);
     let expected = inspector.expected();
     let start: Starter = Box::new(move |sink| {
-        let model = ModelOptions {
-            name: Some("called so".to_owned()),
-            ..ModelOptions::for_threads(1)
-        };
+        let model = ModelOptions { name: Some("called so".to_owned()), ..ModelOptions::for_threads(1) };
         Engine::start_expecting(EngineOptions::default(), model, expected.clone(), sink)
     });
     let mut driver = EngineDriver::new(start, path.clone(), inspector, &parts).unwrap();
@@ -179,10 +172,7 @@ impl LanguageModel for Measured {
         if self.1.is_some() {
             return Ok(self.1);
         }
-        let nothing = EnginePlan {
-            resident: BTreeSet::new(),
-            ..self.0.plan().clone()
-        };
+        let nothing = EnginePlan { resident: BTreeSet::new(), ..self.0.plan().clone() };
         self.0.apply(&nothing)?;
         Err(ApplyError::Allocate {
             what: "layer 0".to_owned(),
@@ -216,10 +206,7 @@ fn measured(path: &Path, plan: &EnginePlan, found: Option<Calibration>) -> Resul
     let options = ModelOptions::for_threads(1);
     let model = Model::open(path, plan, &options)?;
     let text = TextSide::new(model.header(), model.shape().context_max).unwrap();
-    Ok(Opened {
-        model: Box::new(Measured(model, found)),
-        text,
-    })
+    Ok(Opened { model: Box::new(Measured(model, found)), text })
 }
 
 /// The engine and the arbiter, without the loop between them.
@@ -257,13 +244,7 @@ impl Pair {
     /// What the engine says is in force, and that it uses so much.
     async fn applied(&mut self) -> (EnginePlan, Bytes) {
         let event = self.inbox.recv().await.unwrap().event;
-        let Event::EngineApplied {
-            in_force,
-            used,
-            untouched,
-            ..
-        } = event.clone()
-        else {
+        let Event::EngineApplied { in_force, used, untouched, .. } = event.clone() else {
             panic!("{event:?}");
         };
         self.tell(event);
@@ -276,10 +257,8 @@ impl Pair {
 async fn what_an_engine_could_not_have_back_after_measuring_is_told_and_asked_for_again() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
-    let model = Synthetic {
-        feed_forward: 4096,
-        ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7)
-    };
+    let model =
+        Synthetic { feed_forward: 4096, ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7) };
     model.write(&path).unwrap();
     let (shape, _) = Model::inspect(&path, 1).unwrap();
     assert!(shape.ring_bytes < shape.layers.iter().map(|layer| layer.resident_bytes).sum());
@@ -305,10 +284,7 @@ async fn what_an_engine_could_not_have_back_after_measuring_is_told_and_asked_fo
     assert!(!loaded.resident.is_empty());
     // Measuring is part of the load, and so is what came of it.
     let (receded, used) = pair.applied().await;
-    let fewer = EnginePlan {
-        resident: BTreeSet::new(),
-        ..loaded.clone()
-    };
+    let fewer = EnginePlan { resident: BTreeSet::new(), ..loaded.clone() };
     assert_eq!(receded, fewer);
     assert!(used < with_all);
     let snapshot = pair.arbiter.snapshot();
@@ -329,10 +305,8 @@ async fn what_an_engine_could_not_have_back_after_measuring_is_told_and_asked_fo
 async fn an_engine_that_streams_and_finds_reading_slow_reads_prompts_in_larger_chunks() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
-    let model = Synthetic {
-        feed_forward: 4096,
-        ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7)
-    };
+    let model =
+        Synthetic { feed_forward: 4096, ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7) };
     model.write(&path).unwrap();
     let (shape, _) = Model::inspect(&path, 1).unwrap();
     // Reading a MiB takes a second, or less than computing on it.

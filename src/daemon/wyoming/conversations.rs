@@ -55,21 +55,14 @@ impl Turns {
     }
 
     fn bytes(&self) -> Bytes {
-        self.0
-            .iter()
-            .fold(Bytes::ZERO, |sum, turn| sum.saturating_add(turn.bytes()))
+        self.0.iter().fold(Bytes::ZERO, |sum, turn| sum.saturating_add(turn.bytes()))
     }
 }
 
 impl Conversations {
     /// None yet; at most `limit` of them, and `bytes_max` of each.
     pub(super) const fn new(limit: usize, bytes_max: Bytes) -> Self {
-        Self {
-            limit,
-            bytes_max,
-            known: BTreeMap::new(),
-            clock: 0,
-        }
+        Self { limit, bytes_max, known: BTreeMap::new(), clock: 0 }
     }
 
     /// What was said so far in a conversation.

@@ -83,10 +83,7 @@ impl InfoCache {
             let mut failed = false;
             for worker in &workers {
                 let name = worker.name();
-                let ready = state
-                    .workers
-                    .iter()
-                    .find(|view| view.name == name && view.state == WorkerState::Ready);
+                let ready = state.workers.iter().find(|view| view.name == name && view.state == WorkerState::Ready);
                 let (Some(ready), Some(endpoint)) = (ready, worker.endpoint()) else {
                     continue;
                 };
@@ -136,12 +133,7 @@ impl InfoCache {
 impl Parts {
     /// The workers and the LLM, with these settings.
     pub(super) fn new(settings: &Settings, asr: Option<String>, tts: Option<String>, llm: Option<String>) -> Self {
-        Self {
-            asr,
-            tts,
-            llm,
-            languages: settings.languages.clone(),
-        }
+        Self { asr, tts, llm, languages: settings.languages.clone() }
     }
 
     /// The whole answer, of what is known.
@@ -188,21 +180,14 @@ impl Parts {
     }
 
     fn model(&self, name: &str, what: &str) -> Model {
-        Model {
-            artifact: installed(name, what),
-            languages: self.languages.clone(),
-            speakers: Vec::new(),
-        }
+        Model { artifact: installed(name, what), languages: self.languages.clone(), speakers: Vec::new() }
     }
 }
 
 fn installed(name: &str, what: &str) -> Artifact {
     Artifact {
         name: name.to_owned(),
-        attribution: Attribution {
-            name: "cotenant".to_owned(),
-            url: String::new(),
-        },
+        attribution: Attribution { name: "cotenant".to_owned(), url: String::new() },
         installed: true,
         description: Some(format!("{what} `{name}`")),
         version: Some(env!("CARGO_PKG_VERSION").to_owned()),
@@ -258,10 +243,7 @@ mod tests {
         let mut said = Info::default();
         said.asr.push(AsrProgram {
             artifact: installed("whisper", "x"),
-            models: vec![Model {
-                languages: vec!["de".to_owned(), "en".to_owned()],
-                ..Model::default()
-            }],
+            models: vec![Model { languages: vec!["de".to_owned(), "en".to_owned()], ..Model::default() }],
             supports_transcript_streaming: true,
         });
         known.insert("asr".to_owned(), said);

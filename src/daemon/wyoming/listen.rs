@@ -42,10 +42,7 @@ impl Bound {
             };
             let server = Server::bind(&endpoint, limits)
                 .await
-                .map_err(|source| RunError::Listen {
-                    listener: format!("wyoming {endpoint}"),
-                    source,
-                })?;
+                .map_err(|source| RunError::Listen { listener: format!("wyoming {endpoint}"), source })?;
             servers.push(server);
         }
         Ok(Self(servers))
@@ -55,11 +52,7 @@ impl Bound {
     pub(in crate::daemon) fn addresses(&self) -> String {
         let known = self.0.iter().filter_map(|server| server.endpoint().ok());
         let words: Vec<String> = known.map(|endpoint| endpoint.to_string()).collect();
-        if words.is_empty() {
-            "none".to_owned()
-        } else {
-            words.join(", ")
-        }
+        if words.is_empty() { "none".to_owned() } else { words.join(", ") }
     }
 
     /// Serves until `stop` is cancelled.

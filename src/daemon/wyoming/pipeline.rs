@@ -198,12 +198,7 @@ struct Spoken {
 impl Run {
     /// A run that answers by `reply`, until it is cancelled by `unwanted`.
     pub(super) fn new(api: Api, reply: Reply, unwanted: CancellationToken) -> Self {
-        Self {
-            api,
-            reply,
-            unwanted,
-            began: Instant::now(),
-        }
+        Self { api, reply, unwanted, began: Instant::now() }
     }
 
     /// Runs all stages up to `last`.
@@ -257,11 +252,7 @@ impl Run {
         };
         let heard = heard?;
         drop(held);
-        let transcript = Written {
-            text: heard.text.clone(),
-            language: heard.language,
-            context: None,
-        };
+        let transcript = Written { text: heard.text.clone(), language: heard.language, context: None };
         self.reply.send(Event::Transcript(transcript)).await?;
         if in_pieces.into_inner() {
             self.reply.send(Event::TranscriptStop).await?;
@@ -270,9 +261,7 @@ impl Run {
             return Ok(());
         }
         if heard.text.trim().is_empty() {
-            self.reply
-                .send(Event::NotHandled(said("nothing was heard", Map::new())))
-                .await?;
+            self.reply.send(Event::NotHandled(said("nothing was heard", Map::new()))).await?;
             return Ok(());
         }
         self.reply_to(heard.text, Map::new(), last).await
@@ -341,10 +330,7 @@ impl Run {
     }
 
     async fn reply_to(&self, text: String, context: Map<String, Value>, last: LastStage) -> Result<(), Failure> {
-        let mut answer = Answer {
-            context,
-            ..Answer::default()
-        };
+        let mut answer = Answer { context, ..Answer::default() };
         let mut spoken = Spoken::default();
         let (reply, dropped) = self.reply.cancellable();
         let work = async {
@@ -353,11 +339,7 @@ impl Run {
             }
             let (sentences, to_speak) = mpsc::channel(SENTENCES_AHEAD);
             let written = self.answer(&text, &mut answer, Some(sentences), &reply);
-            tokio::try_join!(
-                written,
-                self.speak(to_speak, VoiceChoice::default(), &mut spoken, &reply)
-            )
-            .map(drop)
+            tokio::try_join!(written, self.speak(to_speak, VoiceChoice::default(), &mut spoken, &reply)).map(drop)
         };
         let done = self.unless_unwanted(work).await;
         if done.is_none() {
@@ -365,8 +347,7 @@ impl Run {
             dropped.cancel();
         }
         self.remember(&text, &answer);
-        self.close_answer(done.as_ref().is_some_and(Result::is_ok), &answer)
-            .await?;
+        self.close_answer(done.as_ref().is_some_and(Result::is_ok), &answer).await?;
         let refused = match done {
             Some(Err(Failure::Refused(refusal))) => Some(refusal),
             Some(Err(lost)) => return Err(lost),
@@ -407,9 +388,7 @@ impl Run {
             return Ok(()); // its beginning has been said, and closed
         }
         tracing::info!(text, "not handled");
-        self.reply
-            .send(Event::NotHandled(said(&text, answer.context.clone())))
-            .await?;
+        self.reply.send(Event::NotHandled(said(&text, answer.context.clone()))).await?;
         if last < LastStage::Speech {
             return Ok(());
         }
@@ -432,9 +411,7 @@ impl Run {
             };
         }
         if !answer.begun {
-            let start = HandledStart {
-                context: some(answer.context.clone()),
-            };
+            let start = HandledStart { context: some(answer.context.clone()) };
             self.reply.send(Event::HandledStart(start)).await?;
         }
         let handled = said(&answer.text, answer.context.clone());
@@ -494,9 +471,7 @@ impl Run {
                         if !std::mem::replace(&mut answer.begun, true) {
                             answer.first_after = Some(self.began.elapsed());
                             self.api.0.metrics.first_token(self.began.elapsed());
-                            let start = HandledStart {
-                                context: some(answer.context.clone()),
-                            };
+                            let start = HandledStart { context: some(answer.context.clone()) };
                             reply.send(Event::HandledStart(start)).await?;
                         }
                         answer.text.push_str(&piece);
@@ -566,8 +541,7 @@ impl Run {
         }
         // A text without words is a start and a stop.
         if spoken.format.is_none() {
-            self.start_audio(AudioFormat::mono_16_bit(SILENT_RATE_HZ), &mut spoken, &self.reply)
-                .await?;
+            self.start_audio(AudioFormat::mono_16_bit(SILENT_RATE_HZ), &mut spoken, &self.reply).await?;
         }
         self.reply.send(Event::AudioStop(AudioStop::default())).await?;
         if streaming {
@@ -630,10 +604,7 @@ impl Run {
 
     async fn start_audio(&self, format: AudioFormat, spoken: &mut Spoken, reply: &Reply) -> Result<(), Failure> {
         spoken.format = Some(format);
-        let start = AudioStart {
-            format,
-            timestamp: None,
-        };
+        let start = AudioStart { format, timestamp: None };
         Ok(reply.send(Event::AudioStart(start)).await?)
     }
 
@@ -645,11 +616,7 @@ impl Run {
         reply: &Reply,
     ) -> Result<(), Failure> {
         for samples in samples.chunks(CHUNK_SAMPLES) {
-            let chunk = AudioChunk {
-                format,
-                timestamp: None,
-                audio: pcm_bytes(samples),
-            };
+            let chunk = AudioChunk { format, timestamp: None, audio: pcm_bytes(samples) };
             reply.send(Event::AudioChunk(chunk)).await?;
             if spoken.first_after.is_none() {
                 spoken.first_after = Some(self.began.elapsed());
@@ -704,10 +671,7 @@ const fn name_of(begin: &Input, last: LastStage) -> &'static str {
 }
 
 fn missing(act: &str, what: &str) -> Refusal {
-    Refusal::NotConfigured {
-        act: act.to_owned(),
-        what: what.to_owned(),
-    }
+    Refusal::NotConfigured { act: act.to_owned(), what: what.to_owned() }
 }
 
 fn unusable(error: &dyn std::error::Error) -> Refusal {
@@ -720,10 +684,7 @@ fn unusable(error: &dyn std::error::Error) -> Refusal {
 
 /// Whether a shorter prompt would be taken.
 const fn is_too_long(refusal: &Refusal) -> bool {
-    matches!(
-        refusal,
-        Refusal::ContextLengthExceeded { .. } | Refusal::KvCapacityShed { .. }
-    )
+    matches!(refusal, Refusal::ContextLengthExceeded { .. } | Refusal::KvCapacityShed { .. })
 }
 
 /// The name of the conversation that a context belongs to.
@@ -732,10 +693,7 @@ fn conversation(context: &Map<String, Value>) -> Option<&str> {
 }
 
 fn said(text: &str, context: Map<String, Value>) -> Handled {
-    Handled {
-        text: Some(text.to_owned()),
-        context: some(context),
-    }
+    Handled { text: Some(text.to_owned()), context: some(context) }
 }
 
 fn some(context: Map<String, Value>) -> Option<Map<String, Value>> {

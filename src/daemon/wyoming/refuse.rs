@@ -135,17 +135,11 @@ mod tests {
             "cannot take a prompt of 900 tokens now: the KV cache of `demo` is shed to 512 of 4096 tokens"
         );
         assert_eq!(error_of(&shed).code, "memory-pressure");
-        let lost = Refusal::EngineLost {
-            reason: "it panicked".to_owned(),
-            retry_after: Duration::from_secs(1),
-        };
+        let lost = Refusal::EngineLost { reason: "it panicked".to_owned(), retry_after: Duration::from_secs(1) };
         let Unanswered::Error(error) = unanswered(&lost) else {
             panic!("{lost:?}");
         };
         assert_eq!(error.code, "engine-lost");
-        assert!(
-            error.text.contains("it panicked") && error.text.contains("hint"),
-            "{error}"
-        );
+        assert!(error.text.contains("it panicked") && error.text.contains("hint"), "{error}");
     }
 }

@@ -70,14 +70,7 @@ impl Job {
 impl Connection {
     /// A new connection.
     pub(super) const fn new(api: Api) -> Self {
-        Self {
-            api,
-            language: None,
-            recording: None,
-            pipeline: None,
-            text: None,
-            job: None,
-        }
+        Self { api, language: None, recording: None, pipeline: None, text: None, job: None }
     }
 
     /// Waits for the current task. Requests on one connection are answered in their order.
@@ -164,10 +157,9 @@ impl Connection {
             let name = &voice.artifact.name;
             let known: Vec<&str> = voice.speakers.iter().map(|speaker| speaker.name.as_str()).collect();
             return match &speaker {
-                Some(speaker) if known.is_empty() => Err(unknown_speaker(
-                    speaker,
-                    &format!("the voice `{name}` is of one person"),
-                )),
+                Some(speaker) if known.is_empty() => {
+                    Err(unknown_speaker(speaker, &format!("the voice `{name}` is of one person")))
+                }
                 Some(speaker) if !known.contains(&speaker.as_str()) => {
                     let shown = known.iter().take(SPEAKERS_SHOWN).map(|known| format!("`{known}`"));
                     let shown = shown.collect::<Vec<_>>().join(", ");
@@ -231,30 +223,18 @@ impl Session for Connection {
                     None => (MonoAudio::new(ASR_RATE_HZ, Vec::new()), None),
                 };
                 let last = match self.pipeline {
-                    Some(Pipeline {
-                        from: FirstStage::Audio,
-                        to,
-                    }) => to,
+                    Some(Pipeline { from: FirstStage::Audio, to }) => to,
                     Some(_) | None => LastStage::Text,
                 };
-                let begin = Input::Audio {
-                    audio,
-                    held,
-                    language: self.language.clone(),
-                };
+                let begin = Input::Audio { audio, held, language: self.language.clone() };
                 self.start(begin, last, reply);
                 Ok(())
             }
             Event::Transcript(said) => {
                 self.barge_in().await?;
                 // Typed text goes through the same stages as speech.
-                let last = self
-                    .pipeline
-                    .map_or(LastStage::Answer, |pipeline| pipeline.to.max(LastStage::Answer));
-                let begin = Input::Text {
-                    text: said.text,
-                    context: said.context.unwrap_or_default(),
-                };
+                let last = self.pipeline.map_or(LastStage::Answer, |pipeline| pipeline.to.max(LastStage::Answer));
+                let begin = Input::Text { text: said.text, context: said.context.unwrap_or_default() };
                 self.start(begin, last, reply);
                 Ok(())
             }
@@ -264,10 +244,7 @@ impl Session for Connection {
                 self.settle().await?;
                 server::check_text_length(wanted.text.len())?;
                 let voice = self.voice(wanted.voice)?;
-                let begin = Input::Words {
-                    text: wanted.text,
-                    voice,
-                };
+                let begin = Input::Words { text: wanted.text, voice };
                 self.start(begin, LastStage::Speech, reply);
                 Ok(())
             }
@@ -282,7 +259,7 @@ impl Session for Connection {
             Event::SynthesizeChunk(piece) => {
                 let Some(text) = &mut self.text else {
                     return Err(
-                        server::Refusal::new(BAD_REQUEST, "`synthesize-chunk` without `synthesize-start`").into(),
+                        server::Refusal::new(BAD_REQUEST, "`synthesize-chunk` without `synthesize-start`").into()
                     );
                 };
                 text.bytes += piece.text.len();
@@ -297,10 +274,8 @@ impl Session for Connection {
             },
             // Clients wait for an answer to these for as long as the connection is open.
             Event::Other(frame) if matches!(frame.kind.as_str(), "recognize" | "detect") => {
-                let text = format!(
-                    "no service for `{}` is configured (hint: send `transcript` to the assistant)",
-                    frame.kind
-                );
+                let text =
+                    format!("no service for `{}` is configured (hint: send `transcript` to the assistant)", frame.kind);
                 Err(server::Refusal::new(NOT_SUPPORTED, text).into())
             }
             _ => Ok(()),
@@ -352,7 +327,7 @@ impl Recording {
     fn push(&mut self, format: AudioFormat, bytes: &[u8], api: &Api) -> Result<(), SessionError> {
         if format != self.decoder.format() {
             return Err(
-                server::Refusal::new(BAD_REQUEST, "`audio-chunk` differs in format from its `audio-start`").into(),
+                server::Refusal::new(BAD_REQUEST, "`audio-chunk` differs in format from its `audio-start`").into()
             );
         }
         let samples = self.decoder.push(bytes);

@@ -81,12 +81,7 @@ pub(super) struct Counted<'a> {
 
 impl<'a> Counted<'a> {
     pub(super) fn begin(metrics: &'a Metrics, what: &'static str) -> Self {
-        Self {
-            metrics,
-            what,
-            began: Instant::now(),
-            code: CANCELLED,
-        }
+        Self { metrics, what, began: Instant::now(), code: CANCELLED }
     }
 
     pub(super) fn ended(mut self, code: u16) {

@@ -34,10 +34,7 @@ impl Owner {
     }
 
     pub(super) fn buffer(&self, memory: impl Into<SharedMapping>) -> Buffer {
-        Buffer {
-            memory: Arc::new(memory.into()),
-            owner: self.0,
-        }
+        Buffer { memory: Arc::new(memory.into()), owner: self.0 }
     }
 
     /// Floats of a buffer, as long as nothing else is done with it.
@@ -49,17 +46,11 @@ impl Owner {
     }
 
     pub(super) fn region(&self, space: Reserve) -> Region {
-        Region {
-            space: Arc::new(Space::Host(space)),
-            owner: self.0,
-        }
+        Region { space: Arc::new(Space::Host(space)), owner: self.0 }
     }
 
     pub(super) fn device_region(&self, space: Box<dyn DeviceSpace>) -> Region {
-        Region {
-            space: Arc::new(Space::Device(space)),
-            owner: self.0,
-        }
+        Region { space: Arc::new(Space::Device(space)), owner: self.0 }
     }
 
     /// Where the device has a view, all of which lies in its buffer.
@@ -85,11 +76,7 @@ impl Owner {
     }
 
     fn is_own(&self, owner: u64) -> Result<(), DeviceError> {
-        if owner == self.0 {
-            Ok(())
-        } else {
-            Err(DeviceError::new("memory of another backend is used".to_owned()))
-        }
+        if owner == self.0 { Ok(()) } else { Err(DeviceError::new("memory of another backend is used".to_owned())) }
     }
 }
 
@@ -169,12 +156,7 @@ impl Buffer {
     /// `len` bytes from `offset`.
     #[must_use]
     pub fn view_bytes(&self, offset: usize, len: usize) -> View {
-        View {
-            memory: Arc::clone(&self.memory),
-            owner: self.owner,
-            offset,
-            len,
-        }
+        View { memory: Arc::clone(&self.memory), owner: self.owner, offset, len }
     }
 
     /// Gives it back; says how much of it had been in memory: nothing as long as something in flight, or a read that hangs, has it.
@@ -291,10 +273,7 @@ impl Region {
     /// The same for an operation.
     #[must_use]
     pub fn lend(&self) -> Self {
-        Self {
-            space: Arc::clone(&self.space),
-            owner: self.owner,
-        }
+        Self { space: Arc::clone(&self.space), owner: self.owner }
     }
 }
 
@@ -315,12 +294,7 @@ impl Cells<'_> {
     /// The same without what it borrows.
     #[must_use]
     pub fn into_owned(self) -> Cells<'static> {
-        Cells {
-            space: self.space,
-            kind: self.kind,
-            shape: self.shape,
-            places: self.places.into_owned().into(),
-        }
+        Cells { space: self.space, kind: self.kind, shape: self.shape, places: self.places.into_owned().into() }
     }
 }
 
@@ -356,12 +330,7 @@ pub(super) struct Access<'op> {
 
 impl<'op> Access<'op> {
     pub(super) const fn new(owner: &'op mut Owner) -> Self {
-        Self {
-            owner: owner.0,
-            spans: [(0, 0, false); SPANS_MAX],
-            count: 0,
-            exclusive: PhantomData,
-        }
+        Self { owner: owner.0, spans: [(0, 0, false); SPANS_MAX], count: 0, exclusive: PhantomData }
     }
 
     /// Floats to be read.
@@ -396,10 +365,7 @@ impl<'op> Access<'op> {
     }
 
     /// Floats to be written.
-    #[expect(
-        clippy::mut_from_ref,
-        reason = "`open` has checked that nothing else is opened there"
-    )]
+    #[expect(clippy::mut_from_ref, reason = "`open` has checked that nothing else is opened there")]
     pub(super) fn write(&mut self, view: &'op View) -> Result<&'op mut [f32], DeviceError> {
         let start = self.open(view, true)?;
         floats_of(start, view.len)?;
@@ -408,10 +374,7 @@ impl<'op> Access<'op> {
     }
 
     /// Bytes to be written.
-    #[expect(
-        clippy::mut_from_ref,
-        reason = "`open` has checked that nothing else is opened there"
-    )]
+    #[expect(clippy::mut_from_ref, reason = "`open` has checked that nothing else is opened there")]
     pub(super) fn write_bytes(&mut self, view: &'op View) -> Result<&'op mut [u8], DeviceError> {
         let start = self.open(view, true)?;
         // SAFETY: as in `write`.
@@ -428,11 +391,7 @@ impl<'op> Access<'op> {
     }
 
     fn is_own(&self, owner: u64) -> Result<(), DeviceError> {
-        if owner == self.owner {
-            Ok(())
-        } else {
-            Err(DeviceError::new("memory of another backend is used".to_owned()))
-        }
+        if owner == self.owner { Ok(()) } else { Err(DeviceError::new("memory of another backend is used".to_owned())) }
     }
 
     fn address(&self, view: &View) -> Result<NonNull<u8>, DeviceError> {
@@ -447,9 +406,7 @@ impl<'op> Access<'op> {
         }
         let from = start.addr().get();
         let Some(span) = self.spans.get_mut(self.count) else {
-            return Err(DeviceError::new(format!(
-                "an operation uses more than {SPANS_MAX} views"
-            )));
+            return Err(DeviceError::new(format!("an operation uses more than {SPANS_MAX} views")));
         };
         *span = (from, from + view.len, written);
         self.count += 1;
@@ -459,10 +416,7 @@ impl<'op> Access<'op> {
     /// Whether something else is opened there, of which one of the two is written.
     fn overlaps(&self, start: NonNull<u8>, len: usize, written: bool) -> bool {
         let (from, to) = (start.addr().get(), start.addr().get() + len);
-        self.spans
-            .iter()
-            .take(self.count)
-            .any(|&(first, end, other)| (written || other) && from < end && first < to)
+        self.spans.iter().take(self.count).any(|&(first, end, other)| (written || other) && from < end && first < to)
     }
 }
 

@@ -15,10 +15,7 @@ use crate::{
 
 /// Something to compute.
 #[derive(Debug)]
-#[expect(
-    clippy::large_enum_variant,
-    reason = "a box would be an allocation for each operation"
-)]
+#[expect(clippy::large_enum_variant, reason = "a box would be an allocation for each operation")]
 pub enum Operation<'a> {
     /// The gate of a feed-forward part.
     Activate(Activate),
@@ -72,10 +69,7 @@ impl Operation<'_> {
         match self {
             Self::Activate(job) => Operation::Activate(job),
             Self::Attend(job) => Operation::Attend(Attend {
-                gap: job.gap.map(|gap| Gap {
-                    after: gap.after,
-                    back: gap.back.into_owned().into(),
-                }),
+                gap: job.gap.map(|gap| Gap { after: gap.after, back: gap.back.into_owned().into() }),
                 cells: job.cells.into_owned(),
                 ..job
             }),
@@ -83,24 +77,14 @@ impl Operation<'_> {
             Self::Copy { from, to } => Operation::Copy { from, to },
             Self::Delta(job) => Operation::Delta(job),
             Self::Fill { floats, value } => Operation::Fill { floats, value },
-            Self::Finish(job) => Operation::Finish(Finish {
-                said: job.said.into_owned().into(),
-                ..job
-            }),
+            Self::Finish(job) => Operation::Finish(Finish { said: job.said.into_owned().into(), ..job }),
             Self::Move { space, from, to, len } => Operation::Move { space, from, to, len },
-            Self::Multiply(job) => Operation::Multiply(Multiply {
-                products: job.products.into_owned().into(),
-                ..job
-            }),
+            Self::Multiply(job) => Operation::Multiply(Multiply { products: job.products.into_owned().into(), ..job }),
             Self::Norm(job) => Operation::Norm(job),
-            Self::Rotate(job) => Operation::Rotate(Rotate {
-                factors: job.factors.map(|factors| factors.into_owned().into()),
-                ..job
-            }),
-            Self::Widen(job) => Operation::Widen(Widen {
-                rows: job.rows.iter().map(Row::to_owned).collect(),
-                ..job
-            }),
+            Self::Rotate(job) => {
+                Operation::Rotate(Rotate { factors: job.factors.map(|factors| factors.into_owned().into()), ..job })
+            }
+            Self::Widen(job) => Operation::Widen(Widen { rows: job.rows.iter().map(Row::to_owned).collect(), ..job }),
         }
     }
 }
@@ -118,21 +102,13 @@ impl Types {
 
     /// Whether `is` holds for any of them.
     pub fn any(self, is: impl Fn(GgmlDType) -> bool) -> bool {
-        ALL_TYPES
-            .iter()
-            .enumerate()
-            .any(|(number, dtype)| self.0 >> number & 1 == 1 && is(*dtype))
+        ALL_TYPES.iter().enumerate().any(|(number, dtype)| self.0 >> number & 1 == 1 && is(*dtype))
     }
 }
 
 impl FromIterator<GgmlDType> for Types {
     fn from_iter<I: IntoIterator<Item = GgmlDType>>(types: I) -> Self {
-        let bit = |dtype| {
-            ALL_TYPES
-                .iter()
-                .position(|known| *known == dtype)
-                .map_or(0, |number| 1 << number)
-        };
+        let bit = |dtype| ALL_TYPES.iter().position(|known| *known == dtype).map_or(0, |number| 1 << number);
         Self(types.into_iter().map(bit).fold(0, |all, bit| all | bit))
     }
 }

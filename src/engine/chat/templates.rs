@@ -116,10 +116,5 @@ fn templates_of_public_models_are_rendered_as_transformers_does() {
         println!("left out: {absent} renderings: COTENANT_LLAMA_VOCABULARIES names no folder with their templates");
     }
     assert!(compared >= 70, "{compared}");
-    assert!(
-        different.is_empty(),
-        "{} of {compared}:\n{}",
-        different.len(),
-        different.join("\n")
-    );
+    assert!(different.is_empty(), "{} of {compared}:\n{}", different.len(), different.join("\n"));
 }

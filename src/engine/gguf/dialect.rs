@@ -44,9 +44,7 @@ impl Header {
 
     fn complete_gemma3(&mut self) {
         let is_vision = |name: &String| name.starts_with("v.");
-        let long = self
-            .u32("gemma3.context_length")
-            .is_some_and(|context| context >= GEMMA3_LONG);
+        let long = self.u32("gemma3.context_length").is_some_and(|context| context >= GEMMA3_LONG);
         let epsilon = "gemma3.attention.layer_norm_rms_epsilon";
         let unusual = self.tensors.keys().any(is_vision) || self.value(epsilon).is_none();
         if !unusual {
@@ -75,22 +73,14 @@ impl Header {
 
     /// `blk.N.ssm_dt` is what llama.cpp calls `blk.N.ssm_dt.bias`.
     fn rename_time_steps(&mut self) {
-        let theirs: Vec<String> = self
-            .tensors
-            .keys()
-            .filter(|name| name.ends_with(".ssm_dt"))
-            .cloned()
-            .collect();
+        let theirs: Vec<String> = self.tensors.keys().filter(|name| name.ends_with(".ssm_dt")).cloned().collect();
         for name in theirs {
             let ours = format!("{name}.bias");
             if self.tensors.contains_key(&ours) {
                 continue;
             }
             if let Some(info) = self.tensors.remove(&name) {
-                let info = TensorInfo {
-                    name: ours.clone(),
-                    ..info
-                };
+                let info = TensorInfo { name: ours.clone(), ..info };
                 self.tensors.insert(ours, info);
             }
         }
@@ -103,11 +93,7 @@ const KEYS: [(&str, &str, &str); 6] = [
     ("gemma3", "rope.local.freq_base", "rope.freq_base_swa"),
     ("mistral3", "rope.scaling.beta_fast", "rope.scaling.yarn_beta_fast"),
     ("mistral3", "rope.scaling.beta_slow", "rope.scaling.yarn_beta_slow"),
-    (
-        "mistral3",
-        "rope.scaling.mscale_all_dim",
-        "rope.scaling.yarn_log_multiplier",
-    ),
+    ("mistral3", "rope.scaling.mscale_all_dim", "rope.scaling.yarn_log_multiplier"),
     ("mistral3", "rope.scaling_beta", "attention.temperature_scale"),
 ];
 

@@ -83,11 +83,7 @@ impl Header {
         let what = format!("the header of {name}");
         let ask = |ask: &dyn Fn() -> io::Result<Metadata>| {
             let meta = watch.asking_for(&what, ask).map_err(LoadErrorKind::Open)?;
-            if meta.is_file() {
-                Ok(meta)
-            } else {
-                Err(LoadErrorKind::NotAFile)
-            }
+            if meta.is_file() { Ok(meta) } else { Err(LoadErrorKind::NotAFile) }
         };
         // Before it is opened too: opening a pipe waits for a writer.
         ask(&|| fs::metadata(path))?;
@@ -96,12 +92,7 @@ impl Header {
         let meta = ask(&|| file.metadata())?;
         let file_bytes = meta.len();
         let asking = WatchedFile::new(&file, &what, watch);
-        let mut parser = Parser {
-            input: BufReader::with_capacity(1 << 18, asking),
-            position: 0,
-            file_bytes,
-            kept: 0,
-        };
+        let mut parser = Parser { input: BufReader::with_capacity(1 << 18, asking), position: 0, file_bytes, kept: 0 };
         let mut magic = [0u8; 4];
         match parser.fill("magic", &mut magic) {
             Ok(()) if magic == *b"GGUF" => {}
@@ -176,11 +167,7 @@ impl Header {
             metadata,
             tensors,
             file_bytes: Bytes::new(file_bytes),
-            parts: vec![Part {
-                path: path.to_owned(),
-                base: 0,
-                bytes: Bytes::new(file_bytes),
-            }],
+            parts: vec![Part { path: path.to_owned(), base: 0, bytes: Bytes::new(file_bytes) }],
         };
         Ok((header, OpenFile { file, was: meta, head }))
     }
@@ -306,11 +293,8 @@ impl Header {
     /// Heap memory that the header occupies, up to allocator rounding.
     #[must_use]
     pub fn heap_bytes(&self) -> Bytes {
-        let entries: usize = self
-            .metadata
-            .iter()
-            .map(|(key, value)| key.len() + size_of::<(String, Value)>() + value.heap_len())
-            .sum();
+        let entries: usize =
+            self.metadata.iter().map(|(key, value)| key.len() + size_of::<(String, Value)>() + value.heap_len()).sum();
         let tensors: usize = self
             .tensors
             .values()
@@ -321,8 +305,7 @@ impl Header {
 
     /// Drops the large lists (vocabulary and merges), once a tokenizer has been built from them.
     pub fn forget_lists(&mut self) {
-        self.metadata
-            .retain(|_, value| !matches!(value, Value::Array(array) if array.heap_len() > LIST_BYTES_KEPT));
+        self.metadata.retain(|_, value| !matches!(value, Value::Array(array) if array.heap_len() > LIST_BYTES_KEPT));
     }
 }
 
@@ -336,10 +319,7 @@ fn locate(
     file_bytes: u64,
 ) -> Result<TensorInfo, LoadErrorKind> {
     let Some(dtype) = dtype_of(kind) else {
-        return Err(LoadErrorKind::TensorType {
-            tensor: name,
-            dtype: type_name(kind),
-        });
+        return Err(LoadErrorKind::TensorType { tensor: name, dtype: type_name(kind) });
     };
     let elements = dims.iter().try_fold(1u64, |product, &dim| product.checked_mul(dim));
     let row = dims.first().copied().unwrap_or(1);
@@ -358,25 +338,12 @@ fn locate(
     let start = data_start.saturating_add(offset);
     let end = start.saturating_add(bytes);
     if end > file_bytes {
-        return Err(LoadErrorKind::TensorOutside {
-            tensor: name,
-            end: Bytes::new(end),
-            file: Bytes::new(file_bytes),
-        });
+        return Err(LoadErrorKind::TensorOutside { tensor: name, end: Bytes::new(end), file: Bytes::new(file_bytes) });
     }
     if !start.is_multiple_of(TENSOR_ALIGNMENT_MIN) {
-        return Err(LoadErrorKind::TensorAlignment {
-            tensor: name,
-            offset: start,
-        });
+        return Err(LoadErrorKind::TensorAlignment { tensor: name, offset: start });
     }
-    Ok(TensorInfo {
-        name,
-        dtype,
-        dims,
-        offset: start,
-        bytes: Bytes::new(bytes),
-    })
+    Ok(TensorInfo { name, dtype, dims, offset: start, bytes: Bytes::new(bytes) })
 }
 
 /// Tensors share no byte, as with llama.cpp, which wants one right behind the other.
@@ -530,9 +497,7 @@ mod tests {
     fn it_finds_what_candles_reader_finds() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.gguf");
-        Synthetic::tiny(Architecture::Qwen35, TypeMix::Q4KM, 1)
-            .write(&path)
-            .unwrap();
+        Synthetic::tiny(Architecture::Qwen35, TypeMix::Q4KM, 1).write(&path).unwrap();
         let header = Header::read(&path).unwrap();
         let theirs = candle_core::quantized::gguf_file::Content::read(&mut File::open(&path).unwrap()).unwrap();
         assert_eq!(header.tensors().count(), theirs.tensor_infos.len());
@@ -626,31 +591,19 @@ mod tests {
         let header = with_list(folder.path(), 4, &items[40_000..]).unwrap();
         assert_eq!(header.ints("list"), Some(&many[40_000..]));
         let header = with_list(folder.path(), 4, &[vec![1, 0, 0, 0], vec![255; 4]]).unwrap();
-        assert_eq!(
-            header.value("list"),
-            Some(&Value::Array(Array::Long(vec![1, u32::MAX.into()])))
-        );
+        assert_eq!(header.value("list"), Some(&Value::Array(Array::Long(vec![1, u32::MAX.into()]))));
         let short = [items.clone(), vec![vec![1, 2]]].concat();
         assert!(with_list(folder.path(), 5, &short).is_err());
     }
 
     #[test]
     fn types_that_are_refused_have_names_as_far_as_there_are_any() {
-        for (kind, name) in [
-            (4, "Q4_2"),
-            (31, "Q4_0_4_4"),
-            (38, "IQ4_NL_8_8"),
-            (40, "NVFP4"),
-            (42, "Q2_0"),
-        ] {
+        for (kind, name) in [(4, "Q4_2"), (31, "Q4_0_4_4"), (38, "IQ4_NL_8_8"), (40, "NVFP4"), (42, "Q2_0")] {
             assert_eq!(type_name(kind), name);
         }
         // `GGML_TYPE_COUNT` is 43.
         for kind in 0..43 {
-            assert!(
-                dtype_of(kind).is_some() || !type_name(kind).starts_with("number"),
-                "{kind}"
-            );
+            assert!(dtype_of(kind).is_some() || !type_name(kind).starts_with("number"), "{kind}");
         }
         assert_eq!(type_name(43), "number 43");
     }

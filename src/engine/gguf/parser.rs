@@ -17,11 +17,7 @@ impl<R: BufRead> Parser<R> {
     pub(super) fn fill(&mut self, what: &str, buffer: &mut [u8]) -> Result<(), LoadErrorKind> {
         self.input.read_exact(buffer).map_err(|source| {
             if source.kind() == std::io::ErrorKind::UnexpectedEof {
-                LoadErrorKind::Truncated {
-                    what: what.to_owned(),
-                    at: self.position,
-                    file: Bytes::new(self.file_bytes),
-                }
+                LoadErrorKind::Truncated { what: what.to_owned(), at: self.position, file: Bytes::new(self.file_bytes) }
             } else {
                 LoadErrorKind::Open(source)
             }
@@ -50,11 +46,7 @@ impl<R: BufRead> Parser<R> {
         let room = (self.file_bytes - self.position.min(self.file_bytes)) / each;
         let limit = limit.min(room);
         if count > limit {
-            return Err(LoadErrorKind::Limit {
-                what: what.to_owned(),
-                value: count,
-                limit,
-            });
+            return Err(LoadErrorKind::Limit { what: what.to_owned(), value: count, limit });
         }
         Ok(count)
     }
@@ -150,9 +142,7 @@ impl<R: BufRead> Parser<R> {
         self.keep(key, count * 8)?;
         Ok(match kind {
             6 => Array::Float(
-                (0..count)
-                    .map(|_| Ok(f32::from_le_bytes(self.array(key)?)))
-                    .collect::<Result<_, LoadErrorKind>>()?,
+                (0..count).map(|_| Ok(f32::from_le_bytes(self.array(key)?))).collect::<Result<_, LoadErrorKind>>()?,
             ),
             7 => Array::Bool((0..count).map(|_| self.flag(key)).collect::<Result<_, _>>()?),
             8 => {
@@ -172,14 +162,11 @@ impl<R: BufRead> Parser<R> {
                 Array::Strings(table)
             }
             12 => {
-                let list: Vec<f64> = (0..count)
-                    .map(|_| Ok(f64::from_le_bytes(self.array(key)?)))
-                    .collect::<Result<_, LoadErrorKind>>()?;
-                Array::Float(
-                    list.into_iter()
-                        .map(|value| Value::Float(value).as_f32().unwrap_or(0.0))
-                        .collect(),
-                )
+                let list: Vec<f64> =
+                    (0..count)
+                        .map(|_| Ok(f64::from_le_bytes(self.array(key)?)))
+                        .collect::<Result<_, LoadErrorKind>>()?;
+                Array::Float(list.into_iter().map(|value| Value::Float(value).as_f32().unwrap_or(0.0)).collect())
             }
             4 | 5 => self.words(key, kind == 4, count)?,
             _ => {

@@ -55,17 +55,11 @@ fn join((mut first, file): (Header, OpenFile), watch: &DiskWatch) -> Result<(Hea
     }
     let number = first.u32(KEY_NUMBER).unwrap_or(0);
     if number != 0 {
-        return Err(LoadErrorKind::NotFirstPart {
-            part: number.saturating_add(1),
-            count,
-        });
+        return Err(LoadErrorKind::NotFirstPart { part: number.saturating_add(1), count });
     }
     for part in 2..=count {
         let path = part_path(&first.path, part, count)?;
-        let in_part = |source| LoadErrorKind::Part {
-            path: path.clone(),
-            source: Box::new(source),
-        };
+        let in_part = |source| LoadErrorKind::Part { path: path.clone(), source: Box::new(source) };
         let (header, file) = Header::read_one(&path, watch).map_err(in_part)?;
         for (key, expected) in [(KEY_NUMBER, part - 1), (KEY_COUNT, count)] {
             let found = header.u32(key);
@@ -90,11 +84,7 @@ fn join((mut first, file): (Header, OpenFile), watch: &DiskWatch) -> Result<(Hea
         }
         files.push(file);
         first.file_bytes += header.file_bytes;
-        first.parts.push(Part {
-            path,
-            base,
-            bytes: header.file_bytes,
-        });
+        first.parts.push(Part { path, base, bytes: header.file_bytes });
     }
     let found = u32::try_from(first.tensors.len()).unwrap_or(u32::MAX);
     match first.u32(KEY_TENSORS) {
@@ -112,10 +102,7 @@ fn part_path(first: &Path, part: u32, count: u32) -> Result<PathBuf, LoadErrorKi
     let name = first.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     match name.strip_suffix(&suffix(1)) {
         Some(stem) => Ok(first.with_file_name(format!("{stem}{}", suffix(part)))),
-        None => Err(LoadErrorKind::PartName {
-            suffix: suffix(1),
-            count,
-        }),
+        None => Err(LoadErrorKind::PartName { suffix: suffix(1), count }),
     }
 }
 

@@ -78,9 +78,7 @@ impl Helper {
     /// Waits for place for a grammar.
     pub(in crate::engine) async fn form_place(&self) -> FormPlace {
         // It is never closed.
-        FormPlace {
-            _permit: Arc::clone(&self.forms).acquire_owned().await.ok(),
-        }
+        FormPlace { _permit: Arc::clone(&self.forms).acquire_owned().await.ok() }
     }
 
     /// Starts a grammar.
@@ -180,11 +178,7 @@ impl Job {
 
     /// Whether a frame can be received, waiting for it so long at most.
     pub(in crate::engine) fn ready(&self, wait: Duration) -> Result<bool, JobError> {
-        let mut fd = libc::pollfd {
-            fd: self.stream.as_raw_fd(),
-            events: libc::POLLIN,
-            revents: 0,
-        };
+        let mut fd = libc::pollfd { fd: self.stream.as_raw_fd(), events: libc::POLLIN, revents: 0 };
         let millis = wait.as_millis().try_into().unwrap_or(i32::MAX);
         // SAFETY: one entry, which lives as long as the call.
         match unsafe { libc::poll(&raw mut fd, 1, millis) } {
@@ -248,9 +242,7 @@ impl From<io::Error> for JobError {
 
 impl fmt::Debug for Helper {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Helper")
-            .field("program", &self.program)
-            .finish_non_exhaustive()
+        f.debug_struct("Helper").field("program", &self.program).finish_non_exhaustive()
     }
 }
 

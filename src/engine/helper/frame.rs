@@ -56,10 +56,7 @@ pub(super) fn read_head(stream: &mut impl Read) -> io::Result<(Kind, usize)> {
     let mut head = [0; 5];
     stream.read_exact(&mut head)?;
     let [kind, length @ ..] = head;
-    let kind = KINDS
-        .get(usize::from(kind))
-        .copied()
-        .ok_or_else(|| io::Error::other("a frame of no known kind"))?;
+    let kind = KINDS.get(usize::from(kind)).copied().ok_or_else(|| io::Error::other("a frame of no known kind"))?;
     Ok((kind, u32::from_le_bytes(length) as usize))
 }
 

@@ -55,11 +55,7 @@ impl Setup {
         while body.limit() > 0 {
             words.push(pull(&mut body)?);
         }
-        Ok(Self {
-            words,
-            ends,
-            template: Some(template).filter(|template| !template.is_empty()),
-        })
+        Ok(Self { words, ends, template: Some(template).filter(|template| !template.is_empty()) })
     }
 }
 
@@ -93,11 +89,7 @@ pub(super) trait Bounds {
 
 impl Library {
     pub(super) fn new(setup: Setup) -> Self {
-        Self {
-            setup,
-            vocabulary: OnceLock::new(),
-            template: OnceLock::new(),
-        }
+        Self { setup, vocabulary: OnceLock::new(), template: OnceLock::new() }
     }
 
     /// The vocabulary as a tree of bytes; `None` where the library cannot use it.
@@ -194,9 +186,7 @@ impl Library {
             drop(grammar);
             TopLevelGrammar::from_json_schema(schema)
         };
-        let vocabulary = self
-            .vocabulary()
-            .ok_or("the model's vocabulary cannot be used for it")?;
+        let vocabulary = self.vocabulary().ok_or("the model's vocabulary cannot be used for it")?;
         let mut factory = ParserFactory::new(vocabulary, InferenceCapabilities::default(), &[])
             .map_err(|error| format!("{error:#}"))?;
         factory.quiet();
@@ -246,10 +236,7 @@ mod tests {
         bytes.push(9);
         let mut rest = bytes.as_slice();
         let read = Setup::read(&mut rest).unwrap();
-        assert_eq!(
-            (read.words, read.ends, read.template),
-            (setup.words, setup.ends, setup.template)
-        );
+        assert_eq!((read.words, read.ends, read.template), (setup.words, setup.ends, setup.template));
         assert_eq!(rest, [9], "what follows is left to be read");
     }
 }

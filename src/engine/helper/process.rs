@@ -83,17 +83,13 @@ fn next_job(control: &UnixStream) -> io::Result<Option<(bool, UnixStream)>> {
             received.extend(fds.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }));
         }
     }
-    let stream = received
-        .pop()
-        .ok_or_else(|| io::Error::other("a job without a stream"))?;
+    let stream = received.pop().ok_or_else(|| io::Error::other("a job without a stream"))?;
     Ok(Some((kind == [FORM], UnixStream::from(stream))))
 }
 
 /// Does one job in this process, under its bounds.
 fn work(mut stream: UnixStream, library: &Library, job_bytes: u64) -> io::Result<()> {
-    let bounds = OfProcess {
-        data_max: data_bytes()?.saturating_add(job_bytes),
-    };
+    let bounds = OfProcess { data_max: data_bytes()?.saturating_add(job_bytes) };
     bounds.given(0);
     end_when_refused();
     watch(&stream)?;
@@ -104,11 +100,7 @@ fn work(mut stream: UnixStream, library: &Library, job_bytes: u64) -> io::Result
 fn watch(stream: &UnixStream) -> io::Result<()> {
     let fd = stream.as_raw_fd();
     let wait = move || {
-        let mut gone = libc::pollfd {
-            fd,
-            events: libc::POLLRDHUP,
-            revents: 0,
-        };
+        let mut gone = libc::pollfd { fd, events: libc::POLLRDHUP, revents: 0 };
         // SAFETY: one entry, which lives as long as the call.
         while unsafe { libc::poll(&raw mut gone, 1, -1) } < 0 {}
         // SAFETY: ends the process; nothing of it is needed any more.
@@ -151,8 +143,7 @@ fn data_bytes() -> io::Result<u64> {
     let text = std::fs::read_to_string("/proc/self/status")?;
     let line = text.lines().find_map(|line| line.strip_prefix("VmData:"));
     let kib = line.and_then(|line| line.trim().trim_end_matches(" kB").parse::<u64>().ok());
-    kib.map(|kib| kib << 10)
-        .ok_or_else(|| io::Error::other("the kernel does not say how much data there is"))
+    kib.map(|kib| kib << 10).ok_or_else(|| io::Error::other("the kernel does not say how much data there is"))
 }
 
 /// The byte that announces a grammar.

@@ -42,9 +42,7 @@ impl Model {
             self.token_time(go_on)?
         };
         let few_bytes = self.streamed_bytes();
-        let alone = self
-            .weights
-            .read_alone(self.backend.as_mut(), &self.layout, READING_TIME, go_on);
+        let alone = self.weights.read_alone(self.backend.as_mut(), &self.layout, READING_TIME, go_on);
         self.restart_stream();
         let (read, took) = alone?;
         let read_ns_per_mib = per_mib(took, read);
@@ -95,10 +93,7 @@ impl Model {
     /// What the plan in force reads for each token.
     fn streamed_bytes(&self) -> Bytes {
         let parts = self.layout.parts.iter().enumerate();
-        parts
-            .filter(|(index, _)| self.weights.arena(*index).is_none())
-            .map(|(_, part)| part.arena)
-            .sum()
+        parts.filter(|(index, _)| self.weights.arena(*index).is_none()).map(|(_, part)| part.arena).sum()
     }
 
     /// Time to compute one token of a prompt: of a short chunk, in which it takes rather longer than in a long one. A token of
@@ -112,9 +107,7 @@ impl Model {
         let (started, waited) = (Instant::now(), self.weights.waited());
         let mut checkpoint = || if go_on() { Flow::Continue } else { Flow::Stop };
         self.forward(&prompt, &mut checkpoint).ok()?;
-        let computing = started
-            .elapsed()
-            .saturating_sub(self.weights.waited().saturating_sub(waited));
+        let computing = started.elapsed().saturating_sub(self.weights.waited().saturating_sub(waited));
         computing.checked_div(tokens)
     }
 
@@ -141,10 +134,7 @@ impl Model {
         let middle = times.get(times.len() / 4..times.len() - times.len() / 4)?;
         let count = u32::try_from(middle.len()).ok().filter(|count| *count > 0)?;
         let (tokens, waits): (Vec<Duration>, Vec<Duration>) = middle.iter().copied().unzip();
-        Some((
-            tokens.into_iter().sum::<Duration>() / count,
-            waits.into_iter().sum::<Duration>() / count,
-        ))
+        Some((tokens.into_iter().sum::<Duration>() / count, waits.into_iter().sum::<Duration>() / count))
     }
 }
 

@@ -17,8 +17,7 @@ impl Model {
     /// Turns the embeddings of a chunk's tokens into the residual stream.
     pub(super) fn embed(&mut self, tokens: &[u32], run: &mut Run<'_, '_>) -> Result<(), ForwardError> {
         let found = run.preemption.check_if_due();
-        self.preempt(found, Place::default(), run)
-            .map_err(|failure| self.failed(failure, 0))?;
+        self.preempt(found, Place::default(), run).map_err(|failure| self.failed(failure, 0))?;
         let mut missing = Vec::new();
         let mut rows = Vec::with_capacity(tokens.len());
         for (row, token) in tokens.iter().enumerate() {
@@ -38,9 +37,7 @@ impl Model {
 
     /// Reads embeddings of tokens from the file, each with its row.
     fn embed_read(&mut self, tokens: &[(usize, u32)], run: &mut Run<'_, '_>) -> Result<(), ForwardError> {
-        let asked = self
-            .weights
-            .ask_for_rows(&self.spec, tokens.iter().map(|(_, token)| *token));
+        let asked = self.weights.ask_for_rows(&self.spec, tokens.iter().map(|(_, token)| *token));
         asked.map_err(|error| ReadError {
             path: self.header.path().to_owned(),
             what: self.spec.embedding.name.clone(),
@@ -55,8 +52,7 @@ impl Model {
                 Ok(read) => break read,
                 Err(Missing::Stopped) => {
                     let found = run.preemption.check();
-                    self.preempt(found, Place::default(), run)
-                        .map_err(|failure| self.failed(failure, 0))?;
+                    self.preempt(found, Place::default(), run).map_err(|failure| self.failed(failure, 0))?;
                 }
                 Err(missing) => {
                     let what = Arc::from(self.spec.embedding.name.as_str());
@@ -66,19 +62,15 @@ impl Model {
         };
         let bytes = read.chunks_exact(self.spec.embedding_row().max(1));
         let rows = tokens.iter().zip(bytes);
-        let rows: Vec<Row<'_>> = rows
-            .map(|((row, _), bytes)| self.row_of(*row, RowBytes::Host(bytes.into())))
-            .collect();
+        let rows: Vec<Row<'_>> =
+            rows.map(|((row, _), bytes)| self.row_of(*row, RowBytes::Host(bytes.into()))).collect();
         Ok(self.widen(&rows)?)
     }
 
     /// An embedding that becomes row `row` of the residual stream.
     fn row_of<'a>(&self, row: usize, from: RowBytes<'a>) -> Row<'a> {
         let width = self.spec.width;
-        Row {
-            from,
-            to: self.workspace.stream.view(row * width..(row + 1) * width),
-        }
+        Row { from, to: self.workspace.stream.view(row * width..(row + 1) * width) }
     }
 
     fn widen(&mut self, rows: &[Row<'_>]) -> Result<(), DeviceError> {

@@ -140,15 +140,8 @@ impl Model {
             let chunk = tokens.get(done..end).unwrap_or_default();
             let last = end == tokens.len();
             self.weights.expect_head(last || each.is_some());
-            let mut run = Run {
-                rows: chunk.len(),
-                needed,
-                preemption: &mut *preemption,
-                residual: None,
-            };
-            let result = self
-                .chunk(chunk, &mut run)
-                .and_then(|()| self.finish_chunk(done, last, each, &mut run));
+            let mut run = Run { rows: chunk.len(), needed, preemption: &mut *preemption, residual: None };
+            let result = self.chunk(chunk, &mut run).and_then(|()| self.finish_chunk(done, last, each, &mut run));
             needed = run.needed;
             if let Err(error) = result {
                 self.lost = true;
@@ -169,15 +162,10 @@ impl Model {
         if let Some(&token) = tokens.iter().find(|&&token| token >= vocabulary) {
             return Err(ForwardError::Token { token, vocabulary });
         }
-        let needed = u32::try_from(tokens.len())
-            .ok()
-            .and_then(|count| self.position.checked_add(count))
-            .unwrap_or(u32::MAX);
+        let needed =
+            u32::try_from(tokens.len()).ok().and_then(|count| self.position.checked_add(count)).unwrap_or(u32::MAX);
         if needed > self.spec.context_max {
-            return Err(ForwardError::ContextFull {
-                needed,
-                limit: self.spec.context_max,
-            });
+            return Err(ForwardError::ContextFull { needed, limit: self.spec.context_max });
         }
         let capacity = self.cache.capacity();
         if needed > capacity.get() {
@@ -198,10 +186,7 @@ impl Model {
             }
             let found = run.preemption.check();
             let first = self.layout.layers.get(layer).and_then(|parts| parts.iter().min());
-            let place = Place {
-                part: first.copied().unwrap_or(self.layout.head.start),
-                piece: 0,
-            };
+            let place = Place { part: first.copied().unwrap_or(self.layout.head.start), piece: 0 };
             self.preempt(found, place, run)
                 .and_then(|()| self.layer(layer, run))
                 .map_err(|failure| self.failed(failure, layer))?;
@@ -256,10 +241,7 @@ impl Model {
                 factors: factors.map(Into::into),
                 position,
                 width,
-                to: self
-                    .workspace
-                    .rotary
-                    .view(number * rows * width..(number + 1) * rows * width),
+                to: self.workspace.rotary.view(number * rows * width..(number + 1) * rows * width),
             }))?;
         }
         Ok(())
@@ -314,10 +296,7 @@ impl Model {
         let wants = self.wants(index, wants, run.rows)?;
         let first = wants.first().ok_or(Failure::NoMatrix)?;
         let part = self.layout.layers.get(index).and_then(|parts| parts.get(first.number));
-        let mut at = Place {
-            part: *part.ok_or(Failure::NoMatrix)?,
-            piece: 0,
-        };
+        let mut at = Place { part: *part.ok_or(Failure::NoMatrix)?, piece: 0 };
         let mut input = Input {
             floats: self.workspace.slot(source).view(0..run.rows * first.columns),
             copies: self.workspace.copies(),
@@ -330,10 +309,7 @@ impl Model {
         }
         loop {
             let backend = self.backend.as_mut();
-            match self
-                .weights
-                .multiply(backend, at, &self.layout, &wants, &mut input, run.preemption)?
-            {
+            match self.weights.multiply(backend, at, &self.layout, &wants, &mut input, run.preemption)? {
                 Progress::Done => break,
                 Progress::Paused(place) => {
                     at = place;
@@ -375,11 +351,7 @@ impl Model {
     /// How what a part has made is added to the residual stream.
     fn residual(&self, index: usize, bias: Vector, norm: Vector) -> Residual {
         let vector = |vector| self.weights.vector(&self.layout.fixed, index, vector);
-        Residual {
-            bias: vector(bias),
-            norm: vector(norm),
-            scale: self.spec.residual_scale,
-        }
+        Residual { bias: vector(bias), norm: vector(norm), scale: self.spec.residual_scale }
     }
 
     fn attention(&mut self, index: usize, run: &mut Run<'_, '_>) -> Result<(), Failure> {
@@ -389,11 +361,8 @@ impl Model {
         let projected = if attention.gated { 2 * query } else { query };
         let width = self.spec.width;
         self.norm(index, Vector::MixerNorm, &[Role::Query, Role::Key, Role::Value], run)?;
-        let wants = [
-            (Role::Query, Slot::Wide, projected),
-            (Role::Key, Slot::Second, kv),
-            (Role::Value, Slot::Third, kv),
-        ];
+        let wants =
+            [(Role::Query, Slot::Wide, projected), (Role::Key, Slot::Second, kv), (Role::Value, Slot::Third, kv)];
         self.products(index, Slot::Normed, &wants, run)?;
         let mut first = 0;
         while first < run.rows {
@@ -405,8 +374,7 @@ impl Model {
             first += rows;
             if run.rows > 1 {
                 let work = (2 * query * seen * rows) as u64;
-                run.preemption
-                    .queued(self.backend.as_mut(), Work::Attention, work, began)?;
+                run.preemption.queued(self.backend.as_mut(), Work::Attention, work, began)?;
                 let found = run.preemption.check_if_due();
                 let place = self.place_of(index, Role::Output);
                 self.preempt(found, place, run)?;
@@ -426,13 +394,7 @@ impl Model {
         let kv = spec.kv_heads * spec.head_dim;
         let projected = if spec.gated { 2 * query } else { query };
         let vector = |vector| self.weights.vector(&self.layout.fixed, index, vector);
-        let number = self
-            .spec
-            .layers
-            .iter()
-            .take(index)
-            .filter(|layer| layer.kind == LayerKind::Attention)
-            .count();
+        let number = self.spec.layers.iter().take(index).filter(|layer| layer.kind == LayerKind::Attention).count();
         // Behind the angles of all rows come those of local layers.
         let (angles, window) = match spec.local.filter(|_| layer.local) {
             Some(local) => (all + rows.start, local.window),
@@ -451,9 +413,7 @@ impl Model {
             value_bias: vector(Vector::ValueBias),
             query_norm: vector(Vector::QueryNorm),
             key_norm: vector(Vector::KeyNorm),
-            rotary: work
-                .rotary
-                .view(angles * spec.rotary..(angles + rows.len()) * spec.rotary),
+            rotary: work.rotary.view(angles * spec.rotary..(angles + rows.len()) * spec.rotary),
             query: work.wide.view(of_rows(projected)),
             key: work.second.view(of_rows(kv)),
             value: work.third.view(of_rows(kv)),
@@ -555,14 +515,9 @@ impl Model {
     /// Where the matrix of a layer for `role` begins.
     fn place_of(&self, index: usize, role: Role) -> Place {
         let layer = self.spec.layers.get(index);
-        let number = layer
-            .and_then(|layer| layer.matrix(role))
-            .map_or(0, |(number, _)| number);
+        let number = layer.and_then(|layer| layer.matrix(role)).map_or(0, |(number, _)| number);
         let part = self.layout.layers.get(index).and_then(|parts| parts.get(number));
-        Place {
-            part: part.copied().unwrap_or_default(),
-            piece: 0,
-        }
+        Place { part: part.copied().unwrap_or_default(), piece: 0 }
     }
 
     /// Logits of row `row` of the chunk, each row once.
@@ -574,10 +529,7 @@ impl Model {
         self.backend.queue(Operation::Norm(Norm {
             stream: self.workspace.stream.view(row * width..(row + 1) * width),
             normed: floats.clone(),
-            residual: run
-                .residual
-                .as_ref()
-                .map(|_| self.residual(last, Vector::FfnDownBias, Vector::FfnPostNorm)),
+            residual: run.residual.as_ref().map(|_| self.residual(last, Vector::FfnDownBias, Vector::FfnPostNorm)),
             weight: fixed.0.view(fixed.1.output_norm..fixed.1.output_norm + width),
             epsilon: self.spec.epsilon,
             prepare: Prepare {
@@ -586,23 +538,13 @@ impl Model {
                 first: 0,
             },
         }))?;
-        let mut input = Input {
-            floats,
-            copies: self.workspace.copies(),
-            rows: 1,
-            activate: None,
-        };
+        let mut input = Input { floats, copies: self.workspace.copies(), rows: 1, activate: None };
         let logits = self.logits.view(0..vocabulary);
-        let mut at = Place {
-            part: self.layout.head.start,
-            piece: 0,
-        };
+        let mut at = Place { part: self.layout.head.start, piece: 0 };
         loop {
             let parts = (&self.spec, &self.layout);
             let backend = self.backend.as_mut();
-            let progress = self
-                .weights
-                .head(backend, parts, logits.clone(), &mut input, at, run.preemption);
+            let progress = self.weights.head(backend, parts, logits.clone(), &mut input, at, run.preemption);
             let preempted = match progress {
                 Ok(Progress::Done) => break,
                 Ok(Progress::Paused(place)) => {
@@ -660,9 +602,7 @@ fn is_finite(flags: &[f32], (first, row): (u32, u32)) -> Result<(), ForwardError
         // What the cache keeps of a NaN is a finite number: all that comes behind it is worth nothing.
         _ => 0,
     };
-    Err(ForwardError::NotFinite {
-        position: first.saturating_add(row),
-    })
+    Err(ForwardError::NotFinite { position: first.saturating_add(row) })
 }
 
 /// Rows that attend together at least: with fewer, widening a long context costs as much as attending to it.

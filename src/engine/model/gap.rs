@@ -76,11 +76,8 @@ impl Model {
     /// last one that is full.
     fn droppable_blocks(&self) -> Option<(u32, u32)> {
         let block = self.block();
-        let first = if self.dropped.tokens > 0 {
-            self.dropped.after / block
-        } else {
-            self.dropped.sinks?.div_ceil(block)
-        };
+        let first =
+            if self.dropped.tokens > 0 { self.dropped.after / block } else { self.dropped.sinks?.div_ceil(block) };
         self.dropped.sinks?;
         let most = (self.position / block).saturating_sub(first.saturating_add(1));
         let reach = (POSITIONS_MAX - self.dropped.tokens.min(POSITIONS_MAX)) / block;
@@ -95,10 +92,7 @@ impl Model {
     fn turn_back(&mut self) {
         let attention = &self.spec.attention;
         let factors = self.weights.rope_factors();
-        let rotations = [
-            Some((attention.rotation, factors)),
-            attention.local.map(|local| (local.rotation, None)),
-        ];
+        let rotations = [Some((attention.rotation, factors)), attention.local.map(|local| (local.rotation, None))];
         let tables = self.dropped.back.chunks_exact_mut(attention.rotary.max(2));
         for (table, (mut rotation, factors)) in tables.zip(rotations.into_iter().flatten()) {
             // What stretches queries has done so already.

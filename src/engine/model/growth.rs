@@ -57,19 +57,12 @@ pub(super) enum GrowError {
 
 impl Growing {
     pub(super) fn new(index: usize, layout: &PartLayout, arena: Buffer) -> Self {
-        Self {
-            index,
-            arena,
-            steps: steps_of(layout),
-        }
+        Self { index, arena, steps: steps_of(layout) }
     }
 
     /// What is read first, for messages.
     pub(super) fn what(layout: &PartLayout) -> Arc<str> {
-        layout
-            .runs
-            .first()
-            .map_or_else(|| "weights".into(), |(run, _)| Arc::clone(&run.what))
+        layout.runs.first().map_or_else(|| "weights".into(), |(run, _)| Arc::clone(&run.what))
     }
 }
 
@@ -87,10 +80,7 @@ fn steps_of(layout: &PartLayout) -> Vec<Step> {
                 bytes: usize::try_from(to - from).unwrap_or(usize::MAX),
             };
             let ahead = usize::try_from(part.aligned_offset() - extent.aligned_offset()).unwrap_or(usize::MAX);
-            steps.push(Step {
-                extent: part,
-                target: target + ahead,
-            });
+            steps.push(Step { extent: part, target: target + ahead });
             from = to;
         }
     }
@@ -160,10 +150,7 @@ pub(super) fn read_parts(
             // With fewer threads, those that there are do all of it.
             Err(_) if !readers.is_empty() => break,
             Err(error) => {
-                return Grown {
-                    failed: Some(GrowError::Allocate(error)),
-                    ..Grown::default()
-                };
+                return Grown { failed: Some(GrowError::Allocate(error)), ..Grown::default() };
             }
         }
     }
@@ -270,11 +257,7 @@ impl Shared {
         self.progress.give_up();
         let number_of = |at: &usize| self.steps.get(*at).map(|(number, _)| *number);
         let hanging: Vec<usize> = state.reading.iter().filter_map(number_of).collect();
-        let missing = hanging
-            .iter()
-            .copied()
-            .chain(number_of(&state.next))
-            .chain(state.given_up);
+        let missing = hanging.iter().copied().chain(number_of(&state.next)).chain(state.given_up);
         let missing = missing.min();
         let failed = state.failed.take();
         let arenas = std::mem::take(&mut state.arenas);
@@ -323,10 +306,7 @@ pub fn raw_read(file: &WeightFile, parts: &[&PartLayout]) -> io::Result<Duration
         done.err()
     });
     let took = started.elapsed();
-    failed
-        .into_iter()
-        .next()
-        .map_or(Ok(took), |error| Err(io::Error::other(error)))
+    failed.into_iter().next().map_or(Ok(took), |error| Err(io::Error::other(error)))
 }
 
 /// Calls `work` with each number below `count`, by up to `threads` threads that claim them in order; returns what it gave.

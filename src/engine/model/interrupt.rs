@@ -31,10 +31,9 @@ impl Model {
     pub(super) fn failed(&self, failure: Failure, layer: usize) -> ForwardError {
         match failure {
             Failure::Stopped | Failure::Missing(Missing::Stopped, _) => self.cancelled(layer),
-            Failure::Missing(Missing::Stalled(waited), what) => ForwardError::Stalled {
-                what: what.to_string(),
-                waited,
-            },
+            Failure::Missing(Missing::Stalled(waited), what) => {
+                ForwardError::Stalled { what: what.to_string(), waited }
+            }
             Failure::Missing(Missing::Failed(error), _) => ForwardError::Read(error),
             Failure::Device(error) => error.into(),
             Failure::NoMatrix => ForwardError::Read(ReadError {
@@ -49,9 +48,6 @@ impl Model {
     }
 
     fn cancelled(&self, layer: usize) -> ForwardError {
-        ForwardError::Cancelled {
-            position: self.position,
-            layer: u32::try_from(layer).unwrap_or(u32::MAX),
-        }
+        ForwardError::Cancelled { position: self.position, layer: u32::try_from(layer).unwrap_or(u32::MAX) }
     }
 }

@@ -232,9 +232,7 @@ impl Model {
     /// Whether all of a layer, or of the output head, is in memory, and how much of it is.
     fn held_of(&self, layer: Option<usize>) -> (bool, Bytes) {
         let parts = self.layout.parts.iter().enumerate();
-        let arenas = parts
-            .filter(|(_, part)| part.layer == layer)
-            .map(|(index, _)| self.weights.arena(index));
+        let arenas = parts.filter(|(_, part)| part.layer == layer).map(|(index, _)| self.weights.arena(index));
         arenas.fold((true, Bytes::ZERO), |(all, bytes), arena| {
             (all && arena.is_some(), bytes + arena.map_or(Bytes::ZERO, Buffer::bytes))
         })

@@ -94,11 +94,7 @@ impl Disk {
 
     /// What it means for a load that it hangs, and what that keeps.
     fn hangs(&self, hangs: Stalled) -> (LoadErrorKind, Retained) {
-        let kind = LoadErrorKind::Stalled {
-            what: hangs.what,
-            waited: hangs.waited,
-            limit: self.stall,
-        };
+        let kind = LoadErrorKind::Stalled { what: hangs.what, waited: hangs.waited, limit: self.stall };
         (kind, hangs.left)
     }
 
@@ -174,24 +170,12 @@ impl Opening {
         let path = self.header.path().to_owned();
         let mut left = Retained::of(Vec::new(), Instant::now());
         // What was made is given up by now where that failed; what is left of it is kept by reads that hang.
-        self.assemble(plan, &mut left)
-            .map_err(|kind| LoadError::new(&path, kind).leaving(left))
+        self.assemble(plan, &mut left).map_err(|kind| LoadError::new(&path, kind).leaving(left))
     }
 
     /// Notes what readers may keep in `left`.
     fn assemble(self, plan: &EnginePlan, left: &mut Retained) -> Result<Model, LoadErrorKind> {
-        let Self {
-            disk,
-            device,
-            needs,
-            file,
-            vectors,
-            header,
-            spec,
-            layout,
-            shape,
-            options,
-        } = self;
+        let Self { disk, device, needs, file, vectors, header, spec, layout, shape, options } = self;
         let began = Instant::now();
         let mut backend = device.start()?;
         let chunk = residency::check(&shape, plan).map_err(|error| LoadErrorKind::Plan(error.to_string()))?;
@@ -209,12 +193,7 @@ impl Opening {
             left.add(work);
             kind
         })?;
-        let Memory {
-            state,
-            workspace,
-            cache,
-            logits,
-        } = memory?;
+        let Memory { state, workspace, cache, logits } = memory?;
         let fixed = Weights::fixed_of(backend.as_mut(), &layout.fixed, &spec, &vectors?)?;
         let dropped = Dropped::none(&spec.attention);
         let mut model = Model {
@@ -253,11 +232,7 @@ impl Opening {
                 ApplyError::Allocate { what, bytes, source } => LoadErrorKind::Allocate { what, bytes, source },
                 ApplyError::Device(error) => error.into(),
                 ApplyError::Read(error) => error.into(),
-                ApplyError::Stalled { what, waited } => LoadErrorKind::Stalled {
-                    what,
-                    waited,
-                    limit: disk.stall,
-                },
+                ApplyError::Stalled { what, waited } => LoadErrorKind::Stalled { what, waited, limit: disk.stall },
                 other => LoadErrorKind::Plan(other.to_string()),
             }
         })?;
@@ -372,23 +347,16 @@ impl Memory {
         // A device may have less address space than the longest context would need.
         let context = options.context.map_or(u32::MAX, Tokens::get).min(spec.context_max);
         let logits_bytes = Bytes::of_len((spec.vocabulary + FLAGS) * 4);
-        let logits = backend
-            .allocate(logits_bytes, Backing::Now)
-            .map_err(refuse("the logits", logits_bytes))?;
+        let logits = backend.allocate(logits_bytes, Backing::Now).map_err(refuse("the logits", logits_bytes))?;
         if spec.said.is_some() {
             // Of rows that are not there nothing is ever written.
-            backend.queue(Operation::Fill {
-                floats: logits.view(0..spec.vocabulary),
-                value: f32::NEG_INFINITY,
-            })?;
+            backend.queue(Operation::Fill { floats: logits.view(0..spec.vocabulary), value: f32::NEG_INFINITY })?;
         }
         Ok(Self {
             state: RecurrentState::new(backend, spec).map_err(refuse("the state", shape.state_bytes))?,
             // The first pass touches these while it waits for the disk, and what it does not need yet is found by `settle`.
-            workspace: Workspace::untouched(backend, (&layout.widths, needs), spec, chunk).map_err(refuse(
-                "the workspace",
-                shape.workspace_bytes_per_token.saturating_mul(chunk as u64),
-            ))?,
+            workspace: Workspace::untouched(backend, (&layout.widths, needs), spec, chunk)
+                .map_err(refuse("the workspace", shape.workspace_bytes_per_token.saturating_mul(chunk as u64)))?,
             cache: KvCache::new(backend, shape.kv, context, options.kv_backing).map_err(refuse(
                 "the KV cache (address space alone)",
                 shape.kv.capacity_bytes(Tokens::new(context), KvType::F16),
@@ -421,23 +389,14 @@ fn for_model(device: Arc<dyn Device>, path: &Path, spec: &Spec) -> Result<Arc<dy
 
 /// That there is no memory for `what`.
 fn refuse(what: &'static str, bytes: Bytes) -> impl FnOnce(io::Error) -> LoadErrorKind {
-    move |source| LoadErrorKind::Allocate {
-        what: what.to_owned(),
-        bytes,
-        source,
-    }
+    move |source| LoadErrorKind::Allocate { what: what.to_owned(), bytes, source }
 }
 
 fn model_shape(header: &Header, spec: &Spec, layout: &Layout, name: Option<&str>, needs: Needs) -> ModelShape {
     let name = name
         .or_else(|| header.string("general.name"))
         .map(str::to_owned)
-        .or_else(|| {
-            header
-                .path()
-                .file_stem()
-                .map(|stem| stem.to_string_lossy().into_owned())
-        })
+        .or_else(|| header.path().file_stem().map(|stem| stem.to_string_lossy().into_owned()))
         .unwrap_or_else(|| "model".to_owned());
     let mut shape = layout.model_shape(spec, header, name, needs.copies, needs.scratch);
     shape.workspace_fixed_bytes = shape.workspace_fixed_bytes.saturating_add(needs.context);

@@ -107,13 +107,8 @@ impl Weights {
         from: Place,
         preemption: &mut Preemption<'_>,
     ) -> Result<Progress, Failure> {
-        let wants = [Want {
-            number: 0,
-            dtype: spec.head.dtype,
-            columns: spec.width,
-            stride: spec.vocabulary,
-            out: logits,
-        }];
+        let wants =
+            [Want { number: 0, dtype: spec.head.dtype, columns: spec.width, stride: spec.vocabulary, out: logits }];
         let mut at = from;
         while at.part < layout.head.end {
             match preemption.check_if_due() {
@@ -135,10 +130,7 @@ impl Weights {
                 if let Progress::Paused(at) = self.multiply(backend, at, layout, &wants, input, preemption)? {
                     return Ok(Progress::Paused(at));
                 }
-                at = Place {
-                    part: at.part + 1,
-                    piece: 0,
-                };
+                at = Place { part: at.part + 1, piece: 0 };
                 continue;
             }
             let mut products = Vec::with_capacity(resident);
@@ -229,10 +221,7 @@ impl Weights {
         let works: Vec<u64> = pieces.iter().map(|(_, piece)| work_of(piece)).collect();
         let mut done = 0;
         while let Some((piece_at, _)) = pieces.get(done) {
-            let paused = Progress::Paused(Place {
-                part: at.part,
-                piece: *piece_at,
-            });
+            let paused = Progress::Paused(Place { part: at.part, piece: *piece_at });
             match preemption.check_if_due() {
                 Preempt::No => {}
                 Preempt::Pause => return Ok(paused),

@@ -118,10 +118,7 @@ impl Model {
 
     /// A chunk that is under way keeps its workspace: what grows into the place of that has to wait.
     fn check_beside_chunk(&self, plan: &EnginePlan) -> Result<(), ApplyError> {
-        let beside = EnginePlan {
-            prefill_chunk: plan.prefill_chunk.max(self.plan.prefill_chunk),
-            ..plan.clone()
-        };
+        let beside = EnginePlan { prefill_chunk: plan.prefill_chunk.max(self.plan.prefill_chunk), ..plan.clone() };
         let (held, most) = (self.shape.plan_bytes(&beside), self.shape.plan_bytes(&self.plan));
         if held > most.max(self.shape.plan_bytes(plan)) {
             return Err(ApplyError::ChunkUnderWay {
@@ -225,18 +222,13 @@ impl Model {
         wanted: &mut dyn FnMut() -> bool,
         moved: &mut Moved,
     ) -> Result<(), ApplyError> {
-        let parts: Vec<(usize, &PartLayout)> = missing
-            .iter()
-            .filter_map(|&index| Some((index, self.layout.parts.get(index)?)))
-            .collect();
+        let parts: Vec<(usize, &PartLayout)> =
+            missing.iter().filter_map(|&index| Some((index, self.layout.parts.get(index)?))).collect();
         let (grown, result) = self.weights.grow(self.backend.as_ref(), &parts, wanted);
         moved.grown += grown;
         result.map_err(|(index, error)| match error {
             GrowError::Read(error) => ApplyError::Read(error),
-            GrowError::Stalled(what, waited) => ApplyError::Stalled {
-                what: what.to_string(),
-                waited,
-            },
+            GrowError::Stalled(what, waited) => ApplyError::Stalled { what: what.to_string(), waited },
             GrowError::Allocate(source) => {
                 let part = self.layout.parts.get(index);
                 ApplyError::Allocate {
@@ -327,10 +319,8 @@ impl Model {
 
     fn start_stream(&mut self, place: Place, moved: &mut Moved) -> Result<(), ApplyError> {
         self.weights.reclaim(self.backend.as_mut(), 0)?;
-        let (grown, asked, freed) = self
-            .weights
-            .stream(self.backend.as_ref(), &self.layout, place)
-            .map_err(|source| ApplyError::Allocate {
+        let (grown, asked, freed) =
+            self.weights.stream(self.backend.as_ref(), &self.layout, place).map_err(|source| ApplyError::Allocate {
                 what: "the staging ring".to_owned(),
                 bytes: self.layout.ring,
                 source,
@@ -372,10 +362,7 @@ pub(super) fn check(shape: &ModelShape, plan: &EnginePlan) -> Result<usize, Appl
     }
     let chunk = plan.prefill_chunk.get();
     if chunk == 0 || chunk > CHUNK_MAX {
-        return Err(ApplyError::Chunk {
-            chunk,
-            limit: CHUNK_MAX,
-        });
+        return Err(ApplyError::Chunk { chunk, limit: CHUNK_MAX });
     }
     Ok(chunk as usize)
 }

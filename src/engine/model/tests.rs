@@ -50,10 +50,7 @@ fn open_in_parts(path: &Path, least: usize, plan: &EnginePlan, threads: usize) -
 
 /// The same on another device, and a model that says some tokens only.
 fn open_on(device: Arc<dyn Device>, said: Option<&Sayable>, path: &Path, least: usize, plan: &EnginePlan) -> Model {
-    let options = ModelOptions {
-        vocabulary: said.cloned(),
-        ..ModelOptions::for_threads(1)
-    };
+    let options = ModelOptions { vocabulary: said.cloned(), ..ModelOptions::for_threads(1) };
     let layout = move |spec: &Spec| Layout::in_parts(spec, least);
     let opening = Opening::on(device, path, &options, layout, &Disk::default()).unwrap();
     let mut model = opening.begin(plan).unwrap();
@@ -69,9 +66,7 @@ fn groups_of_a_layer_and_tiles_of_the_head_come_and_go_without_a_trace_in_the_lo
         let dtype = types[number % 3];
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.gguf");
-        Synthetic::tiny(architecture, TypeMix::All(dtype), 7)
-            .write(&path)
-            .unwrap();
+        Synthetic::tiny(architecture, TypeMix::All(dtype), 7).write(&path).unwrap();
         let mut whole = open_in_parts(&path, usize::MAX, &plan(0..5), 1);
         assert_eq!(whole.shape().layers.len(), 5, "four layers and the head");
         // Tiles of some rows; all layers in their three groups.
@@ -141,11 +136,7 @@ impl Checkpoint for Orders {
             return;
         }
         let report = result.unwrap();
-        assert_eq!(
-            report.freed.saturating_add(report.untouched),
-            report.asked,
-            "{report:?}"
-        );
+        assert_eq!(report.freed.saturating_add(report.untouched), report.asked, "{report:?}");
         self.done.push(report);
     }
 }
@@ -156,24 +147,13 @@ fn orders_in_the_middle_of_a_layer_of_a_prompt_leave_no_trace_in_the_logits() {
     for (number, architecture) in Architecture::ALL.into_iter().enumerate() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.gguf");
-        Synthetic::tiny(architecture, TypeMix::All(types[number % 3]), 7)
-            .write(&path)
-            .unwrap();
-        let roomy = |resident| EnginePlan {
-            kv_capacity: Tokens::new(256),
-            prefill_chunk: Tokens::new(8),
-            ..plan(resident)
-        };
+        Synthetic::tiny(architecture, TypeMix::All(types[number % 3]), 7).write(&path).unwrap();
+        let roomy =
+            |resident| EnginePlan { kv_capacity: Tokens::new(256), prefill_chunk: Tokens::new(8), ..plan(resident) };
         let prompt: Vec<u32> = (0..17).map(|index| index * 37 % 320).collect();
         let mut plain = open_in_parts(&path, usize::MAX, &roomy(0..5), 1);
         let expected = plain.forward(&prompt, &mut || Flow::Continue).unwrap().to_vec();
-        let mut orders = Orders {
-            parts: 0,
-            left: 3,
-            seed: u32::try_from(number).unwrap(),
-            looks: 0,
-            done: Vec::new(),
-        };
+        let mut orders = Orders { parts: 0, left: 3, seed: u32::try_from(number).unwrap(), looks: 0, done: Vec::new() };
         // Whole layers: an order comes in the middle of a part whose other products are still to be made.
         for (least, threads) in [(16 << 10, 2), (usize::MAX, 1)] {
             let mut model = open_in_parts(&path, least, &roomy(0..1), threads);
@@ -199,17 +179,12 @@ fn orders_in_the_middle_of_a_layer_of_a_prompt_leave_no_trace_in_the_logits() {
 fn a_calibration_leaves_everything_as_it_was_also_when_it_is_broken_off() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
-    Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 7)
-        .write(&path)
-        .unwrap();
+    Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 7).write(&path).unwrap();
     for resident in [0..5, 1..3] {
         let mut model = open_in_parts(&path, usize::MAX, &plan(resident.clone()), 2);
         let held = model.breakdown();
         let before = model.forward(&TOKENS, &mut || Flow::Continue).unwrap().to_vec();
-        assert!(
-            model.calibrate(&mut || true).unwrap().is_none(),
-            "a sequence is under way"
-        );
+        assert!(model.calibrate(&mut || true).unwrap().is_none(), "a sequence is under way");
         model.reset();
         let by = model.calibrate(&mut || true).unwrap().unwrap();
         assert!(by.compute_ns_per_mib > 0 && by.read_ns_per_mib > 0, "{by:?}");
@@ -232,10 +207,7 @@ fn a_calibration_leaves_everything_as_it_was_also_when_it_is_broken_off() {
             assert!(logits[..] == before[..], "{asked}");
             model.reset();
         }
-        let small = EnginePlan {
-            kv_capacity: Tokens::ZERO,
-            ..plan(resident)
-        };
+        let small = EnginePlan { kv_capacity: Tokens::ZERO, ..plan(resident) };
         model.apply(&small).unwrap();
         assert!(model.calibrate(&mut || true).unwrap().is_none(), "no room for a token");
     }
@@ -245,10 +217,7 @@ fn a_calibration_leaves_everything_as_it_was_also_when_it_is_broken_off() {
 fn a_head_of_some_rows_that_becomes_resident_half_made_goes_on_where_it_was() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
-    let model = Synthetic {
-        vocabulary: 1500,
-        ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::F32), 7)
-    };
+    let model = Synthetic { vocabulary: 1500, ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::F32), 7) };
     model.write(&path).unwrap();
     // The first 300 are 320 in groups of 64; the last group has the control tokens.
     let said = Sayable::First(300);
@@ -263,10 +232,7 @@ fn a_head_of_some_rows_that_becomes_resident_half_made_goes_on_where_it_was() {
     while order_at <= looks {
         model.reset();
         model.apply(&plan([])).unwrap();
-        let mut order = OneOrder {
-            left: order_at,
-            looks: 0,
-        };
+        let mut order = OneOrder { left: order_at, looks: 0 };
         let logits = model.forward(&[5], &mut order).unwrap();
         assert!(logits[..] == expected[..], "an order at look {order_at}");
         looks = order.looks;
@@ -283,11 +249,7 @@ struct OneOrder {
 impl Checkpoint for OneOrder {
     fn poll(&mut self) -> Flow {
         self.looks += 1;
-        if self.looks == self.left + 1 {
-            Flow::Apply(plan(0..5))
-        } else {
-            Flow::Continue
-        }
+        if self.looks == self.left + 1 { Flow::Apply(plan(0..5)) } else { Flow::Continue }
     }
 
     fn poll_in_layer(&mut self) -> Flow {
@@ -303,9 +265,7 @@ impl Checkpoint for OneOrder {
 fn refusing(resident: impl IntoIterator<Item = u32>) -> (Model, Refusing, tempfile::TempDir) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
-    Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 7)
-        .write(&path)
-        .unwrap();
+    Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 7).write(&path).unwrap();
     let mut model = open_in_parts(&path, usize::MAX, &plan(resident), 1);
     let refusing = Refusing::put_into(&mut model);
     (model, refusing, folder)
@@ -317,10 +277,7 @@ fn a_plan_that_fails_after_parts_were_given_up_leaves_the_readers_in_step() {
     let expected = model.forward(&TOKENS, &mut || Flow::Continue).unwrap().to_vec();
     model.reset();
     refusing.refuse(true);
-    let larger = EnginePlan {
-        prefill_chunk: Tokens::new(9),
-        ..plan([2])
-    };
+    let larger = EnginePlan { prefill_chunk: Tokens::new(9), ..plan([2]) };
     let error = model.apply(&larger).unwrap_err();
     assert!(error.to_string().contains("a prefill chunk of 9 tokens"), "{error}");
     refusing.refuse(false);
@@ -335,10 +292,7 @@ fn a_plan_that_fails_anywhere_changes_no_chunk_later() {
     let mut had = Vec::new();
     for (found, chunk) in (0..).flat_map(|found| [(found, 9), (found, 2)]) {
         let (mut model, refusing, _folder) = refusing([0, 2]);
-        let other = EnginePlan {
-            prefill_chunk: Tokens::new(chunk),
-            ..plan([0, 1, 2])
-        };
+        let other = EnginePlan { prefill_chunk: Tokens::new(chunk), ..plan([0, 1, 2]) };
         refusing.refuse_after(found);
         let failed = model.apply(&other).is_err();
         refusing.refuse(false);
@@ -373,53 +327,32 @@ fn a_calibration_that_cannot_have_everything_back_says_so() {
 fn a_chunk_ordered_in_a_pass_becomes_smaller_in_it_and_larger_only_by_a_plan_that_says_so() {
     let (mut model, _refusing, _folder) = refusing(0..5);
     for (ordered, then) in [(9, 3), (2, 2)] {
-        let mut order = OneChunk {
-            chunk: Some(ordered),
-            told: None,
-        };
+        let mut order = OneChunk { chunk: Some(ordered), told: None };
         model.forward(&TOKENS, &mut order).unwrap();
         assert_eq!(order.told.unwrap().plan.prefill_chunk, Tokens::new(3));
         assert_eq!(model.plan().prefill_chunk, Tokens::new(then), "{ordered} was ordered");
         model.reset();
     }
-    let larger = EnginePlan {
-        prefill_chunk: Tokens::new(9),
-        ..plan(0..5)
-    };
+    let larger = EnginePlan { prefill_chunk: Tokens::new(9), ..plan(0..5) };
     assert_eq!(model.apply(&larger).unwrap().plan, larger);
 }
 
 #[test]
 fn a_plan_does_not_grow_into_the_place_of_a_chunk_under_way() {
     let (mut model, _refusing, _folder) = refusing([0, 2]);
-    let large = EnginePlan {
-        prefill_chunk: Tokens::new(4096),
-        ..plan([0, 2])
-    };
+    let large = EnginePlan { prefill_chunk: Tokens::new(4096), ..plan([0, 2]) };
     model.apply(&large).unwrap();
     let grown = plan([0, 1, 2]);
-    let beside = EnginePlan {
-        resident: grown.resident.clone(),
-        ..large.clone()
-    };
+    let beside = EnginePlan { resident: grown.resident.clone(), ..large.clone() };
     let bytes = |plan: &EnginePlan| model.shape().plan_bytes(plan);
     assert!(bytes(&grown) < bytes(&large) && bytes(&large) < bytes(&beside));
-    let mut order = OnePlan {
-        plan: Some(grown.clone()),
-        told: None,
-    };
+    let mut order = OnePlan { plan: Some(grown.clone()), told: None };
     model.forward(&TOKENS, &mut order).unwrap();
     let error = order.told.unwrap().unwrap_err().to_string();
-    assert!(
-        error.contains("while a prefill chunk of 4096 tokens is under way"),
-        "{error}"
-    );
+    assert!(error.contains("while a prefill chunk of 4096 tokens is under way"), "{error}");
     assert_eq!(model.plan(), &large, "nothing was done of it");
     // What only gives up is taken, and the chunk becomes smaller when it has ended.
-    let mut order = OnePlan {
-        plan: Some(plan([0])),
-        told: None,
-    };
+    let mut order = OnePlan { plan: Some(plan([0])), told: None };
     model.forward(&TOKENS, &mut order).unwrap();
     let report = order.told.unwrap().unwrap();
     assert_eq!((report.plan.resident.len(), report.plan.prefill_chunk.get()), (1, 4096));
@@ -459,21 +392,11 @@ impl Checkpoint for Plans {
 fn a_smaller_chunk_is_told_once_when_it_is_in_force_however_the_pass_ends() {
     for stops in [false, true] {
         let (mut model, _refusing, _folder) = refusing([0, 2]);
-        let large = EnginePlan {
-            prefill_chunk: Tokens::new(4096),
-            ..plan([0, 2])
-        };
+        let large = EnginePlan { prefill_chunk: Tokens::new(4096), ..plan([0, 2]) };
         model.apply(&large).unwrap();
         // A caller that knows the larger one continues from it.
-        let fewer = EnginePlan {
-            resident: plan([0]).resident,
-            ..large.clone()
-        };
-        let mut orders = Plans {
-            plans: vec![fewer.clone(), plan([0, 2])],
-            stops,
-            ..Plans::default()
-        };
+        let fewer = EnginePlan { resident: plan([0]).resident, ..large.clone() };
+        let mut orders = Plans { plans: vec![fewer.clone(), plan([0, 2])], stops, ..Plans::default() };
         let result = model.forward(&TOKENS, &mut orders).map(|_| ());
         assert_eq!(result.is_err(), stops);
         let in_force: Vec<&EnginePlan> = orders.applied.iter().map(|report| &report.plan).collect();
@@ -511,14 +434,8 @@ impl Checkpoint for OnePlan {
 #[test]
 fn a_workspace_is_replaced_without_both_in_memory() {
     let (mut model, _refusing, _folder) = refusing(0..5);
-    let with = |chunk: u32| EnginePlan {
-        prefill_chunk: Tokens::new(chunk),
-        ..plan(0..5)
-    };
-    let (smaller, larger) = (
-        model.shape().plan_bytes(&with(2048)),
-        model.shape().plan_bytes(&with(4096)),
-    );
+    let with = |chunk: u32| EnginePlan { prefill_chunk: Tokens::new(chunk), ..plan(0..5) };
+    let (smaller, larger) = (model.shape().plan_bytes(&with(2048)), model.shape().plan_bytes(&with(4096)));
     model.apply(&with(2048)).unwrap();
     let most = || {
         let status = std::fs::read_to_string("/proc/self/status").unwrap();
@@ -547,12 +464,9 @@ struct OneChunk {
 
 impl Checkpoint for OneChunk {
     fn poll(&mut self) -> Flow {
-        self.chunk.take().map_or(Flow::Continue, |chunk| {
-            Flow::Apply(EnginePlan {
-                prefill_chunk: Tokens::new(chunk),
-                ..plan(0..5)
-            })
-        })
+        self.chunk
+            .take()
+            .map_or(Flow::Continue, |chunk| Flow::Apply(EnginePlan { prefill_chunk: Tokens::new(chunk), ..plan(0..5) }))
     }
 
     fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
@@ -608,15 +522,11 @@ fn a_growth_that_fails_anywhere_leaves_no_more_than_the_larger_of_both_plans() {
 fn every_row_can_be_had_while_the_head_is_streamed() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
-    Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7)
-        .write(&path)
-        .unwrap();
+    Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7).write(&path).unwrap();
     let rows = |least, resident: &[u32]| {
         let mut rows = Vec::new();
         let mut model = open_in_parts(&path, least, &plan(resident.iter().copied()), 2);
-        model
-            .forward_all(&TOKENS, &mut || Flow::Continue, &mut |_, row| rows.push(row.to_vec()))
-            .unwrap();
+        model.forward_all(&TOKENS, &mut || Flow::Continue, &mut |_, row| rows.push(row.to_vec())).unwrap();
         rows
     };
     let expected = rows(usize::MAX, &[0, 1, 2, 3, 4]);

@@ -100,23 +100,18 @@ impl Weights {
         spec: &Spec,
         read: &[(usize, Vec<u8>)],
     ) -> Result<(Buffer, Option<Vec<f32>>), LoadErrorKind> {
-        let fixed = backend
-            .allocate(layout.bytes, Backing::OnTouch)
-            .map_err(|source| LoadErrorKind::Allocate {
-                what: "norms and biases".to_owned(),
-                bytes: layout.bytes,
-                source,
-            })?;
+        let fixed = backend.allocate(layout.bytes, Backing::OnTouch).map_err(|source| LoadErrorKind::Allocate {
+            what: "norms and biases".to_owned(),
+            bytes: layout.bytes,
+            source,
+        })?;
         let all = vectors_of(layout, spec);
         for (number, bytes) in read {
             let Some((tensor, at)) = all.get(*number) else {
                 continue;
             };
             let elements = bytes.len() / tensor.dtype.type_size();
-            let row = Row {
-                from: RowBytes::Host(bytes.as_slice().into()),
-                to: fixed.view(*at..*at + elements),
-            };
+            let row = Row { from: RowBytes::Host(bytes.as_slice().into()), to: fixed.view(*at..*at + elements) };
             backend.queue(Operation::Widen(Widen {
                 rows: std::slice::from_ref(&row).into(),
                 dtype: tensor.dtype,
@@ -215,9 +210,7 @@ impl Weights {
                 let grown = stream.ring_bytes();
                 Ok((stream, grown))
             }
-            Some(stream) => self
-                .restarted(backend, stream, extents, first)
-                .map(|stream| (stream, Bytes::ZERO)),
+            Some(stream) => self.restarted(backend, stream, extents, first).map(|stream| (stream, Bytes::ZERO)),
             None if self.count_left() > LEFT_MAX => Err(io::ErrorKind::TimedOut.into()),
             None => {
                 let ring = backend.ring(layout.ring, Backing::Now)?;
@@ -295,11 +288,7 @@ impl Weights {
         let mark = stream.ring_mark();
         let allowed = self.count_left() < LEFT_MAX;
         let mut another = |bytes| {
-            if allowed {
-                backend.ring(bytes, Backing::Now)
-            } else {
-                Err(io::ErrorKind::TimedOut.into())
-            }
+            if allowed { backend.ring(bytes, Backing::Now) } else { Err(io::ErrorKind::TimedOut.into()) }
         };
         let restarted = stream.restart(extents.into(), first, &mut another).map(|()| stream);
         if !restarted.as_ref().is_ok_and(|stream| mark.ptr_eq(&stream.ring_mark())) {
@@ -332,10 +321,7 @@ impl Weights {
     /// Marks of all memory that reads may keep when these weights are given up.
     pub(super) fn marks(&self) -> Vec<Weak<SharedMapping>> {
         let ring = self.stream.as_ref().map(Stream::ring_mark);
-        ring.into_iter()
-            .chain(self.left.clone())
-            .chain(self.arenas_left.clone())
-            .collect()
+        ring.into_iter().chain(self.left.clone()).chain(self.arenas_left.clone()).collect()
     }
 
     /// What hanging reads keep, and goes when they return.
@@ -371,9 +357,7 @@ impl Weights {
         let (tensor, bytes) = (&spec.embedding, spec.embedding_row());
         reader.ask(WantedRows {
             what: tensor.name.as_str().into(),
-            offsets: tokens
-                .map(|token| tensor.offset + u64::from(token) * bytes as u64)
-                .collect(),
+            offsets: tokens.map(|token| tensor.offset + u64::from(token) * bytes as u64).collect(),
             bytes,
         });
         self.rows = Some(reader);
@@ -548,12 +532,7 @@ impl Schedule {
                 extents.extend(part.pieces.iter().map(|piece| piece.extent.clone()));
             }
         }
-        Self {
-            first: first % extents.len().max(1),
-            extents,
-            first_piece,
-            head_piece,
-        }
+        Self { first: first % extents.len().max(1), extents, first_piece, head_piece }
     }
 }
 

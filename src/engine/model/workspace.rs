@@ -29,11 +29,7 @@ impl Needs {
     pub(super) fn of(device: &dyn Device, widths: &Widths, spec: &Spec) -> Self {
         Self {
             copies: device.copies_bytes(&shape::distinct_types(spec), widths.columns),
-            scratch: if spec.attention_layers() > 0 {
-                device.scratch_bytes(&spec.attention)
-            } else {
-                Bytes::ZERO
-            },
+            scratch: if spec.attention_layers() > 0 { device.scratch_bytes(&spec.attention) } else { Bytes::ZERO },
             context: device.context_bytes(),
             granule: device.granule(),
         }

@@ -110,11 +110,7 @@ struct Stamp {
 
 impl Stamp {
     fn of(metadata: &Metadata) -> Self {
-        Self {
-            bytes: metadata.len(),
-            seconds: metadata.mtime(),
-            nanoseconds: metadata.mtime_nsec(),
-        }
+        Self { bytes: metadata.len(), seconds: metadata.mtime(), nanoseconds: metadata.mtime_nsec() }
     }
 }
 
@@ -153,10 +149,7 @@ impl WeightFile {
             PartFile::of(part, (file, was), None, &DiskWatch::default()).map_err(io::Error::other)
         };
         let parts = parts.iter().map(open).collect::<io::Result<_>>()?;
-        Ok(Self {
-            parts,
-            size: ReadSize::new(),
-        })
+        Ok(Self { parts, size: ReadSize::new() })
     }
 
     /// Of files that were opened to read their headers, each with what it was then.
@@ -170,16 +163,10 @@ impl WeightFile {
     ) -> Result<Self, LoadErrorKind> {
         let parts = parts.iter().zip(files);
         let parts = parts.map(|(part, OpenFile { file, was, head })| {
-            let contents = Contents {
-                first: (head.bytes, head.hash()),
-                samples: OnceLock::new(),
-            };
+            let contents = Contents { first: (head.bytes, head.hash()), samples: OnceLock::new() };
             PartFile::of(part, (file, was), Some(contents), watch)
         });
-        Ok(Self {
-            parts: parts.collect::<Result<_, _>>()?,
-            size: ReadSize::new(),
-        })
+        Ok(Self { parts: parts.collect::<Result<_, _>>()?, size: ReadSize::new() })
     }
 
     /// Has the system begin to bring small extents, all at once, for [`Self::read_expected`]; best effort.
@@ -250,10 +237,7 @@ impl WeightFile {
             problem: "it is in no file".to_owned(),
             replaced: false,
         })?;
-        let extent = Extent {
-            offset: extent.offset - part.base,
-            ..extent.clone()
-        };
+        let extent = Extent { offset: extent.offset - part.base, ..extent.clone() };
         Ok((part, extent))
     }
 }
@@ -289,10 +273,7 @@ impl PartFile {
             direct: direct.map(|(direct, _)| direct),
             bytes: was.len(),
             contents,
-            known: Mutex::new(Known {
-                good: Stamp::of(&was),
-                other: None,
-            }),
+            known: Mutex::new(Known { good: Stamp::of(&was), other: None }),
         })
     }
 
@@ -343,10 +324,7 @@ impl PartFile {
         } else {
             "the file was written to after it was opened, and does not hold the same model: wait until it is complete"
         };
-        Err(ReadError {
-            replaced: written,
-            ..self.error(extent, problem)
-        })
+        Err(ReadError { replaced: written, ..self.error(extent, problem) })
     }
 
     /// Whether the contents are those of the model that was opened.
@@ -360,9 +338,7 @@ impl PartFile {
         let (bytes, hash) = contents.first;
         let (mut head, mut buffer) = (Head::default(), vec![0; HASHED_AT_ONCE]);
         while head.bytes < bytes {
-            let most = usize::try_from(bytes - head.bytes)
-                .unwrap_or(usize::MAX)
-                .min(HASHED_AT_ONCE);
+            let most = usize::try_from(bytes - head.bytes).unwrap_or(usize::MAX).min(HASHED_AT_ONCE);
             let part = buffer.get_mut(..most).unwrap_or_default();
             self.buffered.read_exact_at(part, head.bytes)?;
             head.add(part);
@@ -376,9 +352,7 @@ impl PartFile {
         let (mut hash, mut page) = (DefaultHasher::new(), vec![0; PAGE.as_len()]);
         for number in 0..SAMPLES {
             let place = self.bytes / SAMPLES * number;
-            let most = usize::try_from(self.bytes - place)
-                .unwrap_or(usize::MAX)
-                .min(page.len());
+            let most = usize::try_from(self.bytes - place).unwrap_or(usize::MAX).min(page.len());
             let part = page.get_mut(..most).unwrap_or_default();
             self.buffered.read_exact_at(part, place)?;
             hash.write(part);
@@ -410,10 +384,9 @@ impl PartFile {
 
     /// Tells the system what becomes of an extent in the page cache; best effort.
     fn advise(&self, extent: &Extent, advice: PosixFadviseAdvice) {
-        if let (Ok(offset), Ok(bytes)) = (
-            libc::off_t::try_from(extent.aligned_offset()),
-            libc::off_t::try_from(extent.aligned_bytes()),
-        ) {
+        if let (Ok(offset), Ok(bytes)) =
+            (libc::off_t::try_from(extent.aligned_offset()), libc::off_t::try_from(extent.aligned_bytes()))
+        {
             posix_fadvise(self.buffered.as_fd(), offset, bytes, advice).ok();
         }
     }
@@ -423,9 +396,7 @@ impl Source for WeightFile {
     unsafe fn read(&self, extent: &Extent, target: NonNull<u8>, progress: &ReadProgress) -> Result<(), ReadError> {
         let (part, extent) = self.place(extent)?;
         // SAFETY: the caller's promise; bases are whole pages, so the superset in the part has the same length.
-        part.read_known(&extent, || unsafe {
-            part.read(&extent, target, (&self.size, progress))
-        })
+        part.read_known(&extent, || unsafe { part.read(&extent, target, (&self.size, progress)) })
     }
 
     fn read_small(&self, extent: &Extent, target: &mut [u8]) -> Result<(), ReadError> {
@@ -525,31 +496,18 @@ mod tests {
         let was = file.metadata().unwrap();
         let mut head = Head::default();
         head.add(&bytes[..5000]);
-        let part = Part {
-            path: path.clone(),
-            base: 0,
-            bytes: Bytes::of_len(bytes.len()),
-        };
+        let part = Part { path: path.clone(), base: 0, bytes: Bytes::of_len(bytes.len()) };
         let opened = vec![OpenFile { file, was, head }];
         let file = WeightFile::of(&[part], opened, &DiskWatch::default()).unwrap();
         file.check_unchanged(&DiskWatch::default()).unwrap();
-        let extent = Extent {
-            what: "rows".into(),
-            offset: 8000,
-            bytes: 400,
-        };
+        let extent = Extent { what: "rows".into(), offset: 8000, bytes: 400 };
         let mut second = 0;
         let mut read = |contents: &[u8]| {
             std::fs::write(&path, contents).unwrap();
             // The kernel's stamps are some milliseconds apart.
             second += 1;
             let stamp = std::time::SystemTime::UNIX_EPOCH + Duration::from_secs(second);
-            File::options()
-                .write(true)
-                .open(&path)
-                .unwrap()
-                .set_modified(stamp)
-                .unwrap();
+            File::options().write(true).open(&path).unwrap().set_modified(stamp).unwrap();
             let mut row = vec![0; 400];
             file.read_small(&extent, &mut row).map(|()| row)
         };
@@ -563,19 +521,13 @@ mod tests {
         weights[20_000..].reverse();
         for other in [begun, &header, &weights] {
             let error = read(other).unwrap_err();
-            assert!(
-                !error.replaced && error.problem.contains("wait until it is complete"),
-                "{error}"
-            );
+            assert!(!error.replaced && error.problem.contains("wait until it is complete"), "{error}");
             let mut known = file.parts[0].known();
             let (_, since) = known.other.as_mut().unwrap();
             *since = since.checked_sub(WRITTEN_AFTER).unwrap();
             drop(known);
             let error = file.read_small(&extent, &mut [0; 400]).unwrap_err();
-            assert!(
-                error.replaced && error.problem.contains("holds another model now"),
-                "{error}"
-            );
+            assert!(error.replaced && error.problem.contains("holds another model now"), "{error}");
         }
         assert_eq!(read(&bytes).unwrap(), bytes[8000..8400]);
     }

@@ -21,11 +21,7 @@ impl ReadProgress {
     /// Of readers that begin now.
     #[must_use]
     pub fn new() -> Self {
-        Self {
-            began: Instant::now(),
-            last_us: AtomicU64::new(0),
-            given_up: AtomicBool::new(false),
-        }
+        Self { began: Instant::now(), last_us: AtomicU64::new(0), given_up: AtomicBool::new(false) }
     }
 
     /// Something has come.

@@ -56,28 +56,17 @@ impl RowReader {
     /// When there is none to be had.
     pub fn start(source: Arc<dyn Source>) -> io::Result<Self> {
         let shared = Arc::new(Shared {
-            state: Mutex::new(State {
-                wanted: None,
-                asked: 0,
-                reading: None,
-                answer: None,
-                stop: false,
-            }),
+            state: Mutex::new(State { wanted: None, asked: 0, reading: None, answer: None, stop: false }),
             asked: Condvar::new(),
             answered: Condvar::new(),
         });
         let theirs = Arc::clone(&shared);
-        let thread = thread::Builder::new()
-            .name("cotenant-reader".to_owned())
-            .spawn(move || {
-                // A token waits for it.
-                emergency::be_prompt().ok();
-                theirs.serve(source.as_ref());
-            })?;
-        Ok(Self {
-            shared,
-            thread: Some(thread),
-        })
+        let thread = thread::Builder::new().name("cotenant-reader".to_owned()).spawn(move || {
+            // A token waits for it.
+            emergency::be_prompt().ok();
+            theirs.serve(source.as_ref());
+        })?;
+        Ok(Self { shared, thread: Some(thread) })
     }
 
     /// Asks for rows; what was asked for before is not wanted any more.
@@ -175,11 +164,7 @@ impl Shared {
             }
             state.reading = Some(Instant::now());
             drop(state);
-            let extent = Extent {
-                what: Arc::clone(&wanted.what),
-                offset: *offset,
-                bytes: wanted.bytes,
-            };
+            let extent = Extent { what: Arc::clone(&wanted.what), offset: *offset, bytes: wanted.bytes };
             source.read_small(&extent, row)?;
         }
         Ok(rows)
@@ -220,11 +205,7 @@ mod tests {
     const SHORT: Duration = Duration::from_millis(1);
 
     fn rows(offsets: impl IntoIterator<Item = u64>) -> WantedRows {
-        WantedRows {
-            what: "rows".into(),
-            offsets: offsets.into_iter().collect(),
-            bytes: 2,
-        }
+        WantedRows { what: "rows".into(), offsets: offsets.into_iter().collect(), bytes: 2 }
     }
 
     /// A reader of which a row is wanted that does not come.

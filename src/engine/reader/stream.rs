@@ -316,28 +316,19 @@ impl Stream {
         self.finish();
         let resident = self.ring.resident();
         // The last owner, unless a hanging read keeps its own ring.
-        if Arc::strong_count(self.ring.shared()) == 1 {
-            resident
-        } else {
-            Bytes::ZERO
-        }
+        if Arc::strong_count(self.ring.shared()) == 1 { resident } else { Bytes::ZERO }
     }
 
     fn spawn(&mut self) -> io::Result<()> {
         for _ in 0..READERS {
-            let (shared, ring, source) = (
-                Arc::clone(&self.shared),
-                Arc::clone(self.ring.shared()),
-                Arc::clone(&self.source),
-            );
-            let thread = thread::Builder::new()
-                .name("cotenant-reader".to_owned())
-                .spawn(move || {
-                    // A disk idles as long as its reader waits behind a kernel's slice. A system that refuses makes
-                    // streaming slower, and nothing else.
-                    emergency::be_prompt().ok();
-                    shared.fill(&ring, source.as_ref());
-                })?;
+            let (shared, ring, source) =
+                (Arc::clone(&self.shared), Arc::clone(self.ring.shared()), Arc::clone(&self.source));
+            let thread = thread::Builder::new().name("cotenant-reader".to_owned()).spawn(move || {
+                // A disk idles as long as its reader waits behind a kernel's slice. A system that refuses makes
+                // streaming slower, and nothing else.
+                emergency::be_prompt().ok();
+                shared.fill(&ring, source.as_ref());
+            })?;
             self.threads.push(thread);
         }
         Ok(())
@@ -377,9 +368,7 @@ fn wait<'state>(
     state: MutexGuard<'state, State>,
     limit: Duration,
 ) -> (MutexGuard<'state, State>, bool) {
-    let (state, result) = changed
-        .wait_timeout(state, limit)
-        .unwrap_or_else(PoisonError::into_inner);
+    let (state, result) = changed.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner);
     (state, result.timed_out())
 }
 
@@ -520,12 +509,7 @@ impl State {
         }
         let name = self.made;
         self.made += 1;
-        self.slots.push_back(Slot {
-            name,
-            index: self.next,
-            start,
-            status: Status::Reading(Instant::now()),
-        });
+        self.slots.push_back(Slot { name, index: self.next, start, status: Status::Reading(Instant::now()) });
         self.reading += 1;
         self.head = start + len;
         self.next += 1;

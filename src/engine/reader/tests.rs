@@ -22,23 +22,12 @@ fn file(len: usize) -> (tempfile::NamedTempFile, Vec<u8>) {
 }
 
 fn open(path: &std::path::Path) -> WeightFile {
-    let part = Part {
-        path: path.to_owned(),
-        base: 0,
-        bytes: Bytes::ZERO,
-    };
+    let part = Part { path: path.to_owned(), base: 0, bytes: Bytes::ZERO };
     WeightFile::open(&[part]).unwrap()
 }
 
 fn extents(parts: &[(u64, usize)]) -> Arc<[Extent]> {
-    parts
-        .iter()
-        .map(|&(offset, bytes)| Extent {
-            what: "piece".into(),
-            offset,
-            bytes,
-        })
-        .collect()
+    parts.iter().map(|&(offset, bytes)| Extent { what: "piece".into(), offset, bytes }).collect()
 }
 
 fn ring(bytes: Bytes) -> Buffer {
@@ -70,11 +59,7 @@ fn pieces_come_in_order_for_ever_through_a_ring_smaller_than_all_of_them() {
         let index = turn % schedule.len();
         let extent = &schedule[index];
         let start = usize::try_from(extent.offset).unwrap();
-        assert_eq!(
-            piece(&stream, &schedule, index),
-            bytes[start..start + extent.bytes],
-            "turn {turn}"
-        );
+        assert_eq!(piece(&stream, &schedule, index), bytes[start..start + extent.bytes], "turn {turn}");
     }
 }
 
@@ -174,13 +159,8 @@ fn a_restart_continues_with_another_schedule() {
 fn pieces_that_are_passed_over_are_given_up_and_the_end_may_move() {
     let (file, bytes) = file(60_000);
     let schedule = extents(&[(0, 9000), (9000, 9000), (20_000, 9000), (30_000, 9000), (45_000, 9000)]);
-    let stream = Stream::start(
-        Arc::new(open(file.path())),
-        ring(Bytes::from_kib(32)),
-        Arc::clone(&schedule),
-        0,
-    )
-    .unwrap();
+    let stream =
+        Stream::start(Arc::new(open(file.path())), ring(Bytes::from_kib(32)), Arc::clone(&schedule), 0).unwrap();
     let is_right = |index: usize| {
         let start = usize::try_from(schedule[index].offset).unwrap();
         assert_eq!(piece(&stream, &schedule, index), bytes[start..start + 9000], "{index}");
@@ -236,9 +216,7 @@ fn another(bytes: Bytes) -> io::Result<Buffer> {
 
 /// A stream whose disk does not answer, and that does not wait long for it.
 fn gated() -> (Arc<Gate>, Arc<[Extent]>, Stream) {
-    let gate = Arc::new(Gate {
-        open: AtomicBool::new(false),
-    });
+    let gate = Arc::new(Gate { open: AtomicBool::new(false) });
     let schedule = extents(&[(0, 4096)]);
     let source: Arc<dyn Source> = Arc::<Gate>::clone(&gate);
     let mut stream = Stream::start(source, ring(Bytes::from_kib(16)), Arc::clone(&schedule), 0).unwrap();
@@ -251,10 +229,7 @@ fn a_disk_that_does_not_answer_is_an_error_and_the_ring_is_replaced() {
     let (gate, schedule, mut stream) = gated();
     assert!(matches!(stream.acquire(0, 1, &mut || true), Err(Missing::Stalled(_))));
     stream.restart(Arc::clone(&schedule), 0, &mut another).unwrap();
-    assert!(matches!(
-        stream.acquire(0, 1, &mut || false),
-        Err(Missing::Stalled(_) | Missing::Stopped)
-    ));
+    assert!(matches!(stream.acquire(0, 1, &mut || false), Err(Missing::Stalled(_) | Missing::Stopped)));
     gate.open.store(true, Ordering::Release);
     stream.set_stall(Duration::from_secs(60));
     assert_eq!(piece(&stream, &schedule, 0), vec![7; 4096]);
@@ -281,11 +256,7 @@ fn a_large_read_is_made_in_several_and_ends_early_when_it_is_given_up() {
     let (file, bytes) = file(700_000);
     let source = open(file.path());
     let memory = Mapping::new(Bytes::of_len(bytes.len()), Backing::Now).unwrap();
-    let extent = Extent {
-        what: "piece".into(),
-        offset: 0,
-        bytes: bytes.len(),
-    };
+    let extent = Extent { what: "piece".into(), offset: 0, bytes: bytes.len() };
     let target = memory.range(0, extent.aligned_bytes()).unwrap();
     let progress = ReadProgress::new();
     progress.give_up();

@@ -21,10 +21,7 @@ impl Keys<'_> {
     }
 
     pub(super) fn wrong(&self, key: &str, problem: String) -> LoadErrorKind {
-        LoadErrorKind::Metadata {
-            key: self.full(key),
-            problem,
-        }
+        LoadErrorKind::Metadata { key: self.full(key), problem }
     }
 
     pub(super) fn optional(&self, key: &str, limit: usize) -> Result<Option<usize>, LoadErrorKind> {
@@ -32,15 +29,9 @@ impl Keys<'_> {
         let Some(value) = self.header.value(&full) else {
             return Ok(None);
         };
-        let number = value
-            .as_u64()
-            .ok_or_else(|| self.wrong(key, format!("{value} is not a whole number")))?;
+        let number = value.as_u64().ok_or_else(|| self.wrong(key, format!("{value} is not a whole number")))?;
         if number > limit as u64 {
-            return Err(LoadErrorKind::Limit {
-                what: full,
-                value: number,
-                limit: limit as u64,
-            });
+            return Err(LoadErrorKind::Limit { what: full, value: number, limit: limit as u64 });
         }
         Ok(Some(len(number)))
     }
@@ -105,15 +96,10 @@ impl Keys<'_> {
         let kv_heads = self.optional_of_layers("attention.head_count_kv", HEADS_MAX)?;
         let kv_heads = kv_heads.unwrap_or(heads);
         if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
-            return Err(self.wrong(
-                "attention.head_count_kv",
-                format!("{kv_heads} does not divide {heads} heads"),
-            ));
+            return Err(self.wrong("attention.head_count_kv", format!("{kv_heads} does not divide {heads} heads")));
         }
         let head_dim = self.head_dim(width)?;
-        let value_dim = self
-            .optional("attention.value_length", HEAD_DIM_MAX)?
-            .unwrap_or(head_dim);
+        let value_dim = self.optional("attention.value_length", HEAD_DIM_MAX)?.unwrap_or(head_dim);
         if value_dim != head_dim || head_dim == 0 || !head_dim.is_multiple_of(HEAD_DIM_MULTIPLE) {
             return Err(self.wrong(
                 "attention.key_length",
@@ -130,10 +116,7 @@ impl Keys<'_> {
                     window: Some(window),
                     rotation: Rotation::plain(self.header.f32(&self.full("rope.freq_base_swa")).unwrap_or(LOCAL_BASE)),
                 }),
-            Architecture::SmolLm3 => Some(LocalAttention {
-                window: None,
-                rotation: Rotation::STILL,
-            }),
+            Architecture::SmolLm3 => Some(LocalAttention { window: None, rotation: Rotation::STILL }),
             _ => None,
         };
         Ok(AttentionSpec {
@@ -175,10 +158,9 @@ impl Keys<'_> {
 
     pub(super) fn recurrent(&self) -> Result<RecurrentSpec, LoadErrorKind> {
         if self.header.bool(&self.full("ssm.v_head_reordered")) == Some(false) {
-            return Err(self.wrong(
-                "ssm.v_head_reordered",
-                "value heads in the publisher's order are not supported".to_owned(),
-            ));
+            return Err(
+                self.wrong("ssm.v_head_reordered", "value heads in the publisher's order are not supported".to_owned())
+            );
         }
         let spec = RecurrentSpec {
             key_heads: self.count("ssm.group_count", HEADS_MAX)?,

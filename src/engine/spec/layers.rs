@@ -40,17 +40,11 @@ impl LayerBuilder<'_> {
         let fused = self.find("attn_qkv.weight").is_some();
         if fused {
             let [query, key, value] = self.parts("attn_qkv.weight", self.width, rows)?;
-            for (role, (tensor, rows)) in [Role::Query, Role::Key, Role::Value]
-                .into_iter()
-                .zip([query, key, value])
-            {
+            for (role, (tensor, rows)) in [Role::Query, Role::Key, Role::Value].into_iter().zip([query, key, value]) {
                 matrices.push(Self::matrix_of(role, tensor, self.width, rows));
             }
         }
-        let fused_bias = self
-            .find("attn_qkv.bias")
-            .map(|info| self.bias_parts(info, rows))
-            .transpose()?;
+        let fused_bias = self.find("attn_qkv.bias").map(|info| self.bias_parts(info, rows)).transpose()?;
         for (index, (role, bias, name, rows)) in parts.into_iter().enumerate() {
             if !fused {
                 matrices.push(self.matrix(role, &format!("{name}.weight"), self.width, rows)?);
@@ -74,12 +68,7 @@ impl LayerBuilder<'_> {
             vectors.push(self.vector(Vector::FfnPostNorm, "post_ffw_norm.weight", &[self.width])?);
         }
         self.feed_forward(architecture, &mut matrices, &mut vectors)?;
-        Ok(LayerSpec {
-            kind: LayerKind::Attention,
-            local,
-            matrices,
-            vectors,
-        })
+        Ok(LayerSpec { kind: LayerKind::Attention, local, matrices, vectors })
     }
 
     pub(super) fn recurrent(&self, spec: &RecurrentSpec) -> Result<LayerSpec, LoadErrorKind> {
@@ -98,12 +87,7 @@ impl LayerBuilder<'_> {
             self.vector(Vector::StateNorm, "ssm_norm.weight", &[spec.head_dim])?,
         ];
         self.feed_forward(Architecture::Qwen35, &mut matrices, &mut vectors)?;
-        Ok(LayerSpec {
-            kind: LayerKind::Recurrent,
-            local: false,
-            matrices,
-            vectors,
-        })
+        Ok(LayerSpec { kind: LayerKind::Recurrent, local: false, matrices, vectors })
     }
 
     fn feed_forward(

@@ -40,10 +40,7 @@ impl Rotary {
             None => "linear",
             Some(Value::String(kind)) => kind.as_str(),
             Some(other) => {
-                return Err(LoadErrorKind::Metadata {
-                    key,
-                    problem: format!("{other} is not a text"),
-                });
+                return Err(LoadErrorKind::Metadata { key, problem: format!("{other} is not a text") });
             }
         };
         let factor = ["rope.scaling.factor", "rope.scale_linear"]
@@ -54,16 +51,9 @@ impl Rotary {
         if !factor.is_finite() || factor < 0.0 {
             return Err(keys.wrong("rope.scaling.factor", format!("{factor} is not a positive number")));
         }
-        let original = header
-            .u32(&keys.full("rope.scaling.original_context_length"))
-            .filter(|&original| original > 0);
+        let original = header.u32(&keys.full("rope.scaling.original_context_length")).filter(|&original| original > 0);
         let magnitude = header.f32(&keys.full("rope.scaling.attn_factor")).unwrap_or(1.0);
-        let mut rotation = Rotation {
-            base,
-            scale: 1.0 / factor,
-            blend: None,
-            magnitude,
-        };
+        let mut rotation = Rotation { base, scale: 1.0 / factor, blend: None, magnitude };
         match kind {
             "none" => rotation.scale = 1.0,
             "linear" | "longrope" => {}
@@ -84,11 +74,7 @@ impl Rotary {
                 ));
                 // The magnitude that the paper asks for, and that ggml and its callers arrive at by two factors.
                 let stretched = |times: f32| {
-                    if factor <= 1.0 {
-                        1.0
-                    } else {
-                        0.1 * times * factor.ln() + 1.0
-                    }
+                    if factor <= 1.0 { 1.0 } else { 0.1 * times * factor.ln() + 1.0 }
                 };
                 rotation.magnitude *= stretched(1.0) / stretched(all);
             }
@@ -119,9 +105,7 @@ impl Rotary {
                 Some(vector(header, name, &pairs)?)
             }
             None if kind == "longrope" => {
-                return Err(LoadErrorKind::TensorMissing {
-                    tensor: if long { LONG } else { SHORT }.to_owned(),
-                });
+                return Err(LoadErrorKind::TensorMissing { tensor: if long { LONG } else { SHORT }.to_owned() });
             }
             None => None,
         };
@@ -130,10 +114,7 @@ impl Rotary {
 }
 
 /// The pair whose angle comes round `turns` times within `context` positions (`ggml_rope_yarn_corr_dim`).
-#[expect(
-    clippy::cast_precision_loss,
-    reason = "head sizes and contexts are far below 2^24, or need no last bit"
-)]
+#[expect(clippy::cast_precision_loss, reason = "head sizes and contexts are far below 2^24, or need no last bit")]
 fn yarn_pair(rotary: usize, context: u32, turns: f32, base: f32) -> f32 {
     rotary as f32 * (context as f32 / (turns * 2.0 * std::f32::consts::PI)).ln() / (2.0 * base.ln())
 }
@@ -163,14 +144,7 @@ mod tests {
     #[test]
     fn a_stretched_context_turns_slower_by_its_factor() {
         let plain = angles(Rotation::plain(10_000.0), 1, None);
-        let slow = angles(
-            Rotation {
-                scale: 0.25,
-                ..Rotation::plain(10_000.0)
-            },
-            4,
-            None,
-        );
+        let slow = angles(Rotation { scale: 0.25, ..Rotation::plain(10_000.0) }, 4, None);
         for (a, b) in plain.iter().zip(&slow) {
             assert!((a - b).abs() < 1e-6, "{a} {b}");
         }
@@ -178,11 +152,7 @@ mod tests {
 
     #[test]
     fn yarn_keeps_fast_pairs_and_slows_the_others() {
-        let yarn = Rotation {
-            scale: 0.25,
-            blend: Some((2.0, 5.0)),
-            ..Rotation::plain(10_000.0)
-        };
+        let yarn = Rotation { scale: 0.25, blend: Some((2.0, 5.0)), ..Rotation::plain(10_000.0) };
         let (plain, mixed) = (angles(Rotation::plain(10_000.0), 1, None), angles(yarn, 1, None));
         for pair in 0..=2 {
             assert!((plain[pair] - mixed[pair]).abs() < 1e-6);
@@ -205,22 +175,12 @@ mod tests {
                 (full("rope.scaling.type"), Value::String("yarn".to_owned())),
                 (full("rope.scaling.factor"), Value::F32(16.0)),
             ];
-            entries.extend(
-                more.iter()
-                    .map(|(key, value)| (full(&format!("rope.scaling.{key}")), Value::F32(*value))),
-            );
-            let entries: Vec<_> = entries
-                .iter()
-                .map(|(key, value)| (key.as_str(), value.clone()))
-                .collect();
+            entries.extend(more.iter().map(|(key, value)| (full(&format!("rope.scaling.{key}")), Value::F32(*value))));
+            let entries: Vec<_> = entries.iter().map(|(key, value)| (key.as_str(), value.clone())).collect();
             let header = crate::engine::test_vocabulary::header(&entries);
             Rotary::read(&header, 128, None).unwrap().rotation
         };
-        for (key, value) in [
-            ("yarn_beta_fast", 8.0),
-            ("yarn_beta_slow", 4.0),
-            ("yarn_log_multiplier", 1.0),
-        ] {
+        for (key, value) in [("yarn_beta_fast", 8.0), ("yarn_beta_slow", 4.0), ("yarn_log_multiplier", 1.0)] {
             for family in ["llama", "qwen2", "qwen3"] {
                 assert_eq!(read(family, &[(key, value)]), read(family, &[]), "{family} {key}");
             }
@@ -233,10 +193,8 @@ mod tests {
     #[test]
     fn divisors_divide_each_pair() {
         let factors = [1.0, 2.0, 4.0, 8.0, 1.0, 1.0, 1.0, 1.0];
-        let (plain, divided) = (
-            angles(Rotation::plain(10_000.0), 1, None),
-            angles(Rotation::plain(10_000.0), 1, Some(&factors)),
-        );
+        let (plain, divided) =
+            (angles(Rotation::plain(10_000.0), 1, None), angles(Rotation::plain(10_000.0), 1, Some(&factors)));
         for (pair, factor) in factors.iter().enumerate() {
             assert!((plain[pair] / factor - divided[pair]).abs() < 1e-6);
         }

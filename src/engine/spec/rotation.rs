@@ -18,19 +18,11 @@ impl Rotation {
     /// Angles as they are, with `base`.
     #[must_use]
     pub const fn plain(base: f32) -> Self {
-        Self {
-            base,
-            scale: 1.0,
-            blend: None,
-            magnitude: 1.0,
-        }
+        Self { base, scale: 1.0, blend: None, magnitude: 1.0 }
     }
 
     /// No rotation at all.
-    pub const STILL: Self = Self {
-        scale: 0.0,
-        ..Self::plain(BASE)
-    };
+    pub const STILL: Self = Self { scale: 0.0, ..Self::plain(BASE) };
 
     /// Writes the cosine and sine of each pair at `position`; `factors` divides each pair's angle.
     ///

@@ -8,9 +8,7 @@ use crate::engine::{
 };
 
 pub(super) fn tensor<'header>(header: &'header Header, name: &str) -> Result<&'header TensorInfo, LoadErrorKind> {
-    header.tensor(name).ok_or_else(|| LoadErrorKind::TensorMissing {
-        tensor: name.to_owned(),
-    })
+    header.tensor(name).ok_or_else(|| LoadErrorKind::TensorMissing { tensor: name.to_owned() })
 }
 
 pub(super) fn vector(header: &Header, name: &str, dims: &[usize]) -> Result<TensorInfo, LoadErrorKind> {

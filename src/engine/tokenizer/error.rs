@@ -54,9 +54,7 @@ pub enum TokenizerError {
 
 impl TokenizerError {
     pub(super) fn library(error: &dyn std::fmt::Display) -> Self {
-        Self::Library {
-            message: error.to_string(),
-        }
+        Self::Library { message: error.to_string() }
     }
 
     /// The remedy.

@@ -67,11 +67,7 @@ impl Literals {
         let mut rest = text;
         while let Some(first) = rest.chars().next() {
             if let Some((length, token)) = self.at_start(rest) {
-                fragments.extend(
-                    text.get(plain_from..at)
-                        .filter(|plain| !plain.is_empty())
-                        .map(Fragment::Text),
-                );
+                fragments.extend(text.get(plain_from..at).filter(|plain| !plain.is_empty()).map(Fragment::Text));
                 fragments.push(Fragment::Token(token));
                 at += length;
                 plain_from = at;
@@ -80,11 +76,7 @@ impl Literals {
             }
             rest = text.get(at..).unwrap_or_default();
         }
-        fragments.extend(
-            text.get(plain_from..)
-                .filter(|plain| !plain.is_empty())
-                .map(Fragment::Text),
-        );
+        fragments.extend(text.get(plain_from..).filter(|plain| !plain.is_empty()).map(Fragment::Text));
         fragments
     }
 }

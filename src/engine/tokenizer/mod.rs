@@ -65,9 +65,7 @@ impl Tokenizer {
     /// When tables are missing or contradict each other, or are of a kind that is not known.
     pub fn from_header(header: &Header) -> Result<Self, TokenizerError> {
         let scheme = Scheme::of(header)?;
-        let texts = header
-            .strings(KEY_TOKENS)
-            .ok_or(TokenizerError::Missing { key: KEY_TOKENS })?;
+        let texts = header.strings(KEY_TOKENS).ok_or(TokenizerError::Missing { key: KEY_TOKENS })?;
         let count = u32::try_from(texts.len()).unwrap_or(u32::MAX);
         let types = header.ints(KEY_TYPES).unwrap_or_default();
         if !types.is_empty() && types.len() != texts.len() {
@@ -77,10 +75,9 @@ impl Tokenizer {
             });
         }
         let id = |key: &'static str| match header.u32(key) {
-            Some(id) if id >= count => Err(TokenizerError::Invalid {
-                key,
-                problem: format!("it names token {id} of {count}"),
-            }),
+            Some(id) if id >= count => {
+                Err(TokenizerError::Invalid { key, problem: format!("it names token {id} of {count}") })
+            }
             id => Ok(id),
         };
         let (bos, eos) = (id(KEY_BOS)?, id(KEY_EOS)?);
@@ -164,10 +161,7 @@ impl Tokenizer {
         let by_pair = buckets(merges) * (size_of::<((u32, u32), (u32, u32))>() + 1);
         // glibc: eight bytes more, in steps of 16 from 32 on.
         let heap = |text: &str| (text.len() + 8).max(32).next_multiple_of(16);
-        let texts: usize = texts
-            .iter()
-            .map(|text| 2 * heap(text) + text.len() + size_of::<u32>())
-            .sum();
+        let texts: usize = texts.iter().map(|text| 2 * heap(text) + text.len() + size_of::<u32>()).sum();
         Bytes::of_len(by_text + by_token + by_pair + texts + cuts)
     }
 
@@ -313,11 +307,7 @@ impl Tokenizer {
 
     /// The library needs some 140 bytes for each byte of a text while it works, so it gets a piece at a time.
     fn encode_in_segments(&self, text: &str, target: usize, tokens: &mut Vec<u32>) -> Result<(), EncodeError> {
-        for segment in (Segments {
-            rest: text,
-            target,
-            cut: &self.cut,
-        }) {
+        for segment in (Segments { rest: text, target, cut: &self.cut }) {
             if segment.len() > UNBROKEN_BYTES_MAX {
                 return Err(EncodeError::Unbroken {
                     bytes: Bytes::of_len(segment.len()),
@@ -327,9 +317,7 @@ impl Tokenizer {
             let encoding = self
                 .bpe
                 .encode_fast(segment, false)
-                .map_err(|error| EncodeError::Library {
-                    message: error.to_string(),
-                })?;
+                .map_err(|error| EncodeError::Library { message: error.to_string() })?;
             tokens.extend_from_slice(encoding.get_ids());
         }
         Ok(())
@@ -362,8 +350,7 @@ fn byte_level(
     let mut bpe = TokenizerImpl::new(bpe);
     bpe.with_pre_tokenizer(Some(rules.splitter()?));
     if rules.normalises() {
-        bpe.with_normalizer(Some(NormalizerWrapper::from(NFC)))
-            .map_err(|error| TokenizerError::library(&error))?;
+        bpe.with_normalizer(Some(NormalizerWrapper::from(NFC))).map_err(|error| TokenizerError::library(&error))?;
     }
     Ok(bpe)
 }
@@ -388,9 +375,7 @@ fn merges(
     header: &Header,
     vocabulary: &tokenizers::models::bpe::Vocab,
 ) -> Result<Vec<(String, String)>, TokenizerError> {
-    let lines = header
-        .strings(KEY_MERGES)
-        .ok_or(TokenizerError::Missing { key: KEY_MERGES })?;
+    let lines = header.strings(KEY_MERGES).ok_or(TokenizerError::Missing { key: KEY_MERGES })?;
     let mut merges = Vec::with_capacity(lines.len());
     for (at, line) in lines.iter().enumerate() {
         let Some((left, right)) = line.split_once(' ') else {
@@ -461,15 +446,8 @@ const SEGMENT_BYTES: usize = 8 << 10;
 
 /// Texts that end an answer whatever the file says of them; files often name only one of several. The part of
 /// llama.cpp's list (`special_eog_ids` in `src/llama-vocab.cpp`) that occurs in the families we load.
-const END_TEXTS: &[&str] = &[
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|im_end|>",
-    "<|end_of_text|>",
-    "<|endoftext|>",
-    "<|end|>",
-    "<end_of_turn>",
-];
+const END_TEXTS: &[&str] =
+    &["<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>", "<|end|>", "<end_of_turn>"];
 
 #[cfg(test)]
 mod tests;

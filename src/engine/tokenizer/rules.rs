@@ -30,21 +30,14 @@ pub(super) enum Scheme {
 impl Scheme {
     /// The scheme that a header names.
     pub(super) fn of(header: &Header) -> Result<Self, TokenizerError> {
-        let kind = header
-            .string(KEY_MODEL)
-            .ok_or(TokenizerError::Missing { key: KEY_MODEL })?;
+        let kind = header.string(KEY_MODEL).ok_or(TokenizerError::Missing { key: KEY_MODEL })?;
         match kind {
-            "gpt2" => Ok(Self::ByteLevel(
-                header
-                    .string(KEY_PRE)
-                    .ok_or(TokenizerError::Missing { key: KEY_PRE })?
-                    .parse()?,
-            )),
+            "gpt2" => {
+                Ok(Self::ByteLevel(header.string(KEY_PRE).ok_or(TokenizerError::Missing { key: KEY_PRE })?.parse()?))
+            }
             // Files of this kind say `default` or nothing: there is one way to cut.
             "llama" => Ok(Self::SentencePieces),
-            other => Err(TokenizerError::UnknownModel {
-                model: other.to_owned(),
-            }),
+            other => Err(TokenizerError::UnknownModel { model: other.to_owned() }),
         }
     }
 
@@ -113,10 +106,7 @@ impl FromStr for Rules {
             .iter()
             .find(|(known, _)| *known == name)
             .map(|&(_, rules)| rules)
-            .ok_or_else(|| TokenizerError::UnknownPre {
-                pre: name.to_owned(),
-                known: known(),
-            })
+            .ok_or_else(|| TokenizerError::UnknownPre { pre: name.to_owned(), known: known() })
     }
 }
 
@@ -188,10 +178,7 @@ impl Rules {
                 r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])",
                 r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
             )],
-            Self::SmolLm => &[
-                r"\p{N}",
-                r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
-            ],
+            Self::SmolLm => &[r"\p{N}", r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"],
         }
     }
 
@@ -214,14 +201,9 @@ impl Rules {
     pub(super) fn splitter(self) -> Result<PreTokenizerWrapper, TokenizerError> {
         let mut steps = Vec::new();
         for expression in self.expressions() {
-            let split = Split::new(
-                SplitPattern::Regex((*expression).to_owned()),
-                SplitDelimiterBehavior::Isolated,
-                false,
-            )
-            .map_err(|error| TokenizerError::Library {
-                message: error.to_string(),
-            })?;
+            let split =
+                Split::new(SplitPattern::Regex((*expression).to_owned()), SplitDelimiterBehavior::Isolated, false)
+                    .map_err(|error| TokenizerError::Library { message: error.to_string() })?;
             steps.push(PreTokenizerWrapper::from(split));
         }
         steps.push(ByteLevel::new(false, false, false).into());

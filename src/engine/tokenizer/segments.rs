@@ -29,9 +29,7 @@ pub(super) struct Pairs {
 impl Pairs {
     /// Of these pieces.
     pub(super) fn of<'piece>(pieces: impl Iterator<Item = &'piece str>) -> Self {
-        let mut pairs = Self {
-            bits: vec![0; PAIR_BITS / 64],
-        };
+        let mut pairs = Self { bits: vec![0; PAIR_BITS / 64] };
         for piece in pieces {
             for (left, right) in piece.chars().zip(piece.chars().skip(1)) {
                 let (word, bit) = Self::place(left, right);

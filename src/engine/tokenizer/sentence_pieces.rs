@@ -21,9 +21,7 @@ use crate::engine::gguf::{Header, StringTable};
 
 /// The encoder, and where long texts may be cut.
 pub(super) fn build(header: &Header, vocabulary: Vocab) -> Result<(Bpe, Cut), TokenizerError> {
-    let scores = header
-        .floats(KEY_SCORES)
-        .ok_or(TokenizerError::Missing { key: KEY_SCORES })?;
+    let scores = header.floats(KEY_SCORES).ok_or(TokenizerError::Missing { key: KEY_SCORES })?;
     let mut merges: Vec<(f32, u32, &str, &str)> = Vec::new();
     for (text, &token) in &vocabulary {
         let score = scores.get(token as usize).copied().ok_or(TokenizerError::Invalid {
@@ -39,14 +37,9 @@ pub(super) fn build(header: &Header, vocabulary: Vocab) -> Result<(Bpe, Cut), To
     let cut = Cut::BetweenPieces(Pairs::of(vocabulary.keys().map(String::as_str)));
     // Ties by token and then by the split, so that the order does not hang on that of a hash table.
     merges.sort_unstable_by(|a, b| {
-        b.0.total_cmp(&a.0)
-            .then_with(|| a.1.cmp(&b.1))
-            .then_with(|| a.2.len().cmp(&b.2.len()))
+        b.0.total_cmp(&a.0).then_with(|| a.1.cmp(&b.1)).then_with(|| a.2.len().cmp(&b.2.len()))
     });
-    let merges = merges
-        .into_iter()
-        .map(|(_, _, left, right)| (left.to_owned(), right.to_owned()))
-        .collect();
+    let merges = merges.into_iter().map(|(_, _, left, right)| (left.to_owned(), right.to_owned())).collect();
     let bpe = BPE::builder()
         .vocab_and_merges(vocabulary, merges)
         .byte_fallback(true)
@@ -55,19 +48,14 @@ pub(super) fn build(header: &Header, vocabulary: Vocab) -> Result<(Bpe, Cut), To
         .map_err(|error| TokenizerError::library(&error))?;
     let mut bpe = TokenizerImpl::new(bpe);
     let spaces = Replace::new(" ", SPACE).map_err(|error| TokenizerError::library(&error))?;
-    bpe.with_normalizer(Some(NormalizerWrapper::from(spaces)))
-        .map_err(|error| TokenizerError::library(&error))?;
+    bpe.with_normalizer(Some(NormalizerWrapper::from(spaces))).map_err(|error| TokenizerError::library(&error))?;
     Ok((bpe, cut))
 }
 
 /// How many merges [`build`] would find.
 pub(super) fn merges_of(texts: &StringTable) -> usize {
     let known: HashSet<&str> = texts.iter().collect();
-    texts
-        .iter()
-        .flat_map(splits)
-        .filter(|(left, right)| known.contains(left) && known.contains(right))
-        .count()
+    texts.iter().flat_map(splits).filter(|(left, right)| known.contains(left) && known.contains(right)).count()
 }
 
 /// The bytes that a piece stands for: one when it is written as `<0xAB>`.
@@ -87,10 +75,7 @@ pub(super) fn bytes(text: &str, is_byte: bool) -> Vec<u8> {
 /// the text is.
 fn splits(text: &str) -> impl Iterator<Item = (&str, &str)> {
     let piece = if text.len() <= PIECE_BYTES_MAX { text } else { "" };
-    piece
-        .char_indices()
-        .skip(1)
-        .filter_map(move |(at, _)| piece.split_at_checked(at))
+    piece.char_indices().skip(1).filter_map(move |(at, _)| piece.split_at_checked(at))
 }
 
 #[cfg(test)]
@@ -108,12 +93,7 @@ mod tests {
     fn vocabulary() -> Vec<String> {
         let mut texts: Vec<String> = ["<unk>", "<s>", "</s>", "<|user|>"].map(str::to_owned).into();
         texts.extend((0..=255u8).map(|byte| format!("<0x{byte:02X}>")));
-        texts.extend(
-            [
-                "▁hello", "hello", "▁he", "llo", "he", "ll", "▁w", "▁▁", "orld", "or", "ld",
-            ]
-            .map(str::to_owned),
-        );
+        texts.extend(["▁hello", "hello", "▁he", "llo", "he", "ll", "▁w", "▁▁", "orld", "or", "ld"].map(str::to_owned));
         texts.extend(["▁", "h", "e", "l", "o", "w", "r", "d", "é", "\n"].map(str::to_owned));
         texts
     }
@@ -132,15 +112,9 @@ mod tests {
             ("general.name", string(name)),
             ("tokenizer.ggml.model", string("llama")),
             ("tokenizer.ggml.pre", string("default")),
-            (
-                "tokenizer.ggml.tokens",
-                Value::Array(texts.iter().map(|text| string(text)).collect()),
-            ),
+            ("tokenizer.ggml.tokens", Value::Array(texts.iter().map(|text| string(text)).collect())),
             ("tokenizer.ggml.scores", Value::Array(scores.collect())),
-            (
-                "tokenizer.ggml.token_type",
-                Value::Array(kinds.map(Value::I32).collect()),
-            ),
+            ("tokenizer.ggml.token_type", Value::Array(kinds.map(Value::I32).collect())),
             ("tokenizer.ggml.bos_token_id", Value::U32(1)),
             ("tokenizer.ggml.eos_token_id", Value::U32(2)),
             ("tokenizer.ggml.add_space_prefix", Value::Bool(space_first)),
@@ -149,23 +123,14 @@ mod tests {
     }
 
     fn texts(tokens: &[u32]) -> Vec<String> {
-        tokens
-            .iter()
-            .map(|&token| vocabulary()[token as usize].clone())
-            .collect()
+        tokens.iter().map(|&token| vocabulary()[token as usize].clone()).collect()
     }
 
     #[test]
     fn pieces_of_the_highest_score_are_joined_first_and_bytes_serve_for_the_rest() {
         let tokenizer = tokenizer("gemma", false);
-        assert_eq!(
-            texts(&tokenizer.encode("hello world").unwrap()),
-            ["hello", "▁w", "orld"]
-        );
-        assert_eq!(
-            texts(&tokenizer.encode("heé你").unwrap()),
-            ["he", "é", "<0xE4>", "<0xBD>", "<0xA0>"]
-        );
+        assert_eq!(texts(&tokenizer.encode("hello world").unwrap()), ["hello", "▁w", "orld"]);
+        assert_eq!(texts(&tokenizer.encode("heé你").unwrap()), ["he", "é", "<0xE4>", "<0xBD>", "<0xA0>"]);
         assert_eq!(texts(&tokenizer.encode("he   l").unwrap()), ["he", "▁▁", "▁", "l"]);
         assert!(tokenizer.adds_bos(), "as these models were trained");
     }
@@ -181,9 +146,7 @@ mod tests {
     #[test]
     fn special_tokens_of_phi_3_swallow_white_space() {
         let rendered = |name| {
-            let tokens = tokenizer(name, false)
-                .encode_rendered("<s>\n<|user|>\n he", None)
-                .unwrap();
+            let tokens = tokenizer(name, false).encode_rendered("<s>\n<|user|>\n he", None).unwrap();
             texts(&tokens)
         };
         assert_eq!(rendered("Phi-3 mini"), ["<s>", "\n", "<|user|>", "he"]);
@@ -199,11 +162,7 @@ mod tests {
     fn a_long_text_without_spaces_has_the_tokens_of_its_lines() {
         let tokenizer = tokenizer("gemma", false);
         // Chinese, a table, and JSON without spaces: twice what is encoded as a whole.
-        for line in [
-            "你好，世界。",
-            "1,hello,-2.5;he\n",
-            "{\"hello\":[1,2,{}],\"wo\":\"he\"},",
-        ] {
+        for line in ["你好，世界。", "1,hello,-2.5;he\n", "{\"hello\":[1,2,{}],\"wo\":\"he\"},"] {
             let text = long(line, 2 * UNBROKEN_BYTES_MAX);
             let each = tokenizer.encode(line).unwrap();
             let count = text.len() / line.len();
@@ -226,10 +185,7 @@ mod tests {
     fn a_vocabulary_without_scores_is_refused() {
         let entries = [
             ("tokenizer.ggml.model", Value::String("llama".to_owned())),
-            (
-                "tokenizer.ggml.tokens",
-                Value::Array(vec![Value::String("a".to_owned())]),
-            ),
+            ("tokenizer.ggml.tokens", Value::Array(vec![Value::String("a".to_owned())])),
         ];
         let error = Tokenizer::from_header(&header(&entries)).err().unwrap();
         assert_eq!(error, TokenizerError::Missing { key: KEY_SCORES });
@@ -243,10 +199,7 @@ mod tests {
         header(&[
             ("tokenizer.ggml.model", Value::String(model.to_owned())),
             ("tokenizer.ggml.pre", Value::String("default".to_owned())),
-            (
-                "tokenizer.ggml.scores",
-                Value::Array(vec![Value::F32(0.0); kinds.len()]),
-            ),
+            ("tokenizer.ggml.scores", Value::Array(vec![Value::F32(0.0); kinds.len()])),
             ("tokenizer.ggml.tokens", Value::Array(texts.collect())),
             ("tokenizer.ggml.token_type", Value::Array(kinds)),
         ])
@@ -257,11 +210,7 @@ mod tests {
         let long = "a".repeat(400_000);
         for (model, limit) in [("llama", 256), ("gpt2", 2048)] {
             let header = with_last(model, &["a", "aa", &long], 1);
-            let expected = TokenizerError::PieceTooLong {
-                token: 2,
-                bytes: 400_000,
-                limit,
-            };
+            let expected = TokenizerError::PieceTooLong { token: 2, bytes: 400_000, limit };
             assert_eq!(Tokenizer::check(&header), Err(expected.clone()));
             assert_eq!(Tokenizer::from_header(&header).err(), Some(expected));
         }

@@ -39,11 +39,7 @@ pub(in crate::http) struct Sessions {
 impl Sessions {
     /// Sessions that end when `shutdown` is cancelled, after what they are at, or when the guard is dropped.
     pub(in crate::http) fn new(shutdown: &CancellationToken) -> (Self, DropGuard) {
-        let sessions = Self {
-            tasks: TaskTracker::new(),
-            shutdown: shutdown.clone(),
-            ended: CancellationToken::new(),
-        };
+        let sessions = Self { tasks: TaskTracker::new(), shutdown: shutdown.clone(), ended: CancellationToken::new() };
         let guard = sessions.ended.clone().drop_guard();
         (sessions, guard)
     }

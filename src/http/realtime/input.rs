@@ -80,9 +80,7 @@ impl Input {
     /// When it is none, or there is no room for it. Where turns are found, what was said before is a turn then.
     pub(super) fn append(&mut self, audio: &str, turns: &mut Vec<Turn>) -> Result<(), Fault> {
         let wrong = |problem: String| Fault::invalid("audio", format!("{} characters", audio.len()), problem);
-        let bytes = BASE64
-            .decode(audio)
-            .map_err(|error| wrong(format!("is not base64: {error}")))?;
+        let bytes = BASE64.decode(audio).map_err(|error| wrong(format!("is not base64: {error}")))?;
         let (pairs, odd) = bytes.as_chunks::<2>();
         if !odd.is_empty() {
             return Err(wrong("is not a whole number of 16-bit samples".to_owned()));
@@ -169,10 +167,7 @@ impl Input {
             VoiceEdge::Stopped(at) => {
                 let at = self.detector_start + at;
                 let said = self.take(usize::try_from(at.saturating_sub(self.start)).unwrap_or(usize::MAX));
-                turns.push(Turn::Stopped {
-                    at_ms: millis(at),
-                    said,
-                });
+                turns.push(Turn::Stopped { at_ms: millis(at), said });
             }
         }
     }
@@ -193,14 +188,8 @@ impl Input {
         let taken = mem::replace(&mut self.samples, rest);
         self.start += count(&taken);
         let kept = kib_of(self.samples.len());
-        let excess = self
-            .memory
-            .as_ref()
-            .map_or(0, |memory| memory.num_permits().saturating_sub(kept));
-        Utterance {
-            memory: self.memory.as_mut().and_then(|memory| memory.split(excess)),
-            samples: taken,
-        }
+        let excess = self.memory.as_ref().map_or(0, |memory| memory.num_permits().saturating_sub(kept));
+        Utterance { memory: self.memory.as_mut().and_then(|memory| memory.split(excess)), samples: taken }
     }
 
     fn make_room(&mut self, more: usize) -> Result<(), Fault> {
@@ -215,10 +204,7 @@ impl Input {
         }
         let held = self.memory.as_ref().map_or(0, OwnedSemaphorePermit::num_permits);
         let missing = kib_of(wanted).saturating_sub(held);
-        let more = self
-            .api
-            .audio_memory(u32::try_from(missing).unwrap_or(u32::MAX))
-            .map_err(Fault::from)?;
+        let more = self.api.audio_memory(u32::try_from(missing).unwrap_or(u32::MAX)).map_err(Fault::from)?;
         match &mut self.memory {
             Some(memory) => memory.merge(more),
             none => *none = Some(more),
@@ -245,10 +231,7 @@ const fn millis(samples: u64) -> u64 {
 }
 
 fn samples_in(time: Duration) -> u64 {
-    u64::try_from(time.as_millis())
-        .unwrap_or(u64::MAX)
-        .saturating_mul(ASR_RATE_HZ.into())
-        / 1000
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX).saturating_mul(ASR_RATE_HZ.into()) / 1000
 }
 
 /// KiB of memory for so many samples, and for what the resampler still holds of them.

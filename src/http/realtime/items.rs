@@ -47,12 +47,7 @@ impl Spoken {
     /// What was heard until then: whole words.
     fn heard_until(&self, millis: u64) -> String {
         let samples = millis.saturating_mul(TTS_RATE_HZ.into()) / 1000;
-        let ends = self
-            .sentences
-            .iter()
-            .skip(1)
-            .map(|(_, start)| *start)
-            .chain([self.samples]);
+        let ends = self.sentences.iter().skip(1).map(|(_, start)| *start).chain([self.samples]);
         let mut heard = Vec::new();
         for ((sentence, start), end) in self.sentences.iter().zip(ends) {
             if end <= samples {
@@ -92,11 +87,9 @@ impl Items {
     /// When there is one of this id, or none that it is to follow.
     pub(super) fn insert(&mut self, after: Option<&str>, id: &str, shown: Value) -> Result<Option<String>, Fault> {
         if self.items.iter().any(|item| item.id == id) {
-            return Err(fault(
-                "item_create_duplicate_item_id",
-                &format!("there is an item `{id}` already"),
-            )
-            .of_param("item.id"));
+            return Err(
+                fault("item_create_duplicate_item_id", &format!("there is an item `{id}` already")).of_param("item.id")
+            );
         }
         let at = match after {
             None => self.items.len(),
@@ -110,14 +103,7 @@ impl Items {
         };
         let before = at.checked_sub(1).and_then(|before| self.items.get(before));
         let before = before.map(|item| item.id.clone());
-        self.items.insert(
-            at,
-            Item {
-                id: id.to_owned(),
-                shown,
-                spoken: Spoken::default(),
-            },
-        );
+        self.items.insert(at, Item { id: id.to_owned(), shown, spoken: Spoken::default() });
         Ok(before)
     }
 
@@ -169,10 +155,7 @@ impl Items {
         let length = item.spoken.millis();
         let part = item.shown.pointer_mut("/content/0").and_then(Value::as_object_mut);
         let Some(part) = part.filter(|part| part.get("type") == Some(&json!("output_audio"))) else {
-            return Err(fault(
-                "item_truncate_invalid_item_id",
-                &format!("`{id}` is not a spoken answer"),
-            ));
+            return Err(fault("item_truncate_invalid_item_id", &format!("`{id}` is not a spoken answer")));
         };
         if audio_end_ms > length {
             return Err(fault(
@@ -225,11 +208,7 @@ pub(super) fn created(
         None | Some(Value::Null) => fresh(),
         Some(Value::String(id)) if (1..=ID_MAX).contains(&id.len()) && id != "root" => id.clone(),
         Some(other) => {
-            return Err(Fault::invalid(
-                "item.id",
-                other,
-                format!("is not a text of 1 to {ID_MAX} bytes"),
-            ));
+            return Err(Fault::invalid("item.id", other, format!("is not a text of 1 to {ID_MAX} bytes")));
         }
     };
     item.insert("id".to_owned(), json!(id));
@@ -237,19 +216,9 @@ pub(super) fn created(
     item.insert("status".to_owned(), json!("completed"));
     let item = Value::Object(item);
     if Bytes::of_len(size(&item)) > max {
-        return Err(Fault::invalid(
-            "item",
-            format!("{} bytes", size(&item)),
-            format!("is above the limit of {max}"),
-        ));
+        return Err(Fault::invalid("item", format!("{} bytes", size(&item)), format!("is above the limit of {max}")));
     }
-    for (index, part) in item
-        .get("content")
-        .and_then(Value::as_array)
-        .into_iter()
-        .flatten()
-        .enumerate()
-    {
+    for (index, part) in item.get("content").and_then(Value::as_array).into_iter().flatten().enumerate() {
         let is_audio = part.get("audio").is_some_and(|audio| !audio.is_null());
         if is_audio && part.get("transcript").is_none_or(Value::is_null) {
             return Err(Fault::invalid(
@@ -280,13 +249,7 @@ fn as_text(item: &Value) -> Value {
 }
 
 fn absent(id: &str, code: &'static str) -> Fault {
-    fault(
-        code,
-        &format!(
-            "there is no item `{}` in the conversation",
-            super::super::fault::shortened(id)
-        ),
-    )
+    fault(code, &format!("there is no item `{}` in the conversation", super::super::fault::shortened(id)))
 }
 
 fn fault(code: &'static str, message: &str) -> Fault {

@@ -22,11 +22,7 @@ pub(super) struct Outbox {
 
 impl Outbox {
     pub(super) const fn new(api: Api) -> Self {
-        Self {
-            api,
-            waiting: VecDeque::new(),
-            unsent: false,
-        }
+        Self { api, waiting: VecDeque::new(), unsent: false }
     }
 
     /// Adds an event of this type.
@@ -49,10 +45,7 @@ impl Outbox {
 
     /// Adds the end of the connection.
     pub(super) fn close(&mut self, code: u16, reason: &'static str) {
-        self.push(Message::Close(Some(CloseFrame {
-            code,
-            reason: Utf8Bytes::from_static(reason),
-        })));
+        self.push(Message::Close(Some(CloseFrame { code, reason: Utf8Bytes::from_static(reason) })));
     }
 
     /// Adds what a client that is there answers.

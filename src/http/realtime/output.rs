@@ -97,14 +97,8 @@ impl Output {
     pub(super) fn text(&mut self, piece: &str, place: &mut Place<'_>) {
         let mut message = self.opened(place);
         message.text.push_str(piece);
-        let kind = if self.spoken {
-            "response.output_audio_transcript.delta"
-        } else {
-            "response.output_text.delta"
-        };
-        place
-            .outbox
-            .event(kind, self.of_part(&message, json!({"delta": piece})));
+        let kind = if self.spoken { "response.output_audio_transcript.delta" } else { "response.output_text.delta" };
+        place.outbox.event(kind, self.of_part(&message, json!({"delta": piece})));
         self.message = Some(message);
     }
 
@@ -121,10 +115,7 @@ impl Output {
         for samples in samples.chunks(AUDIO_SAMPLES_MAX) {
             message.spoken.sent(samples.len());
             let delta = Outbox::base64(&pcm_bytes(samples));
-            place.outbox.event(
-                "response.output_audio.delta",
-                self.of_part(&message, json!({"delta": delta})),
-            );
+            place.outbox.event("response.output_audio.delta", self.of_part(&message, json!({"delta": delta})));
         }
         self.message = Some(message);
     }
@@ -152,14 +143,10 @@ impl Output {
             }
             fields
         };
-        place.outbox.event(
-            "response.function_call_arguments.delta",
-            of_call(json!({"delta": arguments})),
-        );
-        place.outbox.event(
-            "response.function_call_arguments.done",
-            of_call(json!({"name": name, "arguments": arguments})),
-        );
+        place.outbox.event("response.function_call_arguments.delta", of_call(json!({"delta": arguments})));
+        place
+            .outbox
+            .event("response.function_call_arguments.done", of_call(json!({"name": name, "arguments": arguments})));
         // one that its length has cut is no object
         let whole = serde_json::from_str::<Map<String, Value>>(arguments).is_ok();
         let item = item(if whole { "completed" } else { "incomplete" }, arguments);
@@ -171,11 +158,9 @@ impl Output {
         let whole = matches!(end, End::Finished(reason, _) if reason != FinishReason::Length);
         self.close(if whole { "completed" } else { "incomplete" }, place);
         let (status, details, usage) = match end {
-            End::Finished(FinishReason::Length, usage) => (
-                "incomplete",
-                json!({"type": "incomplete", "reason": "max_output_tokens"}),
-                usage_json(usage),
-            ),
+            End::Finished(FinishReason::Length, usage) => {
+                ("incomplete", json!({"type": "incomplete", "reason": "max_output_tokens"}), usage_json(usage))
+            }
             End::Finished(_, usage) => ("completed", Value::Null, usage_json(usage)),
             End::Cancelled(reason) => ("cancelled", json!({"type": "cancelled", "reason": reason}), Value::Null),
             End::Failed(fault) => {
@@ -184,12 +169,9 @@ impl Output {
             }
         };
         let output: Vec<Value> = self.done.into_iter().flatten().collect();
-        for (key, value) in [
-            ("status", json!(status)),
-            ("status_details", details),
-            ("output", json!(output)),
-            ("usage", usage),
-        ] {
+        for (key, value) in
+            [("status", json!(status)), ("status_details", details), ("output", json!(output)), ("usage", usage)]
+        {
             self.shown.insert(key.to_owned(), value);
         }
         place.outbox.event("response.done", json!({"response": self.shown}));
@@ -210,10 +192,7 @@ impl Output {
         let item = self.item(&message, "in_progress", &[]);
         self.added(&message.id, message.index, &item, place);
         let part = self.part(&message, "text", "audio");
-        place.outbox.event(
-            "response.content_part.added",
-            self.of_part(&message, json!({"part": part})),
-        );
+        place.outbox.event("response.content_part.added", self.of_part(&message, json!({"part": part})));
         message
     }
 
@@ -222,41 +201,29 @@ impl Output {
             return;
         };
         if self.spoken {
-            place
-                .outbox
-                .event("response.output_audio.done", self.of_part(&message, json!({})));
+            place.outbox.event("response.output_audio.done", self.of_part(&message, json!({})));
             place.outbox.event(
                 "response.output_audio_transcript.done",
                 self.of_part(&message, json!({"transcript": message.text})),
             );
         } else {
-            place.outbox.event(
-                "response.output_text.done",
-                self.of_part(&message, json!({"text": message.text})),
-            );
+            place.outbox.event("response.output_text.done", self.of_part(&message, json!({"text": message.text})));
         }
         let part = self.part(&message, "text", "audio");
-        place.outbox.event(
-            "response.content_part.done",
-            self.of_part(&message, json!({"part": part})),
-        );
+        place.outbox.event("response.content_part.done", self.of_part(&message, json!({"part": part})));
         let part = self.part(&message, "output_text", "output_audio");
         let item = self.item(&message, status, &[part]);
         self.item_done(&message.id, message.index, item, message.spoken, place);
     }
 
     fn added(&self, id: &str, index: usize, item: &Value, place: &mut Place<'_>) {
-        place.outbox.event(
-            "response.output_item.added",
-            json!({"response_id": self.id, "output_index": index, "item": item}),
-        );
+        place
+            .outbox
+            .event("response.output_item.added", json!({"response_id": self.id, "output_index": index, "item": item}));
         if self.kept
             && let Ok(previous) = place.items.insert(None, id, item.clone())
         {
-            place.outbox.event(
-                "conversation.item.added",
-                json!({"previous_item_id": previous, "item": item}),
-            );
+            place.outbox.event("conversation.item.added", json!({"previous_item_id": previous, "item": item}));
         }
     }
 
@@ -265,10 +232,9 @@ impl Output {
             place.outbox.event("conversation.item.done", json!({"item": item}));
             place.items.replace(id, item.clone(), spoken);
         }
-        place.outbox.event(
-            "response.output_item.done",
-            json!({"response_id": self.id, "output_index": index, "item": item}),
-        );
+        place
+            .outbox
+            .event("response.output_item.done", json!({"response_id": self.id, "output_index": index, "item": item}));
         if let Some(done) = self.done.get_mut(index) {
             *done = Some(item);
         }

@@ -41,20 +41,13 @@ impl Run {
     /// Begins the answer to a request.
     pub(super) fn begin(api: &Api, request: ChatRequest, retention: Option<f64>, voice: Option<Voice>) -> Self {
         let (sender, steps) = mpsc::channel(STEPS_AHEAD);
-        let work = Work {
-            api: api.clone(),
-            meta: request.meta.clone(),
-            steps: sender,
-        };
+        let work = Work { api: api.clone(), meta: request.meta.clone(), steps: sender };
         let work = tokio::spawn(async move {
             if let Err(Stop::Failed(fault)) = work.answer(request, retention, voice).await {
                 let _gone = work.steps.send(Step::Failed(fault)).await;
             }
         });
-        Self {
-            steps,
-            _work: AbortOnDropHandle::new(work),
-        }
+        Self { steps, _work: AbortOnDropHandle::new(work) }
     }
 
     /// What happens next; `None` after the last. May be dropped and called again.
@@ -161,10 +154,7 @@ impl Work {
             match (asked, retention) {
                 (Ok(events), _) => return Ok(Generation::new(events, began, &self.api)),
                 (Err(Refusal::ContextLengthExceeded { prompt, limit, .. }), Some(retention))
-                    if shorten(
-                        &mut request,
-                        retention * f64::from(limit.get()) / f64::from(prompt.get().max(1)),
-                    ) => {}
+                    if shorten(&mut request, retention * f64::from(limit.get()) / f64::from(prompt.get().max(1))) => {}
                 (Err(refusal), _) => return Err(refusal.into()),
             }
         }
@@ -188,10 +178,8 @@ impl Work {
                 speed: voice.speed,
                 whole: false,
             };
-            let mut pieces = patiently(&self.api, || async {
-                begun(backend.synthesize(request.clone()).await?).await
-            })
-            .await?;
+            let mut pieces =
+                patiently(&self.api, || async { begun(backend.synthesize(request.clone()).await?).await }).await?;
             self.tell(Step::Sentence(sentence)).await?;
             while let Some(piece) = pieces.next().await {
                 self.tell(Step::Audio(piece?)).await?;
@@ -241,27 +229,11 @@ mod tests {
 
     #[test]
     fn the_oldest_is_left_out_and_neither_the_instructions_nor_the_last() {
-        let roles = [
-            Role::System,
-            Role::User,
-            Role::Assistant,
-            Role::Tool,
-            Role::User,
-            Role::User,
-        ];
+        let roles = [Role::System, Role::User, Role::Assistant, Role::Tool, Role::User, Role::User];
         let messages: Vec<ChatMessage> = roles.map(|role| ChatMessage::new(role, "word word")).into();
-        let mut request = ChatRequest {
-            prompt: Prompt::Chat(messages.into()),
-            ..ChatRequest::default()
-        };
-        let left = |request: &ChatRequest| {
-            request
-                .prompt
-                .messages()
-                .iter()
-                .map(|message| message.role)
-                .collect::<Vec<_>>()
-        };
+        let mut request = ChatRequest { prompt: Prompt::Chat(messages.into()), ..ChatRequest::default() };
+        let left =
+            |request: &ChatRequest| request.prompt.messages().iter().map(|message| message.role).collect::<Vec<_>>();
         assert!(shorten(&mut request, 0.8));
         assert_eq!(left(&request), [Role::System, Role::User, Role::User]);
         assert!(shorten(&mut request, 1.0));

@@ -135,11 +135,7 @@ impl Session {
             active: None,
             outbox: Outbox::new(api.clone()),
             shutdown,
-            times: Times {
-                seen: now,
-                pinged: false,
-                used: now,
-            },
+            times: Times { seen: now, pinged: false, used: now },
             settings,
             meta,
             api,
@@ -149,8 +145,7 @@ impl Session {
     pub(super) async fn run(mut self, socket: WebSocket) {
         tracing::info!(session = self.id, request = self.meta.id, "a realtime session began");
         let (mut sink, mut stream) = socket.split();
-        self.outbox
-            .event("session.created", json!({"session": self.settings.shown(&self.id)}));
+        self.outbox.event("session.created", json!({"session": self.settings.shown(&self.id)}));
         let mut closing = false;
         let end = loop {
             if closing && self.active.is_none() && self.hearing.is_none() && self.said.is_empty() {
@@ -188,12 +183,7 @@ impl Session {
             }
         };
         tracing::info!(session = self.id, ?end, "a realtime session ends");
-        let Self {
-            mut outbox,
-            active,
-            hearing,
-            ..
-        } = self;
+        let Self { mut outbox, active, hearing, .. } = self;
         drop((active, hearing));
         let farewell = async {
             if let Some((code, reason)) = end {
@@ -326,8 +316,7 @@ impl Session {
             ClientEvent::Delete(item) => {
                 self.not_given(&item.item_id)?;
                 self.items.delete(&item.item_id)?;
-                self.outbox
-                    .event("conversation.item.deleted", json!({"item_id": item.item_id}));
+                self.outbox.event("conversation.item.deleted", json!({"item_id": item.item_id}));
                 Ok(())
             }
             ClientEvent::Respond(response) => {
@@ -357,8 +346,7 @@ impl Session {
                 if turns != self.settings.turns {
                     self.input.detect(self.settings.turns.as_ref());
                 }
-                self.outbox
-                    .event("session.updated", json!({"session": self.settings.shown(&self.id)}));
+                self.outbox.event("session.updated", json!({"session": self.settings.shown(&self.id)}));
                 Ok(())
             }
         }
@@ -379,9 +367,7 @@ impl Session {
     fn create(&mut self, create: event::Create) -> Result<(), Fault> {
         let max = self.api.limits().session_items_max;
         let (id, item) = items::created(create.item, || self.api.fresh_id("item_"), max)?;
-        let previous = self
-            .items
-            .insert(create.previous_item_id.as_deref(), &id, item.clone())?;
+        let previous = self.items.insert(create.previous_item_id.as_deref(), &id, item.clone())?;
         self.announced(&item, previous.as_deref());
         Ok(())
     }
@@ -389,8 +375,7 @@ impl Session {
     /// Announces an item that is complete; the oldest makes room for it.
     fn announced(&mut self, item: &Value, previous: Option<&str>) {
         for kind in ["conversation.item.added", "conversation.item.done"] {
-            self.outbox
-                .event(kind, json!({"previous_item_id": previous, "item": item}));
+            self.outbox.event(kind, json!({"previous_item_id": previous, "item": item}));
         }
         self.evict();
     }
@@ -405,10 +390,8 @@ impl Session {
         match turn {
             Turn::Started { at_ms } => {
                 let item = self.api.fresh_id("item_");
-                self.outbox.event(
-                    "input_audio_buffer.speech_started",
-                    json!({"audio_start_ms": at_ms, "item_id": item}),
-                );
+                self.outbox
+                    .event("input_audio_buffer.speech_started", json!({"audio_start_ms": at_ms, "item_id": item}));
                 self.turn = Some(item);
                 if self.settings.turns.as_ref().is_some_and(|turns| turns.interrupt) {
                     // who goes on speaking has not asked yet
@@ -421,10 +404,7 @@ impl Session {
             }
             Turn::Stopped { at_ms, said } => {
                 let item = self.turn.get_or_insert_with(|| self.api.fresh_id("item_"));
-                self.outbox.event(
-                    "input_audio_buffer.speech_stopped",
-                    json!({"audio_end_ms": at_ms, "item_id": item}),
-                );
+                self.outbox.event("input_audio_buffer.speech_stopped", json!({"audio_end_ms": at_ms, "item_id": item}));
                 let respond = self.settings.turns.as_ref().is_some_and(|turns| turns.respond);
                 self.committed(said, respond && !closing && !self.settings.transcription_only);
             }
@@ -435,10 +415,7 @@ impl Session {
     fn committed(&mut self, utterance: Utterance, respond: bool) {
         let id = self.turn.take().unwrap_or_else(|| self.api.fresh_id("item_"));
         let previous = self.items.last().map(str::to_owned);
-        self.outbox.event(
-            "input_audio_buffer.committed",
-            json!({"previous_item_id": previous, "item_id": id}),
-        );
+        self.outbox.event("input_audio_buffer.committed", json!({"previous_item_id": previous, "item_id": id}));
         let item = json!({
             "id": id, "object": "realtime.item", "type": "message", "status": "completed", "role": "user",
             "content": [{"type": "input_audio", "transcript": null}],
@@ -446,11 +423,7 @@ impl Session {
         // its id is new
         let _inserted = self.items.insert(None, &id, item.clone());
         self.announced(&item, previous.as_deref());
-        let said = Said {
-            item: id,
-            utterance,
-            respond,
-        };
+        let said = Said { item: id, utterance, respond };
         if self.said.len() < SAID_MAX {
             self.said.push_back(said);
             self.hear();
@@ -493,10 +466,7 @@ impl Session {
             .backends()
             .speech
             .clone()
-            .ok_or_else(|| Refusal::NotConfigured {
-                act: HEAR.to_owned(),
-                what: "speech recogniser".to_owned(),
-            })?;
+            .ok_or_else(|| Refusal::NotConfigured { act: HEAR.to_owned(), what: "speech recogniser".to_owned() })?;
         let place = self.api.place(Kind::Transcription)?;
         let how = |key: &str| {
             let value = self.settings.transcription.as_ref()?.get(key)?.as_str()?;
@@ -518,10 +488,7 @@ impl Session {
 
     /// What a part of the session is asked with.
     fn part_meta(&self) -> RequestMeta {
-        RequestMeta {
-            id: self.meta.id.clone(),
-            ..RequestMeta::default()
-        }
+        RequestMeta { id: self.meta.id.clone(), ..RequestMeta::default() }
     }
 
     fn recognised(&mut self, recognised: Option<Recognised>, closing: bool) {
@@ -615,11 +582,7 @@ impl Session {
             Some(Value::String(word)) if word == "auto" => true,
             Some(Value::String(word)) if word == "none" => false,
             Some(other) => {
-                return Err(Fault::invalid(
-                    "response.conversation",
-                    other,
-                    "is not one of `auto`, `none`",
-                ));
+                return Err(Fault::invalid("response.conversation", other, "is not one of `auto`, `none`"));
             }
         };
         let input = match response.remove("input") {
@@ -635,14 +598,7 @@ impl Session {
         let conversation = kept.then_some(self.conversation.as_str());
         let id = self.api.fresh_id("resp_");
         let output = Output::begin(id, &settings, metadata, conversation, &mut self.outbox);
-        self.active = Some(Active {
-            output,
-            settings,
-            own,
-            input,
-            run: None,
-            finished: None,
-        });
+        self.active = Some(Active { output, settings, own, input, run: None, finished: None });
         Ok(())
     }
 
@@ -672,11 +628,7 @@ impl Session {
             messages.insert(0, ChatMessage::new(Role::System, settings.instructions.as_str()));
         }
         if messages.is_empty() {
-            return Err(Fault::invalid(
-                "conversation",
-                "[]",
-                "is empty, and there are no instructions",
-            ));
+            return Err(Fault::invalid("conversation", "[]", "is empty, and there are no instructions"));
         }
         let (mut tools, choice) = settings.tools_and_choice("response")?;
         let form = match choice {
@@ -690,20 +642,13 @@ impl Session {
         let request = ChatRequest {
             meta: self.part_meta(),
             model: settings.model.clone(),
-            prompt: Prompt::Chat(Conversation {
-                messages,
-                tools,
-                variables: Map::new(),
-            }),
+            prompt: Prompt::Chat(Conversation { messages, tools, variables: Map::new() }),
             max_tokens: settings.max_tokens,
             form,
             streamed: true,
             ..ChatRequest::default()
         };
-        let voice = Voice {
-            name: settings.voice(&self.api)?,
-            speed: settings.speed,
-        };
+        let voice = Voice { name: settings.voice(&self.api)?, speed: settings.speed };
         Ok((request, settings.spoken.then_some(voice)))
     }
 
@@ -711,10 +656,7 @@ impl Session {
         let Some(active) = &mut self.active else {
             return;
         };
-        let place = &mut Place {
-            outbox: &mut self.outbox,
-            items: &mut self.items,
-        };
+        let place = &mut Place { outbox: &mut self.outbox, items: &mut self.items };
         match step {
             Some(Step::Chat(ChatEvent::Part(part))) => match part {
                 AnswerPart::Text(text) => active.output.text(&text, place),
@@ -750,13 +692,7 @@ impl Session {
         if let Some(active) = self.active.take() {
             drop(active.run);
             self.times.used = Instant::now();
-            active.output.end(
-                end,
-                &mut Place {
-                    outbox: &mut self.outbox,
-                    items: &mut self.items,
-                },
-            );
+            active.output.end(end, &mut Place { outbox: &mut self.outbox, items: &mut self.items });
             self.evict();
         }
     }
@@ -774,10 +710,7 @@ where
 }
 
 pub(super) fn draining() -> Refusal {
-    Refusal::Draining {
-        act: "give a response".to_owned(),
-        retry_after: RETRY_AFTER_DEFAULT,
-    }
+    Refusal::Draining { act: "give a response".to_owned(), retry_after: RETRY_AFTER_DEFAULT }
 }
 
 /// As it reads after "cannot".

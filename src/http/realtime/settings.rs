@@ -92,11 +92,7 @@ impl Settings {
                 ("type", Value::String(kind)) if kind == "realtime" => updated.transcription_only = false,
                 ("type", Value::String(kind)) if kind == "transcription" => updated.transcription_only = true,
                 ("type", other) => {
-                    return Err(Fault::invalid(
-                        &field,
-                        other,
-                        "is not one of `realtime`, `transcription`",
-                    ));
+                    return Err(Fault::invalid(&field, other, "is not one of `realtime`, `transcription`"));
                 }
                 ("model", Value::String(model)) => updated.model = model_named(api, Some(model))?,
                 // what sessions are shown with
@@ -190,9 +186,7 @@ impl Settings {
                 ("format", value) => check_format(&field, &value)?,
                 ("speed", Value::Null) => self.speed = 1.0,
                 ("speed", value) => {
-                    let speed = value
-                        .as_f64()
-                        .ok_or_else(|| Fault::invalid(&field, &value, "is no number"))?;
+                    let speed = value.as_f64().ok_or_else(|| Fault::invalid(&field, &value, "is no number"))?;
                     self.speed = in_range(&field, Some(speed), SPEED_MIN, SPEED_MAX)?.unwrap_or(1.0);
                 }
                 ("voice", value) => self.voice = Some(value).filter(|value| !value.is_null()),
@@ -280,8 +274,7 @@ impl Settings {
 
     /// A number, or `inf`.
     pub(super) fn max_tokens_shown(&self) -> Value {
-        self.max_tokens
-            .map_or_else(|| json!("inf"), |tokens| json!(tokens.get()))
+        self.max_tokens.map_or_else(|| json!("inf"), |tokens| json!(tokens.get()))
     }
 }
 
@@ -325,16 +318,10 @@ fn turns(field: &str, value: Value) -> Result<Option<Turns>, Fault> {
     for (key, value) in map.into_iter().filter(|(_, value)| !value.is_null()) {
         let field = format!("{field}.{key}");
         let number = |min: f64, max: f64| {
-            let number = value
-                .as_f64()
-                .ok_or_else(|| Fault::invalid(&field, &value, "is no number"))?;
+            let number = value.as_f64().ok_or_else(|| Fault::invalid(&field, &value, "is no number"))?;
             in_range(&field, Some(number), min, max).map(Option::unwrap_or_default)
         };
-        let flag = || {
-            value
-                .as_bool()
-                .ok_or_else(|| Fault::invalid(&field, &value, "is neither true nor false"))
-        };
+        let flag = || value.as_bool().ok_or_else(|| Fault::invalid(&field, &value, "is neither true nor false"));
         match key.as_str() {
             "type" => {}
             "create_response" => turns.respond = flag()?,
@@ -348,20 +335,12 @@ fn turns(field: &str, value: Value) -> Result<Option<Turns>, Fault> {
                     Some("auto" | "medium") => SEMANTIC_SILENCE,
                     Some("high") => SEMANTIC_SILENCE / 2,
                     _ => {
-                        return Err(Fault::invalid(
-                            &field,
-                            value,
-                            "is not one of `low`, `medium`, `high`, `auto`",
-                        ));
+                        return Err(Fault::invalid(&field, value, "is not one of `low`, `medium`, `high`, `auto`"));
                     }
                 };
             }
             "idle_timeout_ms" => {
-                return Err(Fault::invalid(
-                    &field,
-                    value,
-                    "is not supported: only speech ends a silence",
-                ));
+                return Err(Fault::invalid(&field, value, "is not supported: only speech ends a silence"));
             }
             _ => return Err(Fault::invalid(&field, value, UNKNOWN)),
         }
@@ -394,11 +373,7 @@ fn check_format(field: &str, format: &Value) -> Result<(), Fault> {
     if format.is_null() || (kind == "audio/pcm" && format.get("rate").is_none_or(|rate| *rate == json!(TTS_RATE_HZ))) {
         return Ok(());
     }
-    Err(Fault::invalid(
-        field,
-        format,
-        format!("is not supported: audio is `audio/pcm` at a rate of {TTS_RATE_HZ}"),
-    ))
+    Err(Fault::invalid(field, format, format!("is not supported: audio is `audio/pcm` at a rate of {TTS_RATE_HZ}")))
 }
 
 fn millis(time: Duration) -> u64 {

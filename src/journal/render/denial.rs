@@ -13,14 +13,7 @@ use crate::{
 impl Display for Denial {
     fn fmt(&self, f: &mut Formatter<'_>) -> Result {
         match self {
-            Self::InsufficientMemory {
-                tenant,
-                asked,
-                free,
-                reclaimable,
-                budget,
-                holders,
-            } => write!(
+            Self::InsufficientMemory { tenant, asked, free, reclaimable, budget, holders } => write!(
                 f,
                 "cannot grant {asked} to `{tenant}`: {free} is free and {reclaimable} can be reclaimed, of a {budget} \
                  budget{holders}"
@@ -28,55 +21,32 @@ impl Display for Denial {
             Self::ExceedsBudget { tenant, asked, budget } => {
                 write!(f, "cannot grant {asked} to `{tenant}`: the whole budget is {budget}")
             }
-            Self::Invalid {
-                tenant,
-                field,
-                value,
-                problem,
-            } => write!(f, "cannot take the request of `{tenant}`: {field}: `{value}` {problem}"),
-            Self::RequestIdReused { tenant, request_id } => write!(
-                f,
-                "cannot take request `{request_id}` of `{tenant}`: the id was used before with other content"
-            ),
+            Self::Invalid { tenant, field, value, problem } => {
+                write!(f, "cannot take the request of `{tenant}`: {field}: `{value}` {problem}")
+            }
+            Self::RequestIdReused { tenant, request_id } => {
+                write!(f, "cannot take request `{request_id}` of `{tenant}`: the id was used before with other content")
+            }
             Self::QuotaExceeded { tenant, what, limit } => {
-                write!(
-                    f,
-                    "cannot take the request of `{tenant}`: {what} is at its limit of {limit}"
-                )
+                write!(f, "cannot take the request of `{tenant}`: {what} is at its limit of {limit}")
             }
             Self::UnknownLease { lease } => write!(f, "lease {lease} is unknown or has ended"),
-            Self::Replaced { lease } => write!(
-                f,
-                "cannot resize lease {lease}: a later call of its holder has replaced this one"
-            ),
-            Self::StaleGeneration {
-                lease,
-                generation,
-                current,
-            } => write!(
-                f,
-                "lease {lease} cannot be changed with generation {generation}: it is {current} now"
-            ),
+            Self::Replaced { lease } => {
+                write!(f, "cannot resize lease {lease}: a later call of its holder has replaced this one")
+            }
+            Self::StaleGeneration { lease, generation, current } => {
+                write!(f, "lease {lease} cannot be changed with generation {generation}: it is {current} now")
+            }
             Self::NotHolder { lease, uid, problem } => {
                 write!(f, "lease {lease} cannot be changed by uid {uid}: {problem}")
             }
-            Self::StaleSample {
-                tenant,
-                asked,
-                age,
-                limit,
-            } => write!(
+            Self::StaleSample { tenant, asked, age, limit } => write!(
                 f,
                 "cannot grant {asked} to `{tenant}`: the last sample is {:.1} s old, and grants need one of at most {:.1} s",
                 age.as_secs_f64(),
                 limit.as_secs_f64()
             ),
-            Self::PressureHigh {
-                tenant,
-                asked,
-                class,
-                level,
-            } => write!(
+            Self::PressureHigh { tenant, asked, class, level } => write!(
                 f,
                 "cannot grant {asked} to `{tenant}`: pressure is {level} and class {class} waits until it is Normal"
             ),
@@ -94,11 +64,7 @@ impl std::error::Error for Denial {}
 impl Display for Holders {
     fn fmt(&self, f: &mut Formatter<'_>) -> Result {
         let (class, shares, unaccounted) = match self {
-            Self::Shares {
-                class,
-                shares,
-                unaccounted,
-            } => (class, shares, *unaccounted),
+            Self::Shares { class, shares, unaccounted } => (class, shares, *unaccounted),
             Self::Text(text) => return f.write_str(text),
         };
         let shares = shares.iter().map(|share| match &share.spared {
@@ -154,10 +120,9 @@ impl Display for Problem {
             Self::TooLong { bytes, limit } => write!(f, "has {bytes} bytes and may have {limit}"),
             Self::Unprintable => f.write_str("is empty or has control characters"),
             Self::OwnHolder => f.write_str("is the name of a holder of ours"),
-            Self::Marked { marks: (one, other) } => write!(
-                f,
-                "has `{one}` or `{other}` in it, which distinguish processes of one name"
-            ),
+            Self::Marked { marks: (one, other) } => {
+                write!(f, "has `{one}` or `{other}` in it, which distinguish processes of one name")
+            }
             Self::AboveTarget { target } => {
                 write!(f, "is above {target}, to which the lease has been asked to come down")
             }
@@ -187,12 +152,7 @@ impl Denial {
     #[must_use]
     pub fn hint(&self) -> Option<String> {
         match self {
-            Self::InsufficientMemory {
-                asked,
-                free,
-                reclaimable,
-                ..
-            } => {
+            Self::InsufficientMemory { asked, free, reclaimable, .. } => {
                 let reachable = free.saturating_add(*reclaimable);
                 Some(if reachable >= *asked {
                     "let the request wait: what is missing can be reclaimed in time".to_owned()
@@ -202,17 +162,14 @@ impl Denial {
                     "let the request wait until others release, or stop one of the holders".to_owned()
                 })
             }
-            Self::ExceedsBudget { budget, .. } => Some(format!(
-                "ask for {budget} or less, or raise `budget` in the configuration"
-            )),
+            Self::ExceedsBudget { budget, .. } => {
+                Some(format!("ask for {budget} or less, or raise `budget` in the configuration"))
+            }
             Self::RequestIdReused { .. } => Some("use a new request id for a new request".to_owned()),
             Self::QuotaExceeded { .. } => Some("release leases that are not needed, or raise the limit".to_owned()),
-            Self::NotGrowing {
-                wait: GrowthWait::Headroom { needs, has, .. },
-            } => Some(format!(
-                "free {} more, or lower `budget.watermarks.elevated`",
-                needs.saturating_sub(*has)
-            )),
+            Self::NotGrowing { wait: GrowthWait::Headroom { needs, has, .. } } => {
+                Some(format!("free {} more, or lower `budget.watermarks.elevated`", needs.saturating_sub(*has)))
+            }
             Self::NotGrowing { .. } => None,
             Self::Replaced { .. } => Some("read the lease again: the later call has its own answer".to_owned()),
             Self::StaleGeneration { .. } => Some("read the lease again, and use what it says".to_owned()),
@@ -245,16 +202,8 @@ mod tests {
         };
         for (free, reclaimable, words) in [
             (40, 60, "let the request wait: what is missing can be reclaimed in time"),
-            (
-                40,
-                20,
-                "ask for 60 MiB or less, or let the request wait until others release",
-            ),
-            (
-                0,
-                0,
-                "let the request wait until others release, or stop one of the holders",
-            ),
+            (40, 20, "ask for 60 MiB or less, or let the request wait until others release"),
+            (0, 0, "let the request wait until others release, or stop one of the holders"),
         ] {
             assert_eq!(denial(free, reclaimable).hint().as_deref(), Some(words));
         }
@@ -263,10 +212,7 @@ mod tests {
     #[test]
     fn a_denial_names_the_holders_of_what_is_missing() {
         let share = |id, held, spared| Share {
-            holder: LeaseName {
-                id: LeaseId(id),
-                tenant: "a".to_owned(),
-            },
+            holder: LeaseName { id: LeaseId(id), tenant: "a".to_owned() },
             held: Bytes::from_gib(held),
             gives: Bytes::from_gib(1),
             spared,
@@ -278,11 +224,7 @@ mod tests {
             free: Bytes::from_gib(2),
             reclaimable: Bytes::ZERO,
             budget: Bytes::from_gib(8),
-            holders: Holders::Shares {
-                class,
-                shares,
-                unaccounted,
-            },
+            holders: Holders::Shares { class, shares, unaccounted },
         };
         let words = "cannot grant 6 GiB to `b`: 2 GiB is free and 0 B can be reclaimed, of a 8 GiB budget";
         assert_eq!(denial(Vec::new(), Bytes::ZERO).to_string(), words);
@@ -294,11 +236,8 @@ mod tests {
                  1 GiB; 5 MiB is unaccounted and held by no tenant)"
             )
         );
-        let ended = NotHolder::Ended {
-            uid: 1000,
-            held: Bytes::from_mib(300),
-            left: std::time::Duration::from_millis(7675),
-        };
+        let ended =
+            NotHolder::Ended { uid: 1000, held: Bytes::from_mib(300), left: std::time::Duration::from_millis(7675) };
         assert_eq!(
             ended.to_string(),
             "it has ended and belongs to uid 1000; its 300 MiB are kept for 7.7 s more unless its holder acknowledges the end"

@@ -21,32 +21,16 @@ pub(super) fn still_uses(used: Option<Bytes>) -> String {
 impl Display for ReclaimReason {
     fn fmt(&self, f: &mut Formatter<'_>) -> Result {
         match self {
-            Self::Request {
-                tenant,
-                class,
-                needed,
-                free,
-                coming_back,
-                budget,
-            } => write!(
+            Self::Request { tenant, class, needed, free, coming_back, budget } => write!(
                 f,
                 "`{tenant}` ({class}) needs {needed} more, {free} is free and {coming_back} is on its way back, of a {budget} \
                  budget"
             ),
             Self::EngineFloor { missing, floor, free } => {
-                write!(
-                    f,
-                    "the engine needs {missing} more for its floor of {floor}, {free} is free"
-                )
+                write!(f, "the engine needs {missing} more for its floor of {floor}, {free} is free")
             }
             Self::Operator { asked } => write!(f, "an operator asked for {asked}"),
-            Self::Pressure {
-                level,
-                headroom,
-                watermark,
-                missing,
-                wanted,
-            } => write!(
+            Self::Pressure { level, headroom, watermark, missing, wanted } => write!(
                 f,
                 "{level}: headroom {headroom} is below {watermark}, {missing} more are to come back for {wanted}"
             ),
@@ -82,22 +66,12 @@ impl Display for PlanReason {
                 write!(f, "a request wants {wanted} tokens of KV capacity: {change}")
             }
             Self::FullForNothing { now } => write!(f, "the full plan takes no more than {now}"),
-            Self::Chunk {
-                tokens,
-                before,
-                streamed,
-                change,
-            } => write!(
+            Self::Chunk { tokens, before, streamed, change } => write!(
                 f,
                 "prompts are read in chunks of {tokens} tokens instead of {before}, for reading the {streamed} that each \
                  streams takes longer than computing: {change}"
             ),
-            Self::Regrowth {
-                gains,
-                free,
-                above,
-                change,
-            } => write!(
+            Self::Regrowth { gains, free, above, change } => write!(
                 f,
                 "growing back by {gains}: {free} is free, headroom {above} above the watermark and its hysteresis; {change}"
             ),
@@ -110,9 +84,7 @@ impl Display for PlanReason {
 
 impl Display for IgnoredPressure {
     fn fmt(&self, f: &mut Formatter<'_>) -> Result {
-        let Self {
-            worker, pid, target, ..
-        } = self;
+        let Self { worker, pid, target, .. } = self;
         let (used, late) = (still_uses(self.used), self.late.as_secs_f64());
         write!(
             f,
@@ -135,10 +107,7 @@ impl Display for StopReason {
             }
             Self::NotSmaller { used, held } => {
                 let used = still_uses(*used);
-                write!(
-                    f,
-                    "it reported that it has become smaller and {used}; it still holds {held}"
-                )
+                write!(f, "it reported that it has become smaller and {used}; it still holds {held}")
             }
             Self::Idle => f.write_str("it has had nothing to do"),
             Self::Outgrown => f.write_str("it has outgrown what it may hold"),
@@ -154,30 +123,16 @@ impl Display for StopReason {
 impl Display for LevelReason {
     fn fmt(&self, f: &mut Formatter<'_>) -> Result {
         match self {
-            Self::AllStalled {
-                headroom,
-                watermark,
-                stalled_us,
-                of_us,
-            } => write!(
+            Self::AllStalled { headroom, watermark, stalled_us, of_us } => write!(
                 f,
                 "headroom {headroom} is below {watermark}, and all tasks stalled {stalled_us} µs of {of_us} µs"
             ),
-            Self::StallsAgain {
-                headroom,
-                watermark,
-                stalls,
-                scans,
-            } => write!(
+            Self::StallsAgain { headroom, watermark, stalls, scans } => write!(
                 f,
                 "headroom {headroom} is below {watermark}, and {stalls} allocations stalled and {scans} pages were scanned by \
                  their callers, again"
             ),
-            Self::Refaults {
-                headroom,
-                per_s,
-                lasted,
-            } => {
+            Self::Refaults { headroom, per_s, lasted } => {
                 let lasted = lasted.as_secs_f64();
                 write!(
                     f,
@@ -185,21 +140,10 @@ impl Display for LevelReason {
                 )
             }
             Self::CmaRefused { headroom, refused } => {
-                write!(
-                    f,
-                    "headroom {headroom} is not plentiful, and CMA refused {refused} allocations"
-                )
+                write!(f, "headroom {headroom} is not plentiful, and CMA refused {refused} allocations")
             }
-            Self::Below {
-                headroom,
-                watermark,
-                by,
-            } => write!(f, "headroom {headroom} is below {watermark} ({by})"),
-            Self::Above {
-                headroom,
-                lasted,
-                dwell,
-            } => write!(
+            Self::Below { headroom, watermark, by } => write!(f, "headroom {headroom} is below {watermark} ({by})"),
+            Self::Above { headroom, lasted, dwell } => write!(
                 f,
                 "headroom {headroom} and above the watermark for {:.1} s, dwell {:.1} s",
                 lasted.as_secs_f64(),
@@ -215,12 +159,9 @@ impl Display for Confirmation {
         match self {
             Self::SecondSample { before } => write!(f, "second sample in a row, {before} before"),
             Self::FirstSample { before } => write!(f, "first sample below the lower watermark, {before} before"),
-            Self::Slope {
-                lost,
-                took_ms,
-                left,
-                ahead_ms,
-            } => write!(f, "{lost} lost in {took_ms} ms, so {left} is left in {ahead_ms} ms"),
+            Self::Slope { lost, took_ms, left, ahead_ms } => {
+                write!(f, "{lost} lost in {took_ms} ms, so {left} is left in {ahead_ms} ms")
+            }
             Self::Stalled { stalled_us, of_us } => write!(f, "PSI some stalled {stalled_us} µs of {of_us} µs"),
             Self::Stalls { count } => write!(f, "{count} allocations stalled"),
             Self::Scans { pages } => write!(f, "{pages} pages scanned by those who allocate"),

@@ -25,18 +25,8 @@ impl Display for GrowthWait {
             Self::Dwell { left } => write!(f, "the dwell after the last shed ends in {:.1} s", left.as_secs_f64()),
             Self::Changing => f.write_str("a change is under way"),
             Self::Settling { left } => write!(f, "the last change settles for {:.1} s more", left.as_secs_f64()),
-            Self::Headroom {
-                needs,
-                has,
-                elevated,
-                hysteresis,
-                reserved,
-                step,
-            } => {
-                write!(
-                    f,
-                    "needs {needs} headroom, has {has} (Elevated {elevated} + hysteresis {hysteresis}"
-                )?;
+            Self::Headroom { needs, has, elevated, hysteresis, reserved, step } => {
+                write!(f, "needs {needs} headroom, has {has} (Elevated {elevated} + hysteresis {hysteresis}")?;
                 if *reserved > Bytes::ZERO {
                     write!(f, " + {reserved} for workers")?;
                 }
@@ -60,10 +50,7 @@ impl Display for RebootReason {
                 write!(f, "no process holds {bytes} of the {of} that the GPU has")
             }
             Self::ContiguousRefused { refusals } => {
-                write!(
-                    f,
-                    "the kernel refused contiguous memory {refusals} times though memory is plentiful"
-                )
+                write!(f, "the kernel refused contiguous memory {refusals} times though memory is plentiful")
             }
             Self::Fragmented { free, largest } => {
                 write!(f, "the largest free block has {largest} with {free} free")
@@ -77,11 +64,7 @@ impl Display for WorkerWait {
         let (needs, free) = (self.needs, self.free);
         write!(f, "it needs {needs}")?;
         if needs > self.configured {
-            write!(
-                f,
-                ", by what it was seen to use, where {} is configured",
-                self.configured
-            )?;
+            write!(f, ", by what it was seen to use, where {} is configured", self.configured)?;
         }
         if !self.is_out_of_reach() {
             return write!(f, ", and {free} is free for it");
@@ -129,14 +112,9 @@ impl Display for Weighing {
 
 impl Display for NextShed {
     fn fmt(&self, f: &mut Formatter<'_>) -> Result {
-        let Self {
-            need, below, headroom, ..
-        } = self;
+        let Self { need, below, headroom, .. } = self;
         if self.chosen.is_empty() {
-            return write!(
-                f,
-                "nothing that may be shed, with headroom below {below} (now {headroom})"
-            );
+            return write!(f, "nothing that may be shed, with headroom below {below} (now {headroom})");
         }
         for (index, Chosen { source, bytes, .. }) in self.chosen.iter().enumerate() {
             let separator = if index > 0 { ", " } else { "" };
@@ -205,27 +183,14 @@ impl Display for Done {
             Self::KvIs(kind) => write!(f, "KV is kept as {kind} already"),
             Self::KvWhenLoaded(kind) => write!(f, "KV will be kept as {kind} when the engine is loaded"),
             Self::KvWhenRoom { kv_type, more } => match more {
-                Some(more) => write!(
-                    f,
-                    "KV will be kept as {kv_type} as soon as there is room for {more} more"
-                ),
+                Some(more) => write!(f, "KV will be kept as {kv_type} as soon as there is room for {more} more"),
                 None => write!(f, "KV will be kept as {kv_type} as soon as the book has room"),
             },
-            Self::KvChanged {
-                kv_type,
-                before,
-                held,
-                freed,
-                untouched,
-                took,
-            } => {
+            Self::KvChanged { kv_type, before, held, freed, untouched, took } => {
                 write!(f, "KV is kept as {kv_type}: ")?;
                 let given = before.saturating_sub(*held);
                 if given > Bytes::ZERO {
-                    write!(
-                        f,
-                        "{given} asked back, the kernel shows {freed} and {untouched} had not been touched"
-                    )?;
+                    write!(f, "{given} asked back, the kernel shows {freed} and {untouched} had not been touched")?;
                 } else {
                     write!(f, "{} more", held.saturating_sub(*before))?;
                 }
@@ -244,12 +209,7 @@ impl Display for ChangedKeys {
             ([], []) => f.write_str("nothing has changed"),
             (applied, []) => write!(f, "applied: {}", applied.join(", ")),
             ([], restart) => write!(f, "needs a restart: {}", restart.join(", ")),
-            (applied, restart) => write!(
-                f,
-                "applied: {}; needs a restart: {}",
-                applied.join(", "),
-                restart.join(", ")
-            ),
+            (applied, restart) => write!(f, "applied: {}; needs a restart: {}", applied.join(", "), restart.join(", ")),
         }
     }
 }

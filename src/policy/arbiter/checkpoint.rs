@@ -68,11 +68,7 @@ impl Arbiter {
     pub fn from_checkpoint(checkpoint: Checkpoint) -> Result<Self, CheckpointError> {
         let at = checkpoint.at();
         let arbiter = *checkpoint.0;
-        arbiter
-            .state
-            .params
-            .validate()
-            .map_err(|source| CheckpointError::Params { at, source })?;
+        arbiter.state.params.validate().map_err(|source| CheckpointError::Params { at, source })?;
         match arbiter.broken_invariant() {
             Some(broken) => Err(CheckpointError::Broken { at, broken }),
             None => Ok(arbiter),
@@ -109,10 +105,7 @@ mod tests {
         let error = Arbiter::from_checkpoint(serde_json::from_value(json).unwrap()).unwrap_err();
         assert_eq!(
             error.to_string(),
-            format!(
-                "cannot go on from the checkpoint of {}: its settings are not valid",
-                Timestamp::from_millis(7)
-            )
+            format!("cannot go on from the checkpoint of {}: its settings are not valid", Timestamp::from_millis(7))
         );
         assert!(error.source().unwrap().to_string().contains("is zero"));
     }

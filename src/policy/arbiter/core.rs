@@ -138,12 +138,7 @@ impl Arbiter {
     fn retry_after(&self, denial: &Denial) -> Option<Duration> {
         let state = &self.state;
         match denial {
-            Denial::InsufficientMemory {
-                asked,
-                free,
-                reclaimable,
-                ..
-            } => {
+            Denial::InsufficientMemory { asked, free, reclaimable, .. } => {
                 if free.saturating_add(*reclaimable) >= *asked {
                     Some(state.params.shed.settle)
                 } else {
@@ -162,11 +157,7 @@ impl Arbiter {
 impl Arbiter {
     /// Changes the table, and applies what follows from that, in order.
     pub(super) fn with_leases<T>(&mut self, change: impl FnOnce(&mut LeaseTable, &mut Turn<'_>) -> T) -> T {
-        let mut turn = Turn {
-            now: self.state.now,
-            ledger: &mut self.state.ledger,
-            effects: Vec::new(),
-        };
+        let mut turn = Turn { now: self.state.now, ledger: &mut self.state.ledger, effects: Vec::new() };
         let outcome = change(&mut self.state.leases, &mut turn);
         for effect in turn.effects {
             self.apply(effect);
@@ -209,19 +200,11 @@ impl Arbiter {
     /// Asks a holder to come down to `bytes`.
     pub(super) fn set_target(&mut self, id: LeaseId, bytes: Bytes, reason: ReclaimReason) {
         let class = self.state.leases.get(id).map(|lease| lease.class);
-        let span = class.map_or(self.state.params.shed.settle, |class| {
-            self.state.params.shed.deadlines.of(class)
-        });
+        let span = class.map_or(self.state.params.shed.settle, |class| self.state.params.shed.deadlines.of(class));
         let deadline = self.state.now + span;
         let nonce = self.with_leases(|leases, turn| leases.begin_revocation(id, bytes, deadline, false, turn));
         self.refuse_growth_of(id, bytes);
-        self.out.push(Action::SetTarget {
-            lease: id,
-            nonce,
-            bytes,
-            deadline,
-            reason,
-        });
+        self.out.push(Action::SetTarget { lease: id, nonce, bytes, deadline, reason });
     }
 
     /// Denies what waits for a lease or a worker that is gone.
@@ -243,9 +226,7 @@ impl Arbiter {
 
     /// Queues something that we want ourselves.
     pub(super) fn queue_own(&mut self, tenant: &str, class: Class, lease: LeaseId, kind: WantKind) {
-        self.state
-            .queue
-            .insert(Want::ours(tenant, class, lease, kind, self.state.now));
+        self.state.queue.insert(Want::ours(tenant, class, lease, kind, self.state.now));
     }
 
     /// Notes that memory came back, by a shed of ours or otherwise.

@@ -99,13 +99,7 @@ impl Arbiter {
     }
 
     pub(super) fn take_engine_applied(&mut self, revision: u64, in_force: EnginePlan, applied: &Applied) {
-        let Applied {
-            freed,
-            used,
-            untouched,
-            untouched_given,
-            took,
-        } = *applied;
+        let Applied { freed, used, untouched, untouched_given, took } = *applied;
         let Some(id) = self.state.engine.lease else {
             return self.ignore_plan(revision, StrayPlan::NoLease);
         };
@@ -126,9 +120,7 @@ impl Arbiter {
         }
         let chunk_was = self.state.engine.plans.in_force.as_ref().map(|plan| plan.prefill_chunk);
         let rechunked = asked.is_none() && chunk_was.is_some_and(|chunk| in_force.prefill_chunk < chunk);
-        let keeps_chunk = asked
-            .as_ref()
-            .is_some_and(|asked| in_force.prefill_chunk > asked.plan.prefill_chunk);
+        let keeps_chunk = asked.as_ref().is_some_and(|asked| in_force.prefill_chunk > asked.plan.prefill_chunk);
         if keeps_chunk {
             self.state.engine.pin_chunk(self.state.now);
         } else if chunk_was.is_some_and(|chunk| in_force.prefill_chunk < chunk) {
@@ -151,19 +143,13 @@ impl Arbiter {
         let loaded = self.state.engine.ready(self.state.now);
         let stays = self.state.engine.needs().max(used.min(before));
         let credited = self.state.ledger.lower(id, stays);
-        self.state
-            .ledger
-            .set_moving(id, !self.state.engine.plans.pending.is_empty());
+        self.state.ledger.set_moving(id, !self.state.engine.plans.pending.is_empty());
         self.state.changed_at = self.state.now;
         let kind = asked.as_ref().map(|asked| asked.kind);
         let outcome = match kind {
             None if rechunked => PlanOutcome::ChunkEnded { credited, freed },
             _ if loaded => PlanOutcome::Ready,
-            Some(PlanKind::Shed) if gives_up => PlanOutcome::Shed {
-                credited,
-                freed,
-                untouched: untouched_given,
-            },
+            Some(PlanKind::Shed) if gives_up => PlanOutcome::Shed { credited, freed, untouched: untouched_given },
             Some(PlanKind::Regrow) => PlanOutcome::Grown,
             _ => PlanOutcome::Confirmed,
         };
@@ -189,20 +175,15 @@ impl Arbiter {
                 let short = promised.per_mille(self.state.params.shed.verify_per_mille)
                     > credited.min(freed.saturating_add(untouched_given));
                 if short && self.state.engine.plans.pending.is_empty() {
-                    self.decide(EngineDecision::Short {
-                        promised,
-                        credited,
-                        freed,
-                    });
+                    self.decide(EngineDecision::Short { promised, credited, freed });
                 }
             }
             Some(PlanKind::Regrow) => {
                 self.state.engine.blocked.growth = Some(self.later(self.state.params.shed.settle));
                 let from = asked.map_or(Bytes::ZERO, |asked| asked.from);
                 let in_force = self.state.engine.plans.in_force.as_ref();
-                let grown = in_force
-                    .map_or(from, |plan| bytes_in(self.state.engine.shape(), plan))
-                    .saturating_sub(from);
+                let grown =
+                    in_force.map_or(from, |plan| bytes_in(self.state.engine.shape(), plan)).saturating_sub(from);
                 self.stats.regrown_bytes = self.stats.regrown_bytes.saturating_add(grown);
             }
             None if rechunked => {
@@ -265,26 +246,17 @@ impl Arbiter {
         let next = match self.state.engine.failed(reason, left.is_some(), self.state.now) {
             AfterFailure::RetryAt(at) => NextLoad::In(at.saturating_since(self.state.now)),
             AfterFailure::GivenUp => NextLoad::GivenUp,
-            AfterFailure::WaitsForDisk => NextLoad::WaitsForDisk {
-                left: left.unwrap_or_default(),
-            },
+            AfterFailure::WaitsForDisk => NextLoad::WaitsForDisk { left: left.unwrap_or_default() },
             AfterFailure::NothingToLoad => NextLoad::NothingToLoad,
         };
-        self.decide(EngineDecision::Gone {
-            reason: reason.to_owned(),
-            freed,
-            next,
-        });
+        self.decide(EngineDecision::Gone { reason: reason.to_owned(), freed, next });
         self.answer_operators(u64::MAX, Err(reason));
     }
 
     pub(super) fn take_engine_activity(&mut self, requests: u32, kv: KvUse) {
         let lost = self.state.engine.activity(requests, kv);
         if lost > 0 {
-            self.decide(EngineDecision::ContextLost {
-                tokens: lost,
-                in_all: kv.dropped.get(),
-            });
+            self.decide(EngineDecision::ContextLost { tokens: lost, in_all: kv.dropped.get() });
         }
     }
 

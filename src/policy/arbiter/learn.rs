@@ -15,12 +15,7 @@ use crate::{
 impl Arbiter {
     /// Takes what the kernel remembers of a worker's life.
     pub(super) fn take_peak(&mut self, name: &str, peak: Bytes) {
-        if self
-            .state
-            .workers
-            .get_mut(name)
-            .is_some_and(|worker| worker.peaked(peak))
-        {
+        if self.state.workers.get_mut(name).is_some_and(|worker| worker.peaked(peak)) {
             self.learn_peak(name, peak);
         }
     }
@@ -78,11 +73,7 @@ impl Arbiter {
         let had = had.unwrap_or_default().max(self.state.configured_peak(name, variant));
         let needs = had.saturating_add(had.per_mille(OOM_RAISE_PER_MILLE));
         if self.state.peaks.seen(name, variant, needs) {
-            self.decide(WorkerDecision::PeakRaised {
-                worker: name.to_owned(),
-                had,
-                needs,
-            });
+            self.decide(WorkerDecision::PeakRaised { worker: name.to_owned(), had, needs });
             self.store_peaks();
         }
     }
@@ -100,9 +91,7 @@ impl Arbiter {
 
     fn store_peaks(&mut self) {
         for worker in self.state.workers.values() {
-            self.state
-                .peaks
-                .name_model(&worker.params.name, worker.params.model.as_deref());
+            self.state.peaks.name_model(&worker.params.name, worker.params.model.as_deref());
         }
         let peaks = self.state.peaks.clone();
         self.out.push(Action::StorePeaks { peaks });

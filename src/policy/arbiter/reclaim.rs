@@ -48,22 +48,13 @@ impl Arbiter {
         }
         let own = self.sample.as_ref().and_then(|sample| sample.own_used);
         let unaccounted = self.state.ledger.unaccounted();
-        let decision = GrowthDecision::NothingLeft {
-            level,
-            unaccounted,
-            own,
-        };
+        let decision = GrowthDecision::NothingLeft { level, unaccounted, own };
         self.decide_once(NOTHING_LEFT, &[unaccounted, own.unwrap_or_default()], decision);
     }
 
     /// Asks for what was chosen, and says so. Returns whether a holder has been asked.
     pub(super) fn carry_out(&mut self, reclaim: Reclaim) -> bool {
-        let Reclaim {
-            purpose,
-            reason,
-            weighing,
-            chosen,
-        } = reclaim;
+        let Reclaim { purpose, reason, weighing, chosen } = reclaim;
         self.out.push(Action::Weighed { weighing });
         if chosen.iter().any(|one| !matches!(one.source, Source::Tenant { .. }))
             && let Some(backed_off) = self.state.dwell.undo(self.state.now)
@@ -89,11 +80,9 @@ impl Arbiter {
                 Source::Tenant { lease: id, .. } => {
                     let held = self.state.ledger.held_by(id);
                     let from = match (purpose, self.state.leases.get(id)) {
-                        (Purpose::Pressure(_), Some(lease)) => self
-                            .state
-                            .ledger
-                            .used_by(&lease.holder)
-                            .map_or(held, |used| used.min(held)),
+                        (Purpose::Pressure(_), Some(lease)) => {
+                            self.state.ledger.used_by(&lease.holder).map_or(held, |used| used.min(held))
+                        }
                         _ => held,
                     };
                     self.set_target(id, from.saturating_sub(bytes), reason.clone());

@@ -64,9 +64,7 @@ impl Arbiter {
             let change = self.change_to(goal, &plan);
             let bytes = self.state.engine.bytes_in(&plan);
             // It has not begun, so that nothing uses the capacity yet.
-            self.state
-                .engine
-                .pin_capacity(needed.min(plan.kv_capacity), self.state.now);
+            self.state.engine.pin_capacity(needed.min(plan.kv_capacity), self.state.now);
             self.grow_engine(plan, bytes, PlanReason::Capacity { wanted, change })
         });
         if let Err(wait) = grown {
@@ -84,16 +82,10 @@ impl Arbiter {
         }
         let growth = self.engine_view(self.room().unwrap_or_default())?;
         let waits = self.growth_waits();
-        let more = if waits.is_some() {
-            Bytes::ZERO
-        } else {
-            growth.room.bytes()
-        };
+        let more = if waits.is_some() { Bytes::ZERO } else { growth.room.bytes() };
         let limits = growth.limits.at_chunk(growth.goal.prefill_chunk);
         let now = growth.shape.plan_bytes(growth.goal);
-        let plan = growth
-            .shape
-            .with_capacity(growth.goal, (needed, wanted), now.saturating_add(more), &limits);
+        let plan = growth.shape.with_capacity(growth.goal, (needed, wanted), now.saturating_add(more), &limits);
         plan.ok_or_else(|| {
             let tokens = needed.max(wanted).get().saturating_sub(growth.goal.kv_capacity.get());
             let step = growth.shape.kv.capacity_bytes(Tokens::new(tokens), growth.goal.kv_type);
@@ -196,10 +188,7 @@ impl Arbiter {
             StepKind::Chunk => PlanReason::Chunk {
                 tokens: step.plan.prefill_chunk,
                 before: goal.prefill_chunk,
-                streamed: state
-                    .engine
-                    .shape()
-                    .map_or(Bytes::ZERO, |shape| shape.bytes_without(&goal.resident)),
+                streamed: state.engine.shape().map_or(Bytes::ZERO, |shape| shape.bytes_without(&goal.resident)),
                 change,
             },
             StepKind::Regrowth => PlanReason::Regrowth {
@@ -214,11 +203,7 @@ impl Arbiter {
     /// Books a plan that takes more, and asks for it.
     fn grow_engine(&mut self, plan: EnginePlan, bytes: Bytes, reason: PlanReason) -> Result<Done, GrowthWait> {
         let held = self.state.engine_held();
-        let booked = self
-            .state
-            .engine
-            .lease
-            .is_some_and(|id| self.grow_lease(id, bytes.max(held)));
+        let booked = self.state.engine.lease.is_some_and(|id| self.grow_lease(id, bytes.max(held)));
         if !booked {
             return Err(self.room().unwrap_or_default().lacks(bytes.saturating_sub(held)));
         }
@@ -260,13 +245,9 @@ impl Arbiter {
     fn engine_view(&self, room: GrowthRoom) -> Result<EngineGrowth<'_>, GrowthWait> {
         let state = &self.state;
         let full = state.engine.full_plan();
-        let (Some(id), Some(shape), Some(limits), Some(goal), Some(full)) = (
-            state.engine.lease,
-            state.engine.shape(),
-            state.engine.limits(),
-            state.engine.goal(),
-            full,
-        ) else {
+        let (Some(id), Some(shape), Some(limits), Some(goal), Some(full)) =
+            (state.engine.lease, state.engine.shape(), state.engine.limits(), state.engine.goal(), full)
+        else {
             return Err(GrowthWait::NotLoaded);
         };
         if !state.engine.plans.pending.is_empty() {
@@ -321,13 +302,7 @@ impl Arbiter {
                 }
                 let figures = [error.floor, error.available, free, kept, headroom];
                 let watermark = elevated;
-                let decision = EngineDecision::WaitsForMemory {
-                    error,
-                    free,
-                    kept,
-                    headroom,
-                    watermark,
-                };
+                let decision = EngineDecision::WaitsForMemory { error, free, kept, headroom, watermark };
                 self.decide_once(WAITS, &figures, decision);
             }
         }
@@ -336,16 +311,10 @@ impl Arbiter {
     fn load_engine(&mut self, plan: EnginePlan, kept: Bytes) {
         let shape = self.state.engine.shape();
         let bytes = bytes_in(shape, &plan);
-        let full = self
-            .state
-            .engine
-            .full_plan()
-            .map_or(bytes, |full| bytes_in(shape, &full));
+        let full = self.state.engine.full_plan().map_or(bytes, |full| bytes_in(shape, &full));
         let size = PlanSize::of(shape, &plan);
-        let (least, generation) = (
-            self.state.engine.floor_bytes().unwrap_or(bytes),
-            self.state.leases.next_generation(),
-        );
+        let (least, generation) =
+            (self.state.engine.floor_bytes().unwrap_or(bytes), self.state.leases.next_generation());
         let kind = (LeaseKind::Engine, Class::LlmElastic);
         let lease = Lease::of_ours(ENGINE_TENANT, kind, generation, (least, full), self.state.now);
         let id = self.state.leases.next_id();
@@ -354,12 +323,7 @@ impl Arbiter {
         }
         self.state.engine.load(id, self.state.now);
         self.said.remove(WAITS);
-        self.decide(EngineDecision::Loading {
-            plan: size,
-            full,
-            free: self.state.ledger.free(),
-            kept,
-        });
+        self.decide(EngineDecision::Loading { plan: size, full, free: self.state.ledger.free(), kept });
         self.ask_engine(plan, PlanKind::Load, None);
     }
 }

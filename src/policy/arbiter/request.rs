@@ -88,10 +88,7 @@ impl Arbiter {
         let lease = self.state.leases.name_of(id);
         let held = self.state.ledger.held_by(id);
         if !by_holder {
-            self.out.push(Action::EndLease {
-                lease: lease.clone(),
-                end: LeaseEnd::ReleasedByOther { uid: peer.uid },
-            });
+            self.out.push(Action::EndLease { lease: lease.clone(), end: LeaseEnd::ReleasedByOther { uid: peer.uid } });
         }
         // A peer that releases the lease of another answers for it that the holder may not have heard.
         self.begin_ending(id, Bytes::ZERO);
@@ -127,10 +124,7 @@ impl Arbiter {
             Phase::Revoking(revocation) if !revocation.voluntary && max > revocation.target.bytes => {
                 Err(above_target(&tenant, max, revocation.target.bytes))
             }
-            _ if min > held && self.state.draining => Err(Denial::Draining {
-                tenant: tenant.clone(),
-                asked: min,
-            }),
+            _ if min > held && self.state.draining => Err(Denial::Draining { tenant: tenant.clone(), asked: min }),
             _ => Ok(()),
         });
         if let Err(denial) = fault {
@@ -138,9 +132,7 @@ impl Arbiter {
             return;
         }
         // The last call says what its holder wants; what waits of an earlier one would be granted beside it.
-        let replaced = Denial::Replaced {
-            lease: self.state.leases.name_of(id).to_string(),
-        };
+        let replaced = Denial::Replaced { lease: self.state.leases.name_of(id).to_string() };
         self.forget_wants_of(id, &replaced);
         if min > held {
             let wait = wait.min(self.state.params.lease.wait_max);
@@ -155,12 +147,7 @@ impl Arbiter {
             self.with_leases(|leases, turn| leases.lower_voluntarily(id, max, turn));
         } else {
             // A holder that wanted less may change its mind before that is measured.
-            if self
-                .state
-                .leases
-                .get(id)
-                .is_some_and(|lease| lease.wants_less_than(max))
-            {
+            if self.state.leases.get(id).is_some_and(|lease| lease.wants_less_than(max)) {
                 self.state.leases.end_revocation(id, &mut self.state.ledger);
             }
             if self.state.none_waits_before(class) {
@@ -178,12 +165,7 @@ impl Arbiter {
             let (bytes, limit) = (text.len(), limits.text_max);
             if Bytes::of_len(bytes).get() > u64::from(limit) {
                 let shown: String = text.chars().take(SHOWN_MAX).collect();
-                return Err(Denial::invalid(
-                    &shown,
-                    field,
-                    &shown,
-                    Problem::TooLong { bytes, limit },
-                ));
+                return Err(Denial::invalid(&shown, field, &shown, Problem::TooLong { bytes, limit }));
             }
         }
         let ours = tenant == ENGINE_TENANT || (state.workers.contains(tenant) && !state.asks_for_itself(tenant));
@@ -210,10 +192,7 @@ impl Arbiter {
             return time("wait", request.wait, Problem::AboveLimit { limit });
         }
         if state.draining {
-            return Err(Denial::Draining {
-                tenant: tenant.clone(),
-                asked: request.min,
-            });
+            return Err(Denial::Draining { tenant: tenant.clone(), asked: request.min });
         }
         Ok(())
     }
@@ -225,11 +204,7 @@ impl Arbiter {
         } else if max < min {
             Err(Denial::invalid(tenant, "max", &max, Problem::BelowMin { min }))
         } else if min > budget {
-            Err(Denial::ExceedsBudget {
-                tenant: tenant.to_owned(),
-                asked: min,
-                budget,
-            })
+            Err(Denial::ExceedsBudget { tenant: tenant.to_owned(), asked: min, budget })
         } else {
             Ok(())
         }
@@ -238,11 +213,8 @@ impl Arbiter {
     fn check_quota(&self, request: &LeaseRequest) -> Result<(), Denial> {
         let state = &self.state;
         let uid = request.peer.uid;
-        let held = state
-            .leases
-            .values()
-            .filter(|lease| lease.kind == LeaseKind::Tenant && lease.owner.0 == uid)
-            .count();
+        let held =
+            state.leases.values().filter(|lease| lease.kind == LeaseKind::Tenant && lease.owner.0 == uid).count();
         let waiting = state
             .queue
             .values()
@@ -250,11 +222,7 @@ impl Arbiter {
             .count();
         let limit = u64::from(state.params.lease.leases_per_uid);
         if Bytes::of_len(held + waiting).get() >= limit {
-            return Err(Denial::QuotaExceeded {
-                tenant: request.tenant.clone(),
-                what: Quota::LeasesOf { uid },
-                limit,
-            });
+            return Err(Denial::QuotaExceeded { tenant: request.tenant.clone(), what: Quota::LeasesOf { uid }, limit });
         }
         Ok(())
     }
@@ -295,10 +263,7 @@ impl Arbiter {
             (None, None) => return false,
             _ => self.deny(
                 ticket,
-                Denial::RequestIdReused {
-                    tenant: request.tenant.clone(),
-                    request_id: request.request_id.clone(),
-                },
+                Denial::RequestIdReused { tenant: request.tenant.clone(), request_id: request.request_id.clone() },
             ),
         }
         true
@@ -312,17 +277,12 @@ impl Arbiter {
         let available = self.state.available(request.class, true);
         let missing = request.min.saturating_sub(available);
         if missing > self.state.reclaimable_for(request.class) {
-            let denial = self
-                .state
-                .insufficient(&request.tenant, None, request.min, request.class);
+            let denial = self.state.insufficient(&request.tenant, None, request.min, request.class);
             self.deny(ticket, denial);
         } else {
             self.answer(
                 ticket,
-                Answer::WouldGrant {
-                    bytes: request.max.min(available).max(request.min),
-                    after_shedding: missing,
-                },
+                Answer::WouldGrant { bytes: request.max.min(available).max(request.min), after_shedding: missing },
             );
         }
     }
@@ -348,12 +308,7 @@ impl Arbiter {
         match self.state.engine.plans.pending.last_key_value() {
             Some((revision, _)) if promised => {
                 let (revision, wish) = (*revision, Wish::Shed { asked: bytes });
-                self.state.engine.operators.push(WaitingOperator {
-                    ticket,
-                    revision,
-                    before,
-                    wish,
-                });
+                self.state.engine.operators.push(WaitingOperator { ticket, revision, before, wish });
             }
             _ => {
                 let denial = self.state.insufficient("operator", None, bytes, Class::AudioRealtime);
@@ -373,15 +328,11 @@ impl Arbiter {
         let (floor, full) = (self.state.engine.floor_bytes(), self.state.engine.full_plan());
         let full_bytes = full.as_ref().map(|full| bytes_in(self.state.engine.shape(), full));
         if let Some((id, full_bytes)) = self.state.engine.lease.zip(full_bytes) {
-            self.state
-                .leases
-                .set_bounds(id, floor.unwrap_or(Bytes::ZERO), full_bytes);
+            self.state.leases.set_bounds(id, floor.unwrap_or(Bytes::ZERO), full_bytes);
         }
-        let (Some(id), Some(shape), Some(goal)) = (
-            self.state.engine.lease,
-            self.state.engine.shape(),
-            self.state.engine.goal(),
-        ) else {
+        let (Some(id), Some(shape), Some(goal)) =
+            (self.state.engine.lease, self.state.engine.shape(), self.state.engine.goal())
+        else {
             self.done(ticket, Done::KvWhenLoaded(kind));
             return;
         };
@@ -393,10 +344,7 @@ impl Arbiter {
             self.deny(ticket, invalid(Problem::EngineBusy));
             return;
         }
-        let plan = EnginePlan {
-            kv_type: kind,
-            ..goal.clone()
-        };
+        let plan = EnginePlan { kv_type: kind, ..goal.clone() };
         let (before, bytes) = (self.state.ledger.held_by(id), shape.plan_bytes(&plan));
         let change = self.change_to(goal, &plan);
         let smaller = kind < goal.kv_type;
@@ -417,12 +365,7 @@ impl Arbiter {
         self.ask_engine(plan, kind_of_plan, Some(PlanReason::KvType { change }));
         if let Some((revision, _)) = self.state.engine.plans.pending.last_key_value() {
             let (revision, wish) = (*revision, Wish::KvType { kind });
-            self.state.engine.operators.push(WaitingOperator {
-                ticket,
-                revision,
-                before,
-                wish,
-            });
+            self.state.engine.operators.push(WaitingOperator { ticket, revision, before, wish });
         }
     }
 

@@ -41,33 +41,19 @@ impl Arbiter {
         for (id, lease) in state.leases.iter() {
             match lease.phase {
                 Phase::Granted | Phase::Revoking(_) => leases.extend(booked(id, lease)),
-                Phase::Ending {
-                    unacknowledged: Some(_),
-                    ..
-                } => ended.extend(booked(id, lease)),
-                Phase::Ending {
-                    unacknowledged: None, ..
-                } => {}
+                Phase::Ending { unacknowledged: Some(_), .. } => ended.extend(booked(id, lease)),
+                Phase::Ending { unacknowledged: None, .. } => {}
             }
         }
         let workers = state.workers.values();
         let workers = workers.map(|worker| worker.booked(state.worker_held(&worker.params.name)));
-        Book {
-            last: state.leases.last_numbers(),
-            leases,
-            ended,
-            workers: workers.collect(),
-        }
+        Book { last: state.leases.last_numbers(), leases, ended, workers: workers.collect() }
     }
 
     /// Changes whenever [`Arbiter::book`] may have; two calls with the same number need only one writing.
     #[must_use]
     pub const fn book_changes(&self) -> u64 {
-        self.state
-            .ledger
-            .changes()
-            .wrapping_add(self.state.leases.changes())
-            .wrapping_add(self.noted)
+        self.state.ledger.changes().wrapping_add(self.state.leases.changes()).wrapping_add(self.noted)
     }
 
     pub(super) fn take_recovered(&mut self, mut book: Book, adopted: &[AdoptedWorker]) {
@@ -97,11 +83,7 @@ impl Arbiter {
             self.begin_ending(id, held);
         }
         self.state.changed_at = self.state.now;
-        let tenants = self
-            .state
-            .leases
-            .values()
-            .filter(|lease| lease.kind == LeaseKind::Tenant);
+        let tenants = self.state.leases.values().filter(|lease| lease.kind == LeaseKind::Tenant);
         self.decide(LeaseDecision::TakenOver {
             leases: tenants.count(),
             workers: adopted.len(),
@@ -116,16 +98,12 @@ impl Arbiter {
         let Some(worker) = self.state.workers.get(name) else {
             return;
         };
-        let run = booked.map(|booked| booked.run.clone()).unwrap_or_else(|| BookedRun {
-            variant: adopted.variant.clone(),
-            ..BookedRun::default()
-        });
+        let run = booked
+            .map(|booked| booked.run.clone())
+            .unwrap_or_else(|| BookedRun { variant: adopted.variant.clone(), ..BookedRun::default() });
         let (id, held) = run.lease.unwrap_or_else(|| {
             // Started, and killed before that was written: it may take all that it needs for its start.
-            (
-                self.state.leases.next_id(),
-                worker.params.peak_of(run.variant.as_deref()),
-            )
+            (self.state.leases.next_id(), worker.params.peak_of(run.variant.as_deref()))
         });
         // Bytes that do not fit are not promised: it shows as unaccounted, and the worker has to go.
         let fits = held.min(self.state.ledger.free());
@@ -135,11 +113,7 @@ impl Arbiter {
         if let Some(worker) = self.state.workers.get_mut(name) {
             worker.adopt(&run, id, adopted.pid, self.state.now);
         }
-        self.decide(WorkerDecision::TakenOver {
-            worker: name.clone(),
-            pid: adopted.pid,
-            held,
-        });
+        self.decide(WorkerDecision::TakenOver { worker: name.clone(), pid: adopted.pid, held });
         if fits < held {
             let budget = self.state.ledger.budget();
             self.stop_worker(name, StopCause::Recycle, StopReason::OverBudget { held, budget });
@@ -155,17 +129,8 @@ impl Arbiter {
 
     /// A lease goes on for one more term, in which its holder has to come back.
     fn restore_lease(&mut self, booked: BookedLease) {
-        let BookedLease {
-            id,
-            generation,
-            held,
-            min,
-            max,
-            request,
-        } = booked;
-        let term = request
-            .term
-            .clamp(self.state.params.lease.term_min, self.state.params.lease.term_max);
+        let BookedLease { id, generation, held, min, max, request } = booked;
+        let term = request.term.clamp(self.state.params.lease.term_min, self.state.params.lease.term_max);
         let tenant = request.tenant.clone();
         if self.state.workers.contains(&tenant) {
             let lease = LeaseName { id, tenant };

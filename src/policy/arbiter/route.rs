@@ -57,97 +57,52 @@ impl Arbiter {
             Event::Measured { tenant, used, taken_at } => self.take_measurement(&tenant, used, taken_at),
             Event::LeaseRequested { ticket, request } => self.take_request(ticket, request),
             Event::LeaseRequestCancelled { ticket } => self.take_cancellation(ticket),
-            Event::LeaseRenewed {
-                ticket,
-                lease,
-                generation,
-                peer,
-            } => self.take_renewal(ticket, lease, generation, &peer),
-            Event::LeaseResizeRequested {
-                ticket,
-                lease,
-                generation,
-                peer,
-                min,
-                max,
-                wait,
-            } => self.take_resize(ticket, lease, generation, &peer, (min, max), wait),
-            Event::LeaseReleased {
-                ticket,
-                lease,
-                generation,
-                peer,
-            } => self.take_release(ticket, lease, generation, &peer),
-            Event::TargetAnswered {
-                lease,
-                nonce,
-                answer,
-                claimed,
-            } => self.with_leases(|leases, turn| leases.answer_target(lease, nonce, answer, claimed, turn)),
+            Event::LeaseRenewed { ticket, lease, generation, peer } => {
+                self.take_renewal(ticket, lease, generation, &peer)
+            }
+            Event::LeaseResizeRequested { ticket, lease, generation, peer, min, max, wait } => {
+                self.take_resize(ticket, lease, generation, &peer, (min, max), wait)
+            }
+            Event::LeaseReleased { ticket, lease, generation, peer } => {
+                self.take_release(ticket, lease, generation, &peer)
+            }
+            Event::TargetAnswered { lease, nonce, answer, claimed } => {
+                self.with_leases(|leases, turn| leases.answer_target(lease, nonce, answer, claimed, turn))
+            }
             Event::HolderLost { lease, pid } => self.with_leases(|leases, turn| leases.holder_gone(lease, pid, turn)),
             Event::EngineInspected { shape } => self.take_engine_inspected(shape),
-            Event::EngineApplied {
-                revision,
-                in_force,
-                freed,
-                used,
-                untouched,
-                untouched_given,
-                took,
-            } => {
-                let applied = Applied {
-                    freed,
-                    used,
-                    untouched,
-                    untouched_given,
-                    took,
-                };
+            Event::EngineApplied { revision, in_force, freed, used, untouched, untouched_given, took } => {
+                let applied = Applied { freed, used, untouched, untouched_given, took };
                 self.take_engine_applied(revision, in_force, &applied);
             }
             Event::EngineApplyFailed { revision, reason } => self.take_engine_apply_failed(revision, &reason),
             Event::EngineFailed { reason, left } => self.take_engine_failed(&reason, left),
-            Event::EngineActivity {
-                requests,
-                kv_used,
-                kv_kept,
-                kv_droppable,
-                kv_dropped,
-                untouched,
-            } => self.take_engine_activity(
-                requests,
-                KvUse {
-                    used: Tokens::new(kv_used),
-                    kept: Tokens::new(kv_kept),
-                    droppable: Tokens::new(kv_droppable),
-                    dropped: Tokens::new(kv_dropped),
-                    untouched,
-                    pinned: None,
-                },
-            ),
+            Event::EngineActivity { requests, kv_used, kv_kept, kv_droppable, kv_dropped, untouched } => self
+                .take_engine_activity(
+                    requests,
+                    KvUse {
+                        used: Tokens::new(kv_used),
+                        kept: Tokens::new(kv_kept),
+                        droppable: Tokens::new(kv_droppable),
+                        dropped: Tokens::new(kv_dropped),
+                        untouched,
+                        pinned: None,
+                    },
+                ),
             Event::EngineCalibrated(calibration) => self.state.engine.calibrated(calibration),
             Event::EngineTimed(timing) => self.state.engine.timed(&timing),
             Event::WorkerReady { worker, pid } => self.take_worker_ready(&worker, pid),
             Event::WorkerDied { certificate } => self.take_worker_died(&certificate),
-            Event::WorkerExited {
-                worker,
-                intended,
-                cause,
-            } => self.take_worker_exited(&worker, intended, &cause),
+            Event::WorkerExited { worker, intended, cause } => self.take_worker_exited(&worker, intended, &cause),
             Event::PeakMeasured { worker, peak } => self.take_peak(&worker, peak),
             Event::WorkerActivity { worker, requests } => self.take_worker_activity(&worker, requests),
             Event::WorkerWanted { worker, .. } => self.take_worker_wanted(&worker),
-            Event::WorkerResizeRequested {
-                ticket,
-                worker,
-                variant,
-                wait,
-            } => self.take_worker_resize(ticket, worker, variant, wait),
-            Event::WorkerResized {
-                worker,
-                variant,
-                used,
-                error,
-            } => self.take_worker_resized(&worker, &variant, used, error.as_deref()),
+            Event::WorkerResizeRequested { ticket, worker, variant, wait } => {
+                self.take_worker_resize(ticket, worker, variant, wait)
+            }
+            Event::WorkerResized { worker, variant, used, error } => {
+                self.take_worker_resized(&worker, &variant, used, error.as_deref())
+            }
             Event::WorkerUnresponsive { worker, pid, evidence } => {
                 self.take_worker_unresponsive(&worker, pid, evidence);
             }
@@ -155,20 +110,12 @@ impl Arbiter {
             Event::OperatorShed { ticket, bytes } => self.take_operator_shed(ticket, bytes),
             Event::OperatorRegrow { ticket } => self.take_operator_regrow(ticket),
             Event::OperatorKvType { ticket, kv_type } => self.take_operator_kv_type(ticket, kv_type),
-            Event::OperatorWorker {
-                ticket,
-                worker,
-                command,
-            } => self.take_operator_worker(ticket, &worker, command),
+            Event::OperatorWorker { ticket, worker, command } => self.take_operator_worker(ticket, &worker, command),
             Event::Recovered { book, adopted } => self.take_recovered(book, &adopted),
             Event::DrainRequested => self.take_drain(),
             Event::DrainCancelled => self.take_drain_cancelled(),
             Event::OperatorLoad { ticket } => self.take_operator_load(ticket),
-            Event::Reconfigured {
-                ticket,
-                params,
-                changes,
-            } => {
+            Event::Reconfigured { ticket, params, changes } => {
                 self.take_reconfigured(ticket, *params, changes);
                 // By shorter settings some may be over already.
                 self.serve_deadlines();
@@ -188,27 +135,15 @@ impl Arbiter {
 
     fn take_sample(&mut self, mut sample: Sample) {
         sample.taken_at = sample.taken_at.min(self.state.now);
-        if self
-            .state
-            .pressure
-            .sampled_at()
-            .is_some_and(|last| sample.taken_at <= last)
-        {
-            self.out.push(Action::SampleAfter {
-                wait: self.state.pressure.interval(),
-            });
+        if self.state.pressure.sampled_at().is_some_and(|last| sample.taken_at <= last) {
+            self.out.push(Action::SampleAfter { wait: self.state.pressure.interval() });
             return;
         }
         // Memory that the engine has leased and not touched looks available, and may be touched with the next token.
         let untouched = self.state.engine.kv.untouched;
         let machine = sample.available().saturating_sub(untouched);
         let scope_used = match self.state.params.budget.scope {
-            Scope::Machine => Some(
-                sample
-                    .mem_total
-                    .max(self.state.params.budget.total)
-                    .saturating_sub(machine),
-            ),
+            Scope::Machine => Some(sample.mem_total.max(self.state.params.budget.total).saturating_sub(machine)),
             Scope::Session => sample.scope_used.map(|used| used.saturating_add(untouched)),
         };
         let scope_left = match scope_used {
@@ -220,22 +155,11 @@ impl Arbiter {
                 }
             }
             // Unknown is not zero: the book decides.
-            None => self
-                .state
-                .params
-                .budget
-                .total
-                .saturating_sub(self.state.ledger.used_by_holders()),
+            None => self.state.params.budget.total.saturating_sub(self.state.ledger.used_by_holders()),
         };
-        let headroom = scope_left
-            .saturating_sub(self.state.ledger.unused_reserve())
-            .min(machine);
+        let headroom = scope_left.saturating_sub(self.state.ledger.unused_reserve()).min(machine);
         if let Some(change) = self.state.pressure.observe(&sample, headroom) {
-            self.out.push(Action::LevelChanged {
-                from: change.from,
-                to: change.to,
-                reason: change.reason,
-            });
+            self.out.push(Action::LevelChanged { from: change.from, to: change.to, reason: change.reason });
         }
         if let Some(release) = self.page_pool.observe(&sample) {
             self.decide(MemoryDecision::Released(release));
@@ -250,9 +174,7 @@ impl Arbiter {
         if let Some(bytes) = self.page_pool.bytes_to_empty(short, self.state.now) {
             self.out.push(Action::EmptyPagePool { bytes });
         }
-        self.out.push(Action::SampleAfter {
-            wait: self.state.pressure.interval(),
-        });
+        self.out.push(Action::SampleAfter { wait: self.state.pressure.interval() });
         self.with_leases(|leases, turn| leases.close_unmeasurable(sample.taken_at, turn));
         self.sample = Some(sample);
     }

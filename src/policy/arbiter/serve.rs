@@ -47,11 +47,7 @@ impl Arbiter {
             return;
         }
         // It is passed over from now on, so that this is the only time to tell.
-        let hopeless = self
-            .state
-            .queue
-            .get(place)
-            .filter(|want| self.state.is_out_of_reach(want));
+        let hopeless = self.state.queue.get(place).filter(|want| self.state.is_out_of_reach(want));
         if let Some(denial) = hopeless.map(|want| self.why_not(want)) {
             self.decide(AdmissionDecision::OutOfReach { tenant, denial });
         }
@@ -85,11 +81,7 @@ impl Arbiter {
             if let Keepers::Of(keepers) = &wait.keepers {
                 figures.extend(keepers.iter().map(|(_, bytes)| *bytes));
             }
-            self.decide_once(
-                &out_of_reach(name),
-                &figures,
-                AdmissionDecision::StartOutOfReach { worker, wait },
-            );
+            self.decide_once(&out_of_reach(name), &figures, AdmissionDecision::StartOutOfReach { worker, wait });
         }
     }
 
@@ -97,12 +89,7 @@ impl Arbiter {
         for aged in self.state.queue.age(self.state.now) {
             let (tenant, class, waited) = (aged.tenant, aged.class, aged.waited);
             self.decide(match aged.rank {
-                Some(rank) => AdmissionDecision::Aged {
-                    tenant,
-                    class,
-                    waited,
-                    rank,
-                },
+                Some(rank) => AdmissionDecision::Aged { tenant, class, waited, rank },
                 None => AdmissionDecision::TurnOver { tenant, class },
             });
         }
@@ -114,10 +101,7 @@ impl Arbiter {
 
     pub(super) fn deny_all_waiting(&mut self) {
         for want in self.state.queue.take_all() {
-            let denial = Denial::Draining {
-                asked: self.state.asked_by(&want),
-                tenant: want.tenant,
-            };
+            let denial = Denial::Draining { asked: self.state.asked_by(&want), tenant: want.tenant };
             self.deny_all(want.tickets, &denial);
         }
     }
@@ -141,10 +125,8 @@ impl Arbiter {
         let ours = want.deadline.is_none();
         // A worker that asks for itself has its peak booked until now.
         let reserved = self.state.reserved_until_asked(want);
-        let available = self
-            .state
-            .available(want.class, !ours)
-            .saturating_add(reserved.map_or(Bytes::ZERO, |(_, bytes)| bytes));
+        let available =
+            self.state.available(want.class, !ours).saturating_add(reserved.map_or(Bytes::ZERO, |(_, bytes)| bytes));
         if self.state.needed_by(want) > available {
             return Service::Blocked;
         }
@@ -190,12 +172,7 @@ impl Arbiter {
 
     fn grow_for(&mut self, want: Want, (min, max): (Bytes, Bytes), available: Bytes) {
         let id = want.lease;
-        if self
-            .state
-            .leases
-            .get(id)
-            .is_some_and(|lease| lease.wants_less_than(max))
-        {
+        if self.state.leases.get(id).is_some_and(|lease| lease.wants_less_than(max)) {
             self.state.leases.end_revocation(id, &mut self.state.ledger);
         }
         let held = self.state.ledger.held_by(id);
@@ -226,17 +203,10 @@ impl Arbiter {
         }
         let (tenant, class, ours) = (want.tenant.clone(), want.class, want.deadline.is_none());
         let own = Some(want.lease);
-        let reserved = self
-            .state
-            .reserved_until_asked(want)
-            .map_or(Bytes::ZERO, |(_, bytes)| bytes);
+        let reserved = self.state.reserved_until_asked(want).map_or(Bytes::ZERO, |(_, bytes)| bytes);
         let needed = self.state.needed_by(want);
         let coming_back = self.state.coming_back();
-        let expected = self
-            .state
-            .available(class, !ours)
-            .saturating_add(coming_back)
-            .saturating_add(reserved);
+        let expected = self.state.available(class, !ours).saturating_add(coming_back).saturating_add(reserved);
         let missing = needed.saturating_sub(expected);
         if missing == Bytes::ZERO {
             return;
@@ -270,11 +240,7 @@ fn quota_of(tenant: &str, full: Full) -> Denial {
         Full::All { limit } => (Quota::Queue, limit),
         Full::User { uid, limit } => (Quota::QueueOf { uid }, limit),
     };
-    Denial::QuotaExceeded {
-        tenant: tenant.to_owned(),
-        what,
-        limit: u64::from(limit),
-    }
+    Denial::QuotaExceeded { tenant: tenant.to_owned(), what, limit: u64::from(limit) }
 }
 
 /// The figures of a denial, whose change is worth another decision.
@@ -284,16 +250,11 @@ fn figures_of(denial: &Denial) -> Vec<Bytes> {
             asked,
             free,
             reclaimable,
-            holders: Holders::Shares {
-                shares, unaccounted, ..
-            },
+            holders: Holders::Shares { shares, unaccounted, .. },
             ..
         } => {
             let shares = shares.iter().flat_map(|share| [share.held, share.gives]);
-            [*asked, *free, *reclaimable, *unaccounted]
-                .into_iter()
-                .chain(shares)
-                .collect()
+            [*asked, *free, *reclaimable, *unaccounted].into_iter().chain(shares).collect()
         }
         _ => Vec::new(),
     }

@@ -73,12 +73,7 @@ impl Arbiter {
                 state: state.engine.state(),
                 shape: state.engine.shape().cloned(),
                 in_force: state.engine.plans.in_force.clone(),
-                asked: state
-                    .engine
-                    .plans
-                    .pending
-                    .last_key_value()
-                    .map(|(_, pending)| pending.plan.clone()),
+                asked: state.engine.plans.pending.last_key_value().map(|(_, pending)| pending.plan.clone()),
                 full: state.engine.full_plan(),
                 waits: self.engine_waits(),
                 failure: state.engine.failure.clone(),
@@ -122,11 +117,7 @@ impl Arbiter {
         let state = &self.state;
         let past = |lease: &&Lease| lease.expires_at.is_some_and(|at| at <= state.now);
         if state.leases.get(id).is_some_and(|lease| past(&lease)) {
-            panic!(
-                "the book is broken at {}: lease {} is past its time",
-                state.now,
-                state.leases.name_of(id)
-            );
+            panic!("the book is broken at {}: lease {} is past its time", state.now, state.leases.name_of(id));
         }
     }
 
@@ -148,11 +139,7 @@ impl Arbiter {
     pub(super) fn broken_invariant(&self) -> Option<String> {
         let state = &self.state;
         if !state.ledger.is_conserved() {
-            return Some(format!(
-                "{} is held of a {} budget",
-                state.ledger.held(),
-                state.ledger.budget()
-            ));
+            return Some(format!("{} is held of a {} budget", state.ledger.held(), state.ledger.budget()));
         }
         if let Some(id) = state.ledger.differs_from(state.leases.ids()) {
             return Some(format!("lease {} is on one book only", id.0));
@@ -160,9 +147,7 @@ impl Arbiter {
         if let Some(name) = state.leases.past_its_time(state.now) {
             return Some(format!("lease {name} is past its time"));
         }
-        self.broken_engine()
-            .or_else(|| self.broken_worker())
-            .or_else(|| self.unserved_deadline())
+        self.broken_engine().or_else(|| self.broken_worker()).or_else(|| self.unserved_deadline())
     }
 
     fn broken_engine(&self) -> Option<String> {

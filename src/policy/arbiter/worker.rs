@@ -31,28 +31,15 @@ impl Arbiter {
             return;
         };
         let Some(took) = worker.answered(pid, now) else {
-            let report = StrayReport::Ready {
-                pid,
-                state: worker.state(),
-            };
+            let report = StrayReport::Ready { pid, state: worker.state() };
             self.ignore_worker(name, report);
             return;
         };
-        let change = worker
-            .run()
-            .and_then(|run| run.resizing.as_ref())
-            .map(|resizing| resizing.variant.clone());
+        let change = worker.run().and_then(|run| run.resizing.as_ref()).map(|resizing| resizing.variant.clone());
         self.state.changed_at = now;
-        self.decide(WorkerDecision::Ready {
-            worker: name.to_owned(),
-            pid,
-            took,
-        });
+        self.decide(WorkerDecision::Ready { worker: name.to_owned(), pid, took });
         if let Some(variant) = change {
-            self.out.push(Action::ResizeWorker {
-                worker: name.to_owned(),
-                variant,
-            });
+            self.out.push(Action::ResizeWorker { worker: name.to_owned(), variant });
         }
         self.set_worker_moving(name);
         self.measure_worker(name);
@@ -82,15 +69,8 @@ impl Arbiter {
         if !worker.is_ready() || worker.run().is_none_or(|run| run.pid != Some(pid)) {
             return;
         }
-        self.decide(WorkerDecision::Unresponsive {
-            worker: name.to_owned(),
-            pid,
-            evidence: evidence.clone(),
-        });
-        self.out.push(Action::AbortWorker {
-            worker: name.to_owned(),
-            evidence,
-        });
+        self.decide(WorkerDecision::Unresponsive { worker: name.to_owned(), pid, evidence: evidence.clone() });
+        self.out.push(Action::AbortWorker { worker: name.to_owned(), evidence });
     }
 
     pub(super) fn take_worker_exited(&mut self, name: &str, intended: bool, cause: &str) {
@@ -108,14 +88,7 @@ impl Arbiter {
         self.state.ledger.forget(name);
         self.state.changed_at = self.state.now;
         for ticket in ended.tickets {
-            let denial = Denial::invalid(
-                name,
-                "worker",
-                &name,
-                Problem::Exited {
-                    cause: cause.to_owned(),
-                },
-            );
+            let denial = Denial::invalid(name, "worker", &name, Problem::Exited { cause: cause.to_owned() });
             self.deny(ticket, denial);
         }
         self.decide(WorkerDecision::Exited {
@@ -152,11 +125,7 @@ impl Arbiter {
                 intensity: limits.intensity,
                 window: limits.window,
             },
-            Failure::GivenUp => WorkerDecision::GivenUp {
-                worker: name,
-                failures,
-                window: limits.window,
-            },
+            Failure::GivenUp => WorkerDecision::GivenUp { worker: name, failures, window: limits.window },
             Failure::NeedsOperator => WorkerDecision::NeedsOperator { worker: name },
         });
     }
@@ -170,9 +139,7 @@ impl Arbiter {
     /// A request needs a worker: one that sleeps is started, one that was made small for being idle grows back.
     pub(super) fn take_worker_wanted(&mut self, name: &str) {
         if !self.state.draining && self.state.workers.get(name).is_some_and(Worker::can_be_woken) {
-            self.decide(WorkerDecision::Woken {
-                worker: name.to_owned(),
-            });
+            self.decide(WorkerDecision::Woken { worker: name.to_owned() });
             self.want_worker(name);
         }
     }
@@ -261,21 +228,13 @@ impl Arbiter {
         let Some(worker) = self.state.workers.get_mut(name) else {
             return;
         };
-        let believed = self
-            .state
-            .params
-            .shed
-            .deadlines
-            .of(worker.params.class)
-            .max(self.state.params.shed.settle);
+        let believed = self.state.params.shed.deadlines.of(worker.params.class).max(self.state.params.shed.settle);
         let Some(resizing) = worker.changed(variant, error.is_some(), believed, now) else {
             let variant = variant.to_owned();
             self.ignore_worker(name, StrayReport::Changed { variant });
             return;
         };
-        let took = resizing
-            .as_ref()
-            .map_or(Duration::ZERO, |resizing| now.saturating_since(resizing.asked_at));
+        let took = resizing.as_ref().map_or(Duration::ZERO, |resizing| now.saturating_since(resizing.asked_at));
         self.state.changed_at = now;
         if let Some(used) = used {
             self.state.ledger.measure(name, used, now);
@@ -284,26 +243,13 @@ impl Arbiter {
         let (worker, tickets) = (name.to_owned(), resizing.map(|resizing| resizing.tickets));
         let variant = variant.to_owned();
         let answer = if let Some(error) = error {
-            let kept = Problem::Kept {
-                error: error.to_owned(),
-            };
+            let kept = Problem::Kept { error: error.to_owned() };
             let denial = Denial::invalid(name, "variant", &variant, kept);
-            self.decide(WorkerDecision::VariantKept {
-                worker,
-                variant,
-                error: error.to_owned(),
-                used,
-            });
+            self.decide(WorkerDecision::VariantKept { worker, variant, error: error.to_owned(), used });
             Err(denial)
         } else {
             let held = self.state.worker_held(name);
-            let decision = Decision::from(WorkerDecision::Resized {
-                worker,
-                variant,
-                took,
-                used,
-                held,
-            });
+            let decision = Decision::from(WorkerDecision::Resized { worker, variant, took, used, held });
             self.decide(decision.clone());
             Ok(Done::Decided(decision))
         };
@@ -318,18 +264,12 @@ impl Arbiter {
 
     pub(super) fn serve_worker_deadlines(&mut self) {
         while let Some((name, due)) = self.state.workers.take_due(self.state.now) {
-            let within = self
-                .state
-                .workers
-                .get(&name)
-                .map_or(Duration::ZERO, |worker| worker.params.start.ready_timeout);
+            let within =
+                self.state.workers.get(&name).map_or(Duration::ZERO, |worker| worker.params.start.ready_timeout);
             match due {
                 Due::Retry => self.want_worker(&name),
                 Due::NotReady => self.stop_worker(&name, StopCause::NotReady, StopReason::NotReady { within }),
-                Due::NotStopped => self.out.push(Action::StopWorker {
-                    worker: name,
-                    reason: StopReason::NotStopped,
-                }),
+                Due::NotStopped => self.out.push(Action::StopWorker { worker: name, reason: StopReason::NotStopped }),
                 Due::NotChanged(Resizing { variant, tickets, .. }) => {
                     let denial = Denial::invalid(&name, "variant", &variant, Problem::NotAnswered { within });
                     self.deny_all(tickets, &denial);
@@ -343,11 +283,7 @@ impl Arbiter {
                     if self.state.workers.get(&name).is_some_and(|worker| worker.requests == 0) {
                         self.stop_worker(&name, StopCause::Shed, StopReason::NotSmaller { used, held });
                     } else {
-                        self.decide(WorkerDecision::NotSmaller {
-                            worker: name,
-                            used,
-                            held,
-                        });
+                        self.decide(WorkerDecision::NotSmaller { worker: name, used, held });
                     }
                 }
             }
@@ -388,10 +324,7 @@ impl Arbiter {
         let state = &self.state;
         let may_rest = |id| !state.draining && !state.queue.waits_for(id);
         let workers = state.workers.next_deadline(may_rest, state.now);
-        [workers, state.engine.holds_workers_until(state.now)]
-            .into_iter()
-            .flatten()
-            .min()
+        [workers, state.engine.holds_workers_until(state.now)].into_iter().flatten().min()
     }
 
     /// Starts the next one whose turn has come.
@@ -399,10 +332,10 @@ impl Arbiter {
         if self.state.draining {
             return;
         }
-        let next = self.state.workers.next_to_start(
-            self.state.engine.holds_workers_until(self.state.now).is_none(),
-            self.state.now,
-        );
+        let next = self
+            .state
+            .workers
+            .next_to_start(self.state.engine.holds_workers_until(self.state.now).is_none(), self.state.now);
         if let Some(name) = next.map(str::to_owned) {
             self.want_worker(&name);
         }
@@ -422,9 +355,8 @@ impl Arbiter {
         };
         let held = self.state.ledger.held_by(id);
         let steady = worker.steady();
-        let tolerance = held
-            .saturating_sub(steady)
-            .per_mille(1000u32.saturating_sub(self.state.params.shed.verify_per_mille));
+        let tolerance =
+            held.saturating_sub(steady).per_mille(1000u32.saturating_sub(self.state.params.shed.verify_per_mille));
         let is_steady = measured.used <= steady.saturating_add(tolerance);
         let stays = if is_steady { steady } else { measured.used.max(steady) };
         let to_shed = stays == steady && worker.take_verified();
@@ -464,15 +396,10 @@ impl Arbiter {
     }
 
     fn ignore_worker(&mut self, name: &str, report: StrayReport) {
-        self.decide(WorkerDecision::Ignored {
-            worker: name.to_owned(),
-            report,
-        });
+        self.decide(WorkerDecision::Ignored { worker: name.to_owned(), report });
     }
 
     fn measure_worker(&mut self, name: &str) {
-        self.out.push(Action::Measure {
-            tenant: name.to_owned(),
-        });
+        self.out.push(Action::Measure { tenant: name.to_owned() });
     }
 }

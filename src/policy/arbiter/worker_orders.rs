@@ -87,10 +87,7 @@ impl Arbiter {
             free: self.state.ledger.free(),
             budget: self.state.ledger.budget(),
         });
-        self.out.push(Action::StartWorker {
-            worker: name.to_owned(),
-            variant,
-        });
+        self.out.push(Action::StartWorker { worker: name.to_owned(), variant });
     }
 
     /// Grants the lease that we hold for a worker. Returns `false` if it does not fit.
@@ -102,13 +99,7 @@ impl Arbiter {
         let peaks = params.variants.iter().map(|variant| variant.peak);
         let bounds = (params.steady_of(None), peaks.max().unwrap_or(params.peak_of(None)));
         let kind = (LeaseKind::Worker, params.class);
-        let lease = Lease::of_ours(
-            &params.name,
-            kind,
-            self.state.leases.next_generation(),
-            bounds,
-            self.state.now,
-        );
+        let lease = Lease::of_ours(&params.name, kind, self.state.leases.next_generation(), bounds, self.state.now);
         let booked = self.grant(id, bytes, lease);
         if booked {
             self.state.ledger.set_moving(id, true);
@@ -118,12 +109,7 @@ impl Arbiter {
 
     /// Lets a worker change; the caller has made sure that the larger size fits.
     pub(super) fn grow_worker(&mut self, name: &str, variant: String, tickets: Vec<Ticket>) {
-        let changeable = self
-            .state
-            .workers
-            .get(name)
-            .filter(|worker| worker.is_settled())
-            .and_then(Worker::lease);
+        let changeable = self.state.workers.get(name).filter(|worker| worker.is_settled()).and_then(Worker::lease);
         let peak = self.state.worker_peak(name, Some(&variant));
         if changeable.is_some_and(|id| self.grow_lease(id, peak)) {
             self.change_worker(name, variant, tickets, ChangeCause::Asked);
@@ -156,13 +142,7 @@ impl Arbiter {
         let class = self.state.leases.get(id).map_or(Class::Batch, |lease| lease.class);
         let deadline = self.state.now + self.state.notified_deadline(class);
         let nonce = self.with_leases(|leases, turn| leases.begin_revocation(id, least, deadline, false, turn));
-        self.out.push(Action::SetTarget {
-            lease: id,
-            nonce,
-            bytes: least,
-            deadline,
-            reason: reason.clone(),
-        });
+        self.out.push(Action::SetTarget { lease: id, nonce, bytes: least, deadline, reason: reason.clone() });
         true
     }
 
@@ -176,11 +156,7 @@ impl Arbiter {
         };
         let worker = name.to_owned();
         if cause != ChangeCause::Asked {
-            self.decide(WorkerDecision::Changing {
-                worker: worker.clone(),
-                variant: variant.clone(),
-                cause,
-            });
+            self.decide(WorkerDecision::Changing { worker: worker.clone(), variant: variant.clone(), cause });
         }
         if let Some(worker) = self.state.workers.get_mut(name) {
             worker.change(resizing);
@@ -191,11 +167,8 @@ impl Arbiter {
 
     pub(super) fn stop_worker(&mut self, name: &str, cause: StopCause, reason: StopReason) {
         self.noted += 1;
-        let Some((lease, tickets)) = self
-            .state
-            .workers
-            .get_mut(name)
-            .and_then(|worker| worker.stop(cause, self.state.now))
+        let Some((lease, tickets)) =
+            self.state.workers.get_mut(name).and_then(|worker| worker.stop(cause, self.state.now))
         else {
             return;
         };
@@ -203,10 +176,7 @@ impl Arbiter {
         self.deny_all(tickets, &denial);
         self.forget_wants_of(lease, &denial);
         self.state.ledger.set_moving(lease, true);
-        self.out.push(Action::StopWorker {
-            worker: name.to_owned(),
-            reason,
-        });
+        self.out.push(Action::StopWorker { worker: name.to_owned(), reason });
     }
 
     pub(super) fn set_worker_moving(&mut self, name: &str) {
@@ -214,14 +184,8 @@ impl Arbiter {
             return;
         };
         if let Some(run) = worker.run() {
-            let measured = self
-                .state
-                .ledger
-                .measurement(name)
-                .is_some_and(|measured| measured.at >= run.since);
-            self.state
-                .ledger
-                .set_moving(run.lease, !(worker.is_settled() && measured));
+            let measured = self.state.ledger.measurement(name).is_some_and(|measured| measured.at >= run.since);
+            self.state.ledger.set_moving(run.lease, !(worker.is_settled() && measured));
         }
     }
 }
@@ -238,10 +202,7 @@ impl Arbiter {
         let Some(id) = self.state.workers.get(name).and_then(Worker::lease) else {
             return false;
         };
-        if !matches!(
-            self.state.leases.get(id).map(|lease| &lease.phase),
-            Some(Phase::Revoking(_))
-        ) {
+        if !matches!(self.state.leases.get(id).map(|lease| &lease.phase), Some(Phase::Revoking(_))) {
             return false;
         }
         if let Some(revocation) = self.with_leases(|leases, turn| leases.verify(id, used, taken_at, turn)) {
@@ -280,11 +241,8 @@ impl Arbiter {
 
     /// Books a worker's steady size again. It is not notified of that: it takes the memory when it needs it.
     pub(super) fn restore_notified(&mut self, name: &str) -> Result<Done, GrowthWait> {
-        let Some((id, steady)) = self
-            .state
-            .workers
-            .get(name)
-            .and_then(|worker| Some((worker.lease()?, worker.steady())))
+        let Some((id, steady)) =
+            self.state.workers.get(name).and_then(|worker| Some((worker.lease()?, worker.steady())))
         else {
             return Err(GrowthWait::Changing);
         };
@@ -297,11 +255,7 @@ impl Arbiter {
                 self.decide(decision.clone());
                 Ok(Done::Decided(decision))
             }
-            Err(_) => Err(GrowthWait::Budget {
-                needs: steady,
-                free: self.state.ledger.free(),
-                reserved: Bytes::ZERO,
-            }),
+            Err(_) => Err(GrowthWait::Budget { needs: steady, free: self.state.ledger.free(), reserved: Bytes::ZERO }),
         }
     }
 }

@@ -23,22 +23,9 @@ pub enum AdmissionDecision {
     /// Requests are admitted again.
     DrainEnded,
     /// A lease is granted.
-    Granted {
-        lease: LeaseName,
-        bytes: Bytes,
-        waited: Duration,
-        free: Bytes,
-        budget: Bytes,
-    },
+    Granted { lease: LeaseName, bytes: Bytes, waited: Duration, free: Bytes, budget: Bytes },
     /// A lease holds more, as its holder asked.
-    Grown {
-        lease: LeaseName,
-        from: Bytes,
-        to: Bytes,
-        waited: Duration,
-        free: Bytes,
-        budget: Bytes,
-    },
+    Grown { lease: LeaseName, from: Bytes, to: Bytes, waited: Duration, free: Bytes, budget: Bytes },
     /// The first in the queue waits for more than can be reclaimed now.
     Waits { tenant: String, denial: Denial },
     /// A request waits for what it cannot have while others keep what they hold; it does not block the queue.
@@ -46,12 +33,7 @@ pub enum AdmissionDecision {
     /// A worker needs more than it can have while others keep what they hold.
     StartOutOfReach { worker: String, wait: WorkerWait },
     /// A request is served as a more urgent class, because it has waited for long.
-    Aged {
-        tenant: String,
-        class: Class,
-        waited: Duration,
-        rank: Class,
-    },
+    Aged { tenant: String, class: Class, waited: Duration, rank: Class },
     /// A request was served as the most urgent class for its time, and is served as its own again.
     TurnOver { tenant: String, class: Class },
     /// A request was withdrawn.

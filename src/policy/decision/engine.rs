@@ -50,33 +50,13 @@ pub enum EngineDecision {
     /// A report about a plan that is not waited for is ignored.
     StrayPlan { revision: u64, stray: StrayPlan },
     /// A plan is in force.
-    Applied {
-        revision: u64,
-        outcome: PlanOutcome,
-        plan: Option<PlanSize>,
-        used: Bytes,
-        free: Bytes,
-        took: Duration,
-    },
+    Applied { revision: u64, outcome: PlanOutcome, plan: Option<PlanSize>, used: Bytes, free: Bytes, took: Duration },
     /// A shed gave back less than it promised.
-    Short {
-        promised: Bytes,
-        credited: Bytes,
-        freed: Bytes,
-    },
+    Short { promised: Bytes, credited: Bytes, freed: Bytes },
     /// A plan could not be applied.
-    NotApplied {
-        revision: u64,
-        reason: String,
-        plan: PlanSize,
-        in_force: Option<PlanSize>,
-    },
+    NotApplied { revision: u64, reason: String, plan: PlanSize, in_force: Option<PlanSize> },
     /// The engine is gone, and `freed` off the book.
-    Gone {
-        reason: String,
-        freed: Bytes,
-        next: NextLoad,
-    },
+    Gone { reason: String, freed: Bytes, next: NextLoad },
     /// The running answer has lost its oldest tokens, as its request allows.
     ContextLost { tokens: u32, in_all: u32 },
     /// The plan in force is unknown, and the last known one is asked for.

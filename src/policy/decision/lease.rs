@@ -69,17 +69,9 @@ pub enum LeaseDecision {
         budget: Bytes,
     },
     /// A holder has answered its target; nothing is credited for that.
-    Answered {
-        lease: LeaseName,
-        answer: TargetAnswer,
-        claimed: Option<Bytes>,
-    },
+    Answered { lease: LeaseName, answer: TargetAnswer, claimed: Option<Bytes> },
     /// A holder has answered a target that is not in force.
-    AnswerIgnored {
-        lease: LeaseName,
-        nonce: u64,
-        current: Option<u64>,
-    },
+    AnswerIgnored { lease: LeaseName, nonce: u64, current: Option<u64> },
     /// A holder uses more than it holds.
     BeyondLease {
         /// As whom it is measured.
@@ -90,21 +82,9 @@ pub enum LeaseDecision {
         free: Bytes,
     },
     /// A target was measured to be reached, and what that freed is credited.
-    Reduced {
-        lease: LeaseName,
-        stays: Bytes,
-        freed: Bytes,
-        took: Duration,
-        used: Bytes,
-        free: Bytes,
-        budget: Bytes,
-    },
+    Reduced { lease: LeaseName, stays: Bytes, freed: Bytes, took: Duration, used: Bytes, free: Bytes, budget: Bytes },
     /// A holder wanted to come down and was not measured there: it keeps what it holds.
-    WishNotSeen {
-        lease: LeaseName,
-        target: Bytes,
-        used: Option<Bytes>,
-    },
+    WishNotSeen { lease: LeaseName, target: Bytes, used: Option<Bytes> },
     /// An ended lease is off the book by a reading.
     Closed {
         lease: LeaseName,
@@ -130,27 +110,13 @@ pub enum LeaseDecision {
     /// Its holder gives it back, or another process on the holder's behalf; it is free once measured.
     Released { lease: LeaseName, held: Bytes },
     /// Its end is acknowledged, by the holder or on its behalf by the user `by`.
-    EndAcknowledged {
-        lease: LeaseName,
-        by: Option<u32>,
-        held: Bytes,
-    },
+    EndAcknowledged { lease: LeaseName, by: Option<u32>, held: Bytes },
     /// Leases and workers of the run before are taken over.
-    TakenOver {
-        leases: usize,
-        workers: usize,
-        held: Bytes,
-        budget: Bytes,
-    },
+    TakenOver { leases: usize, workers: usize, held: Bytes, budget: Bytes },
     /// A book of an earlier run comes too late, and is not taken over.
     BookTooLate,
     /// A lease of the run before is not taken over, since a worker has its name now.
     NameTaken { lease: LeaseName },
     /// A lease of the run before is not taken over, since it does not fit.
-    NotTakenOver {
-        lease: LeaseName,
-        held: Bytes,
-        free: Bytes,
-        budget: Bytes,
-    },
+    NotTakenOver { lease: LeaseName, held: Bytes, free: Bytes, budget: Bytes },
 }

@@ -42,12 +42,7 @@ pub enum StrayReport {
 #[serde(rename_all = "snake_case")]
 pub enum WorkerDecision {
     /// It is started, and its peak is held for it.
-    Starting {
-        worker: String,
-        peak: Bytes,
-        free: Bytes,
-        budget: Bytes,
-    },
+    Starting { worker: String, peak: Bytes, free: Bytes, budget: Bytes },
     /// It runs and answers nothing, and is ended.
     Unresponsive { worker: String, pid: u32, evidence: String },
     /// It answers.
@@ -79,29 +74,15 @@ pub enum WorkerDecision {
         window: Duration,
     },
     /// It has failed too often, and is not started again.
-    GivenUp {
-        worker: String,
-        failures: usize,
-        window: Duration,
-    },
+    GivenUp { worker: String, failures: usize, window: Duration },
     /// It would fail in the same way again, and is not started again.
     NeedsOperator { worker: String },
     /// A request starts it.
     Woken { worker: String },
     /// It is asked into another variant.
-    Changing {
-        worker: String,
-        variant: String,
-        cause: ChangeCause,
-    },
+    Changing { worker: String, variant: String, cause: ChangeCause },
     /// It was measured at its size, and its lease comes down to it.
-    Settled {
-        worker: String,
-        used: Bytes,
-        stays: Bytes,
-        freed: Bytes,
-        free: Bytes,
-    },
+    Settled { worker: String, used: Bytes, stays: Bytes, freed: Bytes, free: Bytes },
     /// It uses more than it may: it takes nothing new, and is started again when its requests have ended.
     Outgrown {
         worker: String,
@@ -124,28 +105,13 @@ pub enum WorkerDecision {
     /// It was notified that memory is short, has not come down, and keeps what it holds since it is at work.
     IgnoresPressure(IgnoredPressure),
     /// It reported a smaller variant, is not measured there, and holds what it held.
-    NotSmaller {
-        worker: String,
-        used: Option<Bytes>,
-        held: Bytes,
-    },
+    NotSmaller { worker: String, used: Option<Bytes>, held: Bytes },
     /// It may hold its steady size again.
     Restored { worker: String, steady: Bytes },
     /// It has changed its variant.
-    Resized {
-        worker: String,
-        variant: String,
-        took: Duration,
-        used: Option<Bytes>,
-        held: Bytes,
-    },
+    Resized { worker: String, variant: String, took: Duration, used: Option<Bytes>, held: Bytes },
     /// It could not change its variant.
-    VariantKept {
-        worker: String,
-        variant: String,
-        error: String,
-        used: Option<Bytes>,
-    },
+    VariantKept { worker: String, variant: String, error: String, used: Option<Bytes> },
     /// It has outlived the run before, and is taken over.
     TakenOver { worker: String, pid: u32, held: Bytes },
 }

@@ -53,14 +53,8 @@ impl LeaseTable {
         let now = turn.now;
         self.changes += 1;
         if let Some(lease) = self.leases.get_mut(&id) {
-            let until = lease
-                .expires_at
-                .take()
-                .filter(|at| *at > now && claimable > Bytes::ZERO);
-            let unacknowledged = until.map(|until| Unacknowledged {
-                bytes: claimable,
-                until,
-            });
+            let until = lease.expires_at.take().filter(|at| *at > now && claimable > Bytes::ZERO);
+            let unacknowledged = until.map(|until| Unacknowledged { bytes: claimable, until });
             lease.phase = Phase::Ending {
                 since: now,
                 deadline: until.unwrap_or(now) + self.shed.verify_timeout,
@@ -92,14 +86,7 @@ impl LeaseTable {
         let Some(lease) = self.leases.get_mut(&id) else {
             return Ok(false);
         };
-        let Phase::Ending {
-            since,
-            deadline,
-            next_poll,
-            unacknowledged: open @ Some(_),
-            ..
-        } = &mut lease.phase
-        else {
+        let Phase::Ending { since, deadline, next_poll, unacknowledged: open @ Some(_), .. } = &mut lease.phase else {
             return Ok(false);
         };
         let owner = lease.owner.0;
@@ -108,11 +95,7 @@ impl LeaseTable {
             return Err(Denial::NotHolder {
                 lease: name.to_string(),
                 uid: peer.uid,
-                problem: NotHolder::Ended {
-                    uid: owner,
-                    held: turn.ledger.held_by(id),
-                    left,
-                },
+                problem: NotHolder::Ended { uid: owner, held: turn.ledger.held_by(id), left },
             });
         }
         if generation != lease.generation {
@@ -133,20 +116,13 @@ impl LeaseTable {
             return;
         }
         for id in self.due(|phase| match phase {
-            Phase::Ending {
-                since,
-                unmeasurable: true,
-                unacknowledged,
-                ..
-            } => *since < taken_at && unacknowledged.is_none_or(|open| open.until <= taken_at),
+            Phase::Ending { since, unmeasurable: true, unacknowledged, .. } => {
+                *since < taken_at && unacknowledged.is_none_or(|open| open.until <= taken_at)
+            }
             _ => false,
         }) {
             let name = self.name_of(id);
-            let holder = self
-                .leases
-                .get(&id)
-                .map(|lease| lease.holder.clone())
-                .unwrap_or_default();
+            let holder = self.leases.get(&id).map(|lease| lease.holder.clone()).unwrap_or_default();
             let held = self.close(id, turn);
             turn.ledger.estrange(&holder);
             if self.has_no_lease(&holder) {
@@ -166,17 +142,12 @@ impl LeaseTable {
 
     /// Ends leases that were not renewed within their term.
     pub(in crate::policy) fn expire(&mut self, turn: &mut Turn<'_>) {
-        let due = self
-            .iter()
-            .filter(|(_, lease)| lease.expires_at.is_some_and(|at| at <= turn.now));
+        let due = self.iter().filter(|(_, lease)| lease.expires_at.is_some_and(|at| at <= turn.now));
         let due: Vec<LeaseId> = due.map(|(id, _)| id).collect();
         for id in due {
             let Some(lease) = self.leases.get(&id) else { continue };
             let term = lease.request.as_ref().map_or(Duration::ZERO, |request| request.term);
-            turn.act(Action::EndLease {
-                lease: self.name_of(id),
-                end: LeaseEnd::Expired { term },
-            });
+            turn.act(Action::EndLease { lease: self.name_of(id), end: LeaseEnd::Expired { term } });
             self.begin_ending(id, Bytes::ZERO, turn);
         }
     }
@@ -194,11 +165,7 @@ impl LeaseTable {
             let (poll, rarely) = (self.shed.verify_poll, self.rarely);
             match self.leases.get_mut(&id).map(|lease| &mut lease.phase) {
                 Some(Phase::Revoking(Revocation { next_poll, .. })) => *next_poll = now + poll,
-                Some(Phase::Ending {
-                    next_poll,
-                    unacknowledged,
-                    ..
-                }) => {
+                Some(Phase::Ending { next_poll, unacknowledged, .. }) => {
                     // Nothing is to be seen before its term is over, but that it uses less.
                     let until = unacknowledged.map(|open| open.until).filter(|until| *until > now);
                     *next_poll = until.map_or(now + poll, |until| until.min(now + rarely));
@@ -274,18 +241,8 @@ impl LeaseTable {
         let Some(lease) = lease.filter(|lease| self.has_no_lease(&lease.holder)) else {
             return;
         };
-        let lease = LeaseView {
-            state: LeaseState::Gone,
-            held: Bytes::ZERO,
-            target: None,
-            expires_at: None,
-            ..lease
-        };
-        let residual = ResidualUse {
-            next_poll: now + self.shed.verify_poll,
-            unreadable_since: None,
-            lease,
-        };
+        let lease = LeaseView { state: LeaseState::Gone, held: Bytes::ZERO, target: None, expires_at: None, ..lease };
+        let residual = ResidualUse { next_poll: now + self.shed.verify_poll, unreadable_since: None, lease };
         self.residual.insert(residual.lease.holder.clone(), residual);
     }
 

@@ -169,21 +169,13 @@ impl LeaseTable {
                 (Some(Phase::Revoking(_)), _) => {
                     self.verify(id, used, taken_at, turn);
                 }
-                (
-                    Some(Phase::Ending {
-                        since, unmeasurable, ..
-                    }),
-                    None,
-                ) if *since < taken_at => *unmeasurable = true,
-                (
-                    Some(Phase::Ending {
-                        since, unacknowledged, ..
-                    }),
-                    Some(used),
-                ) if *since < taken_at => match unacknowledged.filter(|open| taken_at < open.until) {
-                    Some(open) => self.credit_beyond(id, open, turn),
-                    None => self.close_measured(id, holder, used, turn),
-                },
+                (Some(Phase::Ending { since, unmeasurable, .. }), None) if *since < taken_at => *unmeasurable = true,
+                (Some(Phase::Ending { since, unacknowledged, .. }), Some(used)) if *since < taken_at => {
+                    match unacknowledged.filter(|open| taken_at < open.until) {
+                        Some(open) => self.credit_beyond(id, open, turn),
+                        None => self.close_measured(id, holder, used, turn),
+                    }
+                }
                 _ => {}
             }
         }
@@ -237,10 +229,7 @@ impl LeaseTable {
         let stays = revocation.target.bytes.max(used.saturating_sub(others));
         let freed = turn.ledger.lower(id, stays);
         self.end_revocation(id, turn.ledger);
-        turn.effects.push(Effect::Reclaimed {
-            freed,
-            by_shed: !revocation.voluntary,
-        });
+        turn.effects.push(Effect::Reclaimed { freed, by_shed: !revocation.voluntary });
         turn.decide(LeaseDecision::Reduced {
             lease: self.name_of(id),
             stays,

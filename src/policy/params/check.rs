@@ -43,11 +43,7 @@ impl Params {
             }
             self.check_workers(&mut faults);
         }
-        if faults.is_empty() {
-            Ok(())
-        } else {
-            Err(ParamsError { faults })
-        }
+        if faults.is_empty() { Ok(()) } else { Err(ParamsError { faults }) }
     }
 
     fn check_pressure(&self, faults: &mut Vec<ParamFault>) {
@@ -136,9 +132,7 @@ impl Params {
             let mut sizes = vec![(String::new(), worker.steady, worker.peak)];
             if !worker.variants.is_empty() {
                 let variants = worker.variants.iter();
-                sizes = variants
-                    .map(|it| (format!(".{}", it.name), it.steady, it.peak))
-                    .collect();
+                sizes = variants.map(|it| (format!(".{}", it.name), it.steady, it.peak)).collect();
             }
             for (variant, steady, peak) in sizes {
                 let at = format!("worker.{name}{variant}");
@@ -231,10 +225,7 @@ mod tests {
                 peak: Bytes::from_mib(10),
                 ..WorkerParams::default()
             },
-            WorkerParams {
-                name: "asr".to_owned(),
-                ..WorkerParams::default()
-            },
+            WorkerParams { name: "asr".to_owned(), ..WorkerParams::default() },
         ];
         let error = params.validate().unwrap_err();
         let settings: Vec<&str> = error.faults.iter().map(|fault| fault.setting.as_str()).collect();

@@ -20,10 +20,7 @@ fn params() -> PressureParams {
 }
 
 fn observe(pressure: &mut Pressure, millis: u64, headroom: u64) -> Option<PressureLevel> {
-    let sample = Sample {
-        taken_at: Timestamp::from_millis(millis),
-        ..Sample::default()
-    };
+    let sample = Sample { taken_at: Timestamp::from_millis(millis), ..Sample::default() };
     pressure.observe(&sample, mib(headroom)).map(|change| change.to)
 }
 
@@ -73,11 +70,7 @@ fn a_confirming_signal_stands_for_the_second_sample() {
     };
     assert_eq!(pressure.observe(&sample(0, 7), mib(131)), None);
     let change = pressure.observe(&sample(1000, 9), mib(129)).unwrap();
-    let below = LevelReason::Below {
-        headroom: mib(129),
-        watermark: mib(130),
-        by: Confirmation::Stalls { count: 2 },
-    };
+    let below = LevelReason::Below { headroom: mib(129), watermark: mib(130), by: Confirmation::Stalls { count: 2 } };
     assert_eq!(change.reason, below);
 }
 
@@ -122,12 +115,8 @@ fn a_late_sample_changes_nothing() {
 
 #[test]
 fn available_leaves_out_what_the_gpu_can_never_have() {
-    let sample = Sample {
-        mem_available: mib(1000),
-        cma_free: Some(mib(200)),
-        nvmap_pool: Some(mib(50)),
-        ..Sample::default()
-    };
+    let sample =
+        Sample { mem_available: mib(1000), cma_free: Some(mib(200)), nvmap_pool: Some(mib(50)), ..Sample::default() };
     assert_eq!(sample.available(), mib(850));
 }
 
@@ -159,11 +148,8 @@ fn contiguous_memory_that_is_refused_is_elevated_where_headroom_is_not_plentiful
     for (headroom, expected) in [(250, PressureLevel::Elevated), (300, PressureLevel::Normal)] {
         let mut pressure = Pressure::new(params());
         for (millis, failures) in [(0, 3), (200, 3), (400, 5)] {
-            let sample = Sample {
-                taken_at: Timestamp::from_millis(millis),
-                cma_failures: Some(failures),
-                ..Sample::default()
-            };
+            let sample =
+                Sample { taken_at: Timestamp::from_millis(millis), cma_failures: Some(failures), ..Sample::default() };
             let change = pressure.observe(&sample, mib(headroom));
             assert!(change.is_none() || millis == 400, "{change:?}");
         }
@@ -179,12 +165,7 @@ fn stalls_in_two_samples_are_critical_below_the_upper_watermark() {
     assert_eq!(signs(&mut pressure, 400, 200, (0, 9)), None, "plenty is there");
     let change = signs(&mut pressure, 600, 120, (0, 12)).unwrap();
     assert_eq!(change.to, PressureLevel::Critical);
-    let again = LevelReason::StallsAgain {
-        headroom: mib(120),
-        watermark: mib(130),
-        stalls: 3,
-        scans: 0,
-    };
+    let again = LevelReason::StallsAgain { headroom: mib(120), watermark: mib(130), stalls: 3, scans: 0 };
     assert_eq!(change.reason, again);
     for second in 1..30 {
         signs(&mut pressure, 600 + second * 1000, 400, (0, 12));
@@ -229,11 +210,7 @@ fn elevated_has_a_grace_unless_critical_is_ahead() {
     observe(&mut fast, 0, 400);
     observe(&mut fast, 900, 220);
     assert_eq!(observe(&mut fast, 1800, 100), Some(PressureLevel::Elevated));
-    assert!(
-        !fast.in_grace(Timestamp::from_millis(1801)),
-        "{:?}",
-        fast.losing_per_s()
-    );
+    assert!(!fast.in_grace(Timestamp::from_millis(1801)), "{:?}", fast.losing_per_s());
 }
 
 #[test]
@@ -273,11 +250,7 @@ fn a_neighbour_that_takes_what_the_engine_gives_back_is_a_slope() {
     };
     assert_eq!(urgent(0, 1500), (false, Bytes::ZERO));
     assert_eq!(urgent(90, 1500), (true, mib(180)), "taken as soon as it was given");
-    assert_eq!(
-        urgent(90, 2100).1,
-        Bytes::ZERO,
-        "the sample is older than what was given back"
-    );
+    assert_eq!(urgent(90, 2100).1, Bytes::ZERO, "the sample is older than what was given back");
 
     let mut pressure = Pressure::new(params());
     let mut lost = |millis, headroom| {

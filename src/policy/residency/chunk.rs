@@ -26,13 +26,8 @@ impl ModelShape {
         let now = worth.prompts_us(streamed, from.prefill_chunk);
         let givable = path.layers_to_give(from);
         let sound = larger.filter_map(|chunk| {
-            let missing = holds
-                .saturating_add(self.chunk_bytes(from.prefill_chunk, chunk))
-                .saturating_sub(bytes);
-            let mut plan = EnginePlan {
-                prefill_chunk: chunk,
-                ..from.clone()
-            };
+            let missing = holds.saturating_add(self.chunk_bytes(from.prefill_chunk, chunk)).saturating_sub(bytes);
+            let mut plan = EnginePlan { prefill_chunk: chunk, ..from.clone() };
             let mut given = Bytes::ZERO;
             for index in &givable {
                 if given >= missing {
@@ -69,15 +64,10 @@ mod tests {
 
     /// 40 parts of 100 MiB, 200 KiB of workspace for each token of a chunk; half of it streamed.
     fn streaming(prefill_ns_per_mib: u64) -> (ModelShape, EnginePlan, PlanLimits) {
-        let shape = ModelShape {
-            workspace_bytes_per_token: Bytes::from_kib(200),
-            ..shape(&[100 << 20; 40], 24 << 20, 64)
-        };
+        let shape =
+            ModelShape { workspace_bytes_per_token: Bytes::from_kib(200), ..shape(&[100 << 20; 40], 24 << 20, 64) };
         let limits = limits(ResidencyMode::Balanced).with_chunks_up_to(Tokens::new(512));
-        let speed = Speed {
-            prefill_ns_per_mib,
-            ..Speed::FIELD
-        };
+        let speed = Speed { prefill_ns_per_mib, ..Speed::FIELD };
         let half = shape.plan(Bytes::from_mib(2100), &limits).unwrap();
         (shape, half, limits.at_speed(speed))
     }
@@ -104,10 +94,7 @@ mod tests {
     #[test]
     fn a_chunk_is_not_worth_layers_that_cost_answers_more() {
         let (shape, half, limits) = streaming(590);
-        let dear = ModelShape {
-            workspace_bytes_per_token: Bytes::from_mib(8),
-            ..shape
-        };
+        let dear = ModelShape { workspace_bytes_per_token: Bytes::from_mib(8), ..shape };
         let holds = dear.plan_bytes(&half);
         assert_eq!(dear.rechunked(&half, holds, &limits), None);
         assert!(dear.rechunked(&half, holds + Bytes::from_gib(4), &limits).is_some());
@@ -120,10 +107,7 @@ mod tests {
             let bytes = shape.plan_bytes(&plan);
             let mut changes = 0;
             for wobble in [0, 30, 0, 30, 15, 0, 30] {
-                let speed = Speed {
-                    prefill_ns_per_mib: prefill + prefill * wobble / 1000,
-                    ..limits.speed
-                };
+                let speed = Speed { prefill_ns_per_mib: prefill + prefill * wobble / 1000, ..limits.speed };
                 if let Some(other) = shape.rechunked(&plan, bytes, &limits.at_speed(speed)) {
                     (plan, changes) = (other, changes + 1);
                 }

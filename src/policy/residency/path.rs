@@ -39,9 +39,7 @@ impl<'a> Path<'a> {
         let blocks_min = floor.max(limits.kv_used.get()).div_ceil(block);
         let blocks_max = (wanted / block).max(blocks_min);
         let kinds = KvType::ALL.map(|kind| kind.clamp(limits.kv_type_least.min(limits.kv_type), limits.kv_type));
-        let above_layers = shape
-            .worth(limits)
-            .capacity_above_layers(shape.kv.bytes_per_token(kinds[0]));
+        let above_layers = shape.worth(limits).capacity_above_layers(shape.kv.bytes_per_token(kinds[0]));
         let blocks_before_layers = (above_layers.get() / block).clamp(blocks_min, blocks_max);
         let give_up = evenly_spread(shape.layers.len());
         let mut layer_sums = vec![Bytes::ZERO];
@@ -57,11 +55,7 @@ impl<'a> Path<'a> {
             prefill_chunk: limits.prefill_chunk,
             kv_type: limits.kv_type,
         };
-        let ring = if shape.layers.is_empty() {
-            Bytes::ZERO
-        } else {
-            shape.ring_bytes
-        };
+        let ring = if shape.layers.is_empty() { Bytes::ZERO } else { shape.ring_bytes };
         Self {
             shape,
             prefill_chunk: limits.prefill_chunk,
@@ -109,11 +103,7 @@ impl<'a> Path<'a> {
 
     pub(super) fn bytes_at(&self, step: usize) -> Bytes {
         let (layers, blocks, kind) = self.at(step);
-        let ring = if layers < self.give_up.len() {
-            self.shape.ring_bytes
-        } else {
-            Bytes::ZERO
-        };
+        let ring = if layers < self.give_up.len() { self.shape.ring_bytes } else { Bytes::ZERO };
         self.base
             .saturating_add(self.layer_sums.get(layers).copied().unwrap_or(Bytes::MAX))
             .saturating_add(self.shape.kv.blocks_bytes(blocks, kind))
@@ -147,9 +137,7 @@ impl<'a> Path<'a> {
     }
 
     pub(super) fn layer_bytes(&self, index: u32) -> Bytes {
-        let layer = usize::try_from(index)
-            .ok()
-            .and_then(|index| self.shape.layers.get(index));
+        let layer = usize::try_from(index).ok().and_then(|index| self.shape.layers.get(index));
         layer.map_or(Bytes::ZERO, |layer| layer.resident_bytes)
     }
 }

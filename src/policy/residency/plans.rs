@@ -41,21 +41,17 @@ impl ModelShape {
     /// ```
     pub fn plan(&self, bytes: Bytes, limits: &PlanLimits) -> Result<EnginePlan, FloorError> {
         let path = Path::new(self, limits);
-        path.steps()
-            .rev()
-            .find(|step| path.bytes_at(*step) <= bytes)
-            .map(|step| path.plan_at(step))
-            .ok_or_else(|| {
-                let floor = self.floor_plan(limits);
-                FloorError {
-                    model: self.name.clone(),
-                    floor: self.plan_bytes(&floor),
-                    resident: Layers::new(self.resident_layers(&floor)),
-                    layers: Layers::new(self.layer_count()),
-                    kv_tokens: floor.kv_capacity,
-                    available: bytes,
-                }
-            })
+        path.steps().rev().find(|step| path.bytes_at(*step) <= bytes).map(|step| path.plan_at(step)).ok_or_else(|| {
+            let floor = self.floor_plan(limits);
+            FloorError {
+                model: self.name.clone(),
+                floor: self.plan_bytes(&floor),
+                resident: Layers::new(self.resident_layers(&floor)),
+                layers: Layers::new(self.layer_count()),
+                kv_tokens: floor.kv_capacity,
+                available: bytes,
+            }
+        })
     }
 
     /// The least that the engine runs with under `limits`.
@@ -110,9 +106,7 @@ impl ModelShape {
             }
             chunks.push(chunk);
             held.push(
-                bytes_of_layers
-                    .saturating_add(ring)
-                    .saturating_add(self.chunk_bytes(limits.prefill_chunk, chunk)),
+                bytes_of_layers.saturating_add(ring).saturating_add(self.chunk_bytes(limits.prefill_chunk, chunk)),
             );
             if let Some(index) = next
                 && resident.insert(index)
@@ -161,15 +155,8 @@ impl ModelShape {
         let block = self.kv.block_tokens.get().max(1);
         let blocks = |tokens: Tokens| tokens.get().div_ceil(block).min(path.blocks_max).max(has);
         let least = blocks(needed);
-        let mut plan = EnginePlan {
-            kv_capacity: path.tokens_of(least),
-            ..from.clone()
-        };
-        let givable = if least > has {
-            path.layers_to_give(from)
-        } else {
-            Vec::new()
-        };
+        let mut plan = EnginePlan { kv_capacity: path.tokens_of(least), ..from.clone() };
+        let givable = if least > has { path.layers_to_give(from) } else { Vec::new() };
         for index in givable {
             if self.plan_bytes(&plan) <= bytes {
                 break;
@@ -240,11 +227,7 @@ impl ModelShape {
     #[must_use]
     pub fn layers_give(&self, from: &EnginePlan, limits: &PlanLimits) -> Vec<Bytes> {
         let path = Path::new(self, limits);
-        let ring = if from.resident.len() == self.layers.len() {
-            self.ring_bytes
-        } else {
-            Bytes::ZERO
-        };
+        let ring = if from.resident.len() == self.layers.len() { self.ring_bytes } else { Bytes::ZERO };
         let mut sum = Bytes::ZERO;
         path.layers_to_give(from)
             .into_iter()
@@ -269,11 +252,8 @@ pub(super) mod tests {
 
     pub(in crate::policy::residency) fn shape(layers: &[u64], ring: u64, block_tokens: u32) -> ModelShape {
         let sample = sample_shape(0, Bytes::ZERO);
-        let layer = |bytes: &u64| LayerShape {
-            kind: LayerKind::Attention,
-            part: 0,
-            resident_bytes: Bytes::new(*bytes),
-        };
+        let layer =
+            |bytes: &u64| LayerShape { kind: LayerKind::Attention, part: 0, resident_bytes: Bytes::new(*bytes) };
         ModelShape {
             layers: layers.iter().map(layer).collect(),
             fixed_bytes: Bytes::new(5000),
@@ -294,28 +274,15 @@ pub(super) mod tests {
     }
 
     pub(in crate::policy::residency) fn limits(mode: ResidencyMode) -> PlanLimits {
-        PlanLimits::new(
-            &EngineParams {
-                mode,
-                ..EngineParams::default()
-            },
-            Tokens::ZERO,
-        )
+        PlanLimits::new(&EngineParams { mode, ..EngineParams::default() }, Tokens::ZERO)
     }
 
     fn limits_with(mode: ResidencyMode, kinds: (KvType, KvType)) -> PlanLimits {
-        PlanLimits {
-            kv_type_least: kinds.0.min(kinds.1),
-            kv_type: kinds.1,
-            ..limits(mode)
-        }
+        PlanLimits { kv_type_least: kinds.0.min(kinds.1), kv_type: kinds.1, ..limits(mode) }
     }
 
-    pub(in crate::policy::residency) const MODES: [ResidencyMode; 3] = [
-        ResidencyMode::Balanced,
-        ResidencyMode::MaxContext,
-        ResidencyMode::MaxSpeed,
-    ];
+    pub(in crate::policy::residency) const MODES: [ResidencyMode; 3] =
+        [ResidencyMode::Balanced, ResidencyMode::MaxContext, ResidencyMode::MaxSpeed];
 
     #[test]
     fn streamed_layers_are_spread_through_the_depth() {
@@ -348,41 +315,24 @@ pub(super) mod tests {
     fn balanced_gives_up_what_costs_the_user_less() {
         // 64 MiB of layers and 16 MiB of context: reading a prompt again costs little while the model is small.
         let shape = shape(&[16 << 20; 4], 0, 64);
-        let shape = ModelShape {
-            kv: KvShape {
-                head_dim: 512,
-                ..shape.kv
-            },
-            ..shape
-        };
+        let shape = ModelShape { kv: KvShape { head_dim: 512, ..shape.kv }, ..shape };
         let limits = limits(ResidencyMode::Balanced);
         let full = shape.plan_bytes(&shape.full_plan(&limits));
         let less = shape.plan(full - Bytes::from_mib(8), &limits).unwrap();
         assert_eq!((less.resident.len(), less.kv_capacity.get()), (4, 2048));
         // Where prompts are slow, context is worth more than speed.
-        let slow = limits.at_speed(Speed {
-            prefill_ns_per_mib: 50_000,
-            ..Speed::FIELD
-        });
+        let slow = limits.at_speed(Speed { prefill_ns_per_mib: 50_000, ..Speed::FIELD });
         let less = shape.plan(full - Bytes::from_mib(8), &slow).unwrap();
         assert_eq!((less.resident.len(), less.kv_capacity.get()), (3, 4096));
         // And in between, both give.
-        let even = limits.at_speed(Speed {
-            prefill_ns_per_mib: 2600,
-            ..Speed::FIELD
-        });
+        let even = limits.at_speed(Speed { prefill_ns_per_mib: 2600, ..Speed::FIELD });
         let less = shape.plan(full - Bytes::from_mib(30), &even).unwrap();
-        assert!(
-            less.resident.len() < 4 && (1024..3584).contains(&less.kv_capacity.get()),
-            "{less:?}"
-        );
+        assert!(less.resident.len() < 4 && (1024..3584).contains(&less.kv_capacity.get()), "{less:?}");
     }
 
     #[test]
     fn a_floor_that_does_not_fit_is_an_error_with_its_arithmetic() {
-        let error = shape(&[1000; 4], 100, 64)
-            .plan(Bytes::new(6000), &limits(ResidencyMode::Balanced))
-            .unwrap_err();
+        let error = shape(&[1000; 4], 100, 64).plan(Bytes::new(6000), &limits(ResidencyMode::Balanced)).unwrap_err();
         assert_eq!(
             error.to_string(),
             "cannot fit `tiny`: its floor is 21.4 KiB (0 of 4 layers, 512 KV tokens), the engine may hold 5.8 KiB"

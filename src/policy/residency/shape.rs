@@ -85,8 +85,7 @@ impl KvShape {
     /// Memory that one KV block occupies in all attention layers together.
     #[must_use]
     pub const fn block_bytes(&self, kind: KvType) -> Bytes {
-        self.bytes_per_token(kind)
-            .saturating_mul(self.block_tokens.get() as u64)
+        self.bytes_per_token(kind).saturating_mul(self.block_tokens.get() as u64)
     }
 
     /// Memory that a capacity of `tokens` occupies: whole blocks, and whole granules.
@@ -101,9 +100,7 @@ impl KvShape {
     /// Memory that so many blocks occupy: whole granules.
     #[must_use]
     pub const fn blocks_bytes(&self, blocks: u32, kind: KvType) -> Bytes {
-        self.block_bytes(kind)
-            .saturating_mul(blocks as u64)
-            .round_up(self.granule)
+        self.block_bytes(kind).saturating_mul(blocks as u64).round_up(self.granule)
     }
 }
 
@@ -198,20 +195,13 @@ impl PlanLimits {
     /// The same with larger chunks while parts are streamed: only for a speed of prompts that was measured.
     #[must_use]
     pub fn with_chunks_up_to(self, most: Tokens) -> Self {
-        Self {
-            prefill_chunk_max: most.max(self.prefill_chunk),
-            ..self
-        }
+        Self { prefill_chunk_max: most.max(self.prefill_chunk), ..self }
     }
 
     /// The same with all plans at one chunk, as it has to be while a prompt may be under way in it.
     #[must_use]
     pub const fn at_chunk(self, chunk: Tokens) -> Self {
-        Self {
-            prefill_chunk: chunk,
-            prefill_chunk_max: chunk,
-            ..self
-        }
+        Self { prefill_chunk: chunk, prefill_chunk_max: chunk, ..self }
     }
 }
 
@@ -239,21 +229,14 @@ impl ModelShape {
     /// What of the layers is not among the `resident` ones.
     #[must_use]
     pub fn bytes_without(&self, resident: &BTreeSet<u32>) -> Bytes {
-        let streamed = self
-            .layers
-            .iter()
-            .zip(0u32..)
-            .filter(|(_, index)| !resident.contains(index));
+        let streamed = self.layers.iter().zip(0u32..).filter(|(_, index)| !resident.contains(index));
         streamed.map(|(layer, _)| layer.resident_bytes).sum()
     }
 
     /// Layers of the model, however many parts they are in.
     #[must_use]
     pub fn layer_count(&self) -> u32 {
-        let firsts = self
-            .layers
-            .iter()
-            .filter(|part| part.kind != LayerKind::Head && part.part == 0);
+        let firsts = self.layers.iter().filter(|part| part.kind != LayerKind::Head && part.part == 0);
         u32::try_from(firsts.count()).unwrap_or(u32::MAX)
     }
 
@@ -299,24 +282,14 @@ impl ModelShape {
             self.layers.get(index)
         });
         let resident: Bytes = layers.map(|layer| layer.resident_bytes).sum();
-        let ring = if plan.resident.len() < self.layers.len() {
-            self.ring_bytes
-        } else {
-            Bytes::ZERO
-        };
+        let ring = if plan.resident.len() < self.layers.len() { self.ring_bytes } else { Bytes::ZERO };
         let workspace = self
             .workspace_bytes_per_token
             .saturating_mul(u64::from(plan.prefill_chunk.get()))
             .saturating_add(self.workspace_fixed_bytes);
-        [
-            self.fixed_bytes,
-            self.state_bytes,
-            self.kv.capacity_bytes(plan.kv_capacity, plan.kv_type),
-            workspace,
-            ring,
-        ]
-        .into_iter()
-        .fold(resident, Bytes::saturating_add)
+        [self.fixed_bytes, self.state_bytes, self.kv.capacity_bytes(plan.kv_capacity, plan.kv_type), workspace, ring]
+            .into_iter()
+            .fold(resident, Bytes::saturating_add)
     }
 
     /// What a larger chunk takes more than a smaller one.
@@ -330,11 +303,7 @@ impl ModelShape {
 /// A model with equal attention layers, 8 KiB of KV for each token and nothing else; tests change what they are about.
 #[cfg(test)]
 pub(crate) fn sample_shape(layers: usize, layer_bytes: Bytes) -> ModelShape {
-    let layer = LayerShape {
-        kind: LayerKind::Attention,
-        part: 0,
-        resident_bytes: layer_bytes,
-    };
+    let layer = LayerShape { kind: LayerKind::Attention, part: 0, resident_bytes: layer_bytes };
     ModelShape {
         name: "tiny".to_owned(),
         architecture: "qwen35".to_owned(),

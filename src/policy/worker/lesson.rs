@@ -33,9 +33,7 @@ impl Worker {
         now: Timestamp,
     ) -> Option<Lesson> {
         let stays_grown = self.stays_grown(settle, now);
-        let run = self
-            .run()
-            .filter(|run| run.ready().is_some() && measured_at >= run.since)?;
+        let run = self.run().filter(|run| run.ready().is_some() && measured_at >= run.since)?;
         // Without the kernel's high water it is unknown what happened between two measurements.
         let peak = run.peak.seen?;
         if self.may_have_outgrown(peak) {
@@ -62,9 +60,7 @@ impl Worker {
     /// Whether a peak may be one that it has grown to beyond its bounds since it was started, which says nothing of what
     /// a start takes: of a process that was taken over, it is unknown when it was.
     fn may_have_outgrown(&self, peak: Bytes) -> bool {
-        let since_its_start = self
-            .run()
-            .is_some_and(|run| run.peak.counted || run.taken_over_at.is_some());
+        let since_its_start = self.run().is_some_and(|run| run.peak.counted || run.taken_over_at.is_some());
         since_its_start && self.params.rest.recycle_above.is_some_and(|above| peak > above)
     }
 }

@@ -45,10 +45,7 @@ impl Worker {
             return Some(RestStep::Work { before_rest });
         }
         if sleeps_at.is_some_and(|at| at <= now) {
-            ready.winding = Some(Winding {
-                cause: WindCause::Idle,
-                since: now,
-            });
+            ready.winding = Some(Winding { cause: WindCause::Idle, since: now });
             return None;
         }
         shrinks_at.filter(|at| *at <= now)?;
@@ -113,10 +110,7 @@ impl Worker {
         if ready.winding.is_some() || now < since + settle || !may_be_recycled {
             return None;
         }
-        ready.winding = Some(Winding {
-            cause: WindCause::Outgrown,
-            since: now,
-        });
+        ready.winding = Some(Winding { cause: WindCause::Outgrown, since: now });
         self.recycles = self.recycles.saturating_add(1);
         Some(above)
     }

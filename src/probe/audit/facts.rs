@@ -97,21 +97,11 @@ pub(super) struct Found {
 }
 
 pub(super) fn warning(text: String, cost: Cost, remedy: &'static str) -> Option<Found> {
-    Some(Found {
-        severity: Severity::Warning,
-        text,
-        cost,
-        remedy,
-    })
+    Some(Found { severity: Severity::Warning, text, cost, remedy })
 }
 
 pub(super) fn note(text: String, cost: Cost, remedy: &'static str) -> Option<Found> {
-    Some(Found {
-        severity: Severity::Note,
-        text,
-        cost,
-        remedy,
-    })
+    Some(Found { severity: Severity::Note, text, cost, remedy })
 }
 
 impl<'a> Facts<'a> {
@@ -141,10 +131,8 @@ impl<'a> Facts<'a> {
     /// Names in a folder below `/sys`, sorted.
     pub(super) fn sys_names(&self, path: &str) -> Vec<String> {
         let entries = fs::read_dir(self.root.sys(path)).into_iter().flatten().flatten();
-        let mut names: Vec<_> = entries
-            .take(ENTRIES_MAX)
-            .map(|entry| entry.file_name().to_string_lossy().into_owned())
-            .collect();
+        let mut names: Vec<_> =
+            entries.take(ENTRIES_MAX).map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
         names.sort_unstable();
         names
     }
@@ -184,10 +172,7 @@ fn processes(root: &ProbeRoot) -> Vec<Process> {
             let name = text_of(&entry.path().join("comm"))?;
             let statm = read_optional(&entry.path().join("statm"));
             let pages = statm.and_then(|text| words(text.trim_ascii()).nth(1).and_then(number));
-            Some(Process {
-                name,
-                resident: Bytes::from_kib(4).saturating_mul(pages.unwrap_or(0)),
-            })
+            Some(Process { name, resident: Bytes::from_kib(4).saturating_mul(pages.unwrap_or(0)) })
         })
         .collect()
 }
@@ -217,9 +202,7 @@ fn packages(root: &ProbeRoot) -> BTreeMap<String, String> {
 /// Whether a rule wants to know the version of this package.
 fn asks_for(package: &str) -> bool {
     matches!(package, "nvidia-l4t-core" | "nvidia-jetpack")
-        || ["cuda-cudart-", "libnvinfer", "libcudnn"]
-            .iter()
-            .any(|name| package.starts_with(name))
+        || ["cuda-cudart-", "libnvinfer", "libcudnn"].iter().any(|name| package.starts_with(name))
 }
 
 /// Our choice; a board has some hundred processes.

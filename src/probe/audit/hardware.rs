@@ -47,10 +47,7 @@ fn power_mode(facts: &Facts<'_>) -> Option<Found> {
 
 fn cores_offline(facts: &Facts<'_>) -> Option<Found> {
     let count = |path: &str| facts.sys(path).and_then(|list| count_of(&list));
-    let (online, present) = (
-        count("devices/system/cpu/online")?,
-        count("devices/system/cpu/present")?,
-    );
+    let (online, present) = (count("devices/system/cpu/online")?, count("devices/system/cpu/present")?);
     let percent = below(online, present)?;
     warning(
         format!("{online} of {present} cores are online"),
@@ -83,9 +80,7 @@ fn cpu_governor(facts: &Facts<'_>) -> Option<Found> {
     let governor = facts.sys("devices/system/cpu/cpu0/cpufreq/scaling_governor")?;
     (governor == "powersave" || governor == "conservative").then_some(())?;
     // `powersave` of intel_pstate scales with load.
-    let driver = facts
-        .sys("devices/system/cpu/cpu0/cpufreq/scaling_driver")
-        .unwrap_or_default();
+    let driver = facts.sys("devices/system/cpu/cpu0/cpufreq/scaling_driver").unwrap_or_default();
     (!driver.contains("pstate")).then_some(())?;
     warning(
         format!("the CPU governor is `{governor}`"),
@@ -96,15 +91,10 @@ fn cpu_governor(facts: &Facts<'_>) -> Option<Found> {
 
 fn gpu_clock(facts: &Facts<'_>) -> Option<Found> {
     let names = facts.sys_names("class/devfreq");
-    let gpu = names
-        .iter()
-        .find(|name| name.ends_with(".gpu") || name.ends_with(".ga10b"))?;
+    let gpu = names.iter().find(|name| name.ends_with(".gpu") || name.ends_with(".ga10b"))?;
     let limit = facts.sys_number(&format!("class/devfreq/{gpu}/max_freq"))?;
     let steps = facts.sys(&format!("class/devfreq/{gpu}/available_frequencies"))?;
-    let most = steps
-        .split_whitespace()
-        .filter_map(|step| step.parse::<u64>().ok())
-        .max()?;
+    let most = steps.split_whitespace().filter_map(|step| step.parse::<u64>().ok()).max()?;
     let percent = below(limit, most)?;
     warning(
         format!("the GPU may run at {} of {} MHz", limit / 1_000_000, most / 1_000_000),
@@ -127,11 +117,7 @@ fn memory_clock(facts: &Facts<'_>) -> Option<Found> {
 
 fn thermal(facts: &Facts<'_>) -> Option<Found> {
     let mut hottest: Option<(i64, String, i64)> = None;
-    for zone in facts
-        .sys_names("class/thermal")
-        .iter()
-        .filter(|name| name.starts_with("thermal_zone"))
-    {
+    for zone in facts.sys_names("class/thermal").iter().filter(|name| name.starts_with("thermal_zone")) {
         let of = |name: &str| facts.sys(&format!("class/thermal/{zone}/{name}"));
         // A disabled zone reads empty.
         let Some(now) = of("temp").and_then(|text| text.parse::<i64>().ok()) else {
@@ -149,11 +135,7 @@ fn thermal(facts: &Facts<'_>) -> Option<Found> {
     let (left, name, now) = hottest?;
     (left < MARGIN).then_some(())?;
     warning(
-        format!(
-            "{name} has {} °C, {} °C below its first trip point",
-            now / 1000,
-            left / 1000
-        ),
+        format!("{name} has {} °C, {} °C below its first trip point", now / 1000, left / 1000),
         Cost::Speed(if left <= 0 { 30 } else { 0 }),
         "improve cooling, or choose a lower power mode: clocks fall at the trip point",
     )
@@ -169,10 +151,7 @@ fn thermal_unreadable(facts: &Facts<'_>) -> Option<Found> {
     };
     (!zones.iter().any(|zone| readable(&zone))).then_some(())?;
     note(
-        format!(
-            "none of {} thermal zones can be read: throttling shows as slow answers only",
-            zones.len()
-        ),
+        format!("none of {} thermal zones can be read: throttling shows as slow answers only", zones.len()),
         Cost::Risk,
         "a zone reads empty while it is disabled: look at `/sys/class/thermal/thermal_zone*/mode`",
     )
@@ -197,11 +176,7 @@ fn super_mode(facts: &Facts<'_>) -> Option<Found> {
 }
 
 fn disks(facts: &Facts<'_>) -> Vec<String> {
-    let is_disk = |name: &String| {
-        ["nvme", "sd", "mmcblk", "vd"]
-            .iter()
-            .any(|prefix| name.starts_with(prefix))
-    };
+    let is_disk = |name: &String| ["nvme", "sd", "mmcblk", "vd"].iter().any(|prefix| name.starts_with(prefix));
     let is_part = |name: &String| name.contains("boot") || name.contains("rpmb");
     let names = facts.sys_names("block").into_iter();
     names.filter(|name| is_disk(name) && !is_part(name)).collect()

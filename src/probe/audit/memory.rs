@@ -44,11 +44,7 @@ const ZRAM_STOCK_PER_MILLE: u32 = 480;
 
 fn carve_outs(facts: &Facts<'_>) -> Option<Found> {
     let module = MODULES.iter().find(|(name, ..)| {
-        facts
-            .board
-            .compatible
-            .iter()
-            .any(|known| known.contains(name.trim_start_matches("nvidia,")))
+        facts.board.compatible.iter().any(|known| known.contains(name.trim_start_matches("nvidia,")))
     });
     let (name, module, stock) = module?;
     let missing = Bytes::from_mib(*stock).saturating_sub(facts.total());
@@ -112,10 +108,7 @@ fn zram_store(facts: &Facts<'_>) -> Option<Found> {
 
 fn zram(facts: &Facts<'_>) -> Bytes {
     let devices = swap::devices(facts.root);
-    let sizes = devices
-        .iter()
-        .filter(|device| device.is_zram())
-        .map(|device| device.size);
+    let sizes = devices.iter().filter(|device| device.is_zram()).map(|device| device.size);
     sizes.fold(Bytes::ZERO, Bytes::saturating_add)
 }
 
@@ -134,10 +127,7 @@ fn swap_on_flash(facts: &Facts<'_>) -> Option<Found> {
     let devices = swap::devices(facts.root);
     let card = devices.iter().find(|device| device.name.contains("mmcblk"))?;
     warning(
-        format!(
-            "swap is on {}, a card or eMMC: 17 tokens/s fell below 2 when one was used",
-            card.name
-        ),
+        format!("swap is on {}, a card or eMMC: 17 tokens/s fell below 2 when one was used", card.name),
         Cost::Speed(88),
         "move swap to NVMe, or do without",
     )
@@ -154,19 +144,11 @@ fn nvmap_pool(facts: &Facts<'_>) -> Option<Found> {
 }
 
 fn huge_pages_reserved(facts: &Facts<'_>) -> Option<Found> {
-    let count = facts
-        .proc("sys/vm/nr_hugepages")?
-        .parse::<u64>()
-        .ok()
-        .filter(|count| *count > 0)?;
+    let count = facts.proc("sys/vm/nr_hugepages")?.parse::<u64>().ok().filter(|count| *count > 0)?;
     let text = facts.proc("meminfo")?;
     let kib = |key: &str| {
         let line = text.lines().find_map(|line| line.strip_prefix(key))?;
-        line.trim_start_matches(':')
-            .split_whitespace()
-            .next()?
-            .parse::<u64>()
-            .ok()
+        line.trim_start_matches(':').split_whitespace().next()?.parse::<u64>().ok()
     };
     let bytes = Bytes::from_kib(kib("Hugepagesize").unwrap_or(2048)).saturating_mul(count);
     warning(

@@ -17,15 +17,9 @@ pub(super) const RULES: &[Rule] = &[
     ("l4t_package", l4t_package),
     ("jetpack_package", jetpack_package),
     ("kernel_release", kernel_release),
-    ("cuda_release", |facts| {
-        library(facts, "CUDA", "cuda-cudart-", Release::cuda)
-    }),
-    ("tensorrt_release", |facts| {
-        library(facts, "TensorRT", "libnvinfer", Release::tensorrt)
-    }),
-    ("cudnn_release", |facts| {
-        library(facts, "cuDNN", "libcudnn", Release::cudnn)
-    }),
+    ("cuda_release", |facts| library(facts, "CUDA", "cuda-cudart-", Release::cuda)),
+    ("tensorrt_release", |facts| library(facts, "TensorRT", "libnvinfer", Release::tensorrt)),
+    ("cudnn_release", |facts| library(facts, "cuDNN", "libcudnn", Release::cudnn)),
     ("psi", psi),
     ("cgroup_memory", cgroup_memory),
     ("cgroup_controllers", cgroup_controllers),
@@ -77,14 +71,7 @@ const RELEASES: [Release; 5] = [
         tensorrt: &["8.2", "8.0", "7.1"],
         cudnn: &["8."],
     },
-    Release {
-        major: 35,
-        jetpack: "5",
-        kernel: "5.10",
-        cuda: &["11.4"],
-        tensorrt: &["8.4", "8.5"],
-        cudnn: &["8."],
-    },
+    Release { major: 35, jetpack: "5", kernel: "5.10", cuda: &["11.4"], tensorrt: &["8.4", "8.5"], cudnn: &["8."] },
     Release {
         major: 36,
         jetpack: "6",
@@ -93,22 +80,8 @@ const RELEASES: [Release; 5] = [
         tensorrt: &["8.6", "10."],
         cudnn: &["8.9", "9."],
     },
-    Release {
-        major: 38,
-        jetpack: "7",
-        kernel: "6.8",
-        cuda: &["13."],
-        tensorrt: &["10."],
-        cudnn: &["9."],
-    },
-    Release {
-        major: 39,
-        jetpack: "7",
-        kernel: "6.8",
-        cuda: &["13."],
-        tensorrt: &["10."],
-        cudnn: &["9."],
-    },
+    Release { major: 38, jetpack: "7", kernel: "6.8", cuda: &["13."], tensorrt: &["10."], cudnn: &["9."] },
+    Release { major: 39, jetpack: "7", kernel: "6.8", cuda: &["13."], tensorrt: &["10."], cudnn: &["9."] },
 ];
 
 fn l4t_known_fault(facts: &Facts<'_>) -> Option<Found> {
@@ -163,9 +136,8 @@ fn kernel_release(facts: &Facts<'_>) -> Option<Found> {
     let l4t = facts.board.l4t?;
     let release = Release::of(l4t)?;
     let kernel = facts.proc("sys/kernel/osrelease")?;
-    let belongs = kernel
-        .strip_prefix(release.kernel)
-        .is_some_and(|rest| !rest.starts_with(|c: char| c.is_ascii_digit()));
+    let belongs =
+        kernel.strip_prefix(release.kernel).is_some_and(|rest| !rest.starts_with(|c: char| c.is_ascii_digit()));
     (!belongs).then_some(())?;
     warning(
         format!("kernel {kernel} runs on L4T {l4t}, which comes with {}", release.kernel),
@@ -182,10 +154,7 @@ fn library(
 ) -> Option<Found> {
     let l4t = facts.board.l4t?;
     let expected = expected(Release::of(l4t)?);
-    let mut found = facts
-        .packages
-        .iter()
-        .filter(|(installed, _)| installed.starts_with(package));
+    let mut found = facts.packages.iter().filter(|(installed, _)| installed.starts_with(package));
     let (installed, version) = found.find(|(_, version)| !expected.iter().any(|prefix| version.starts_with(prefix)))?;
     warning(
         format!(
@@ -225,10 +194,7 @@ fn cgroup_memory(facts: &Facts<'_>) -> Option<Found> {
 fn cgroup_controllers(facts: &Facts<'_>) -> Option<Found> {
     let listed = facts.sys("fs/cgroup/cgroup.controllers")?;
     let listed: Vec<&str> = listed.split_whitespace().collect();
-    let missing: Vec<&str> = ["memory", "pids", "cpu"]
-        .into_iter()
-        .filter(|name| !listed.contains(name))
-        .collect();
+    let missing: Vec<&str> = ["memory", "pids", "cpu"].into_iter().filter(|name| !listed.contains(name)).collect();
     (!missing.is_empty()).then_some(())?;
     warning(
         format!("control groups are there without {}", missing.join(", ")),
@@ -243,11 +209,7 @@ fn rights(facts: &Facts<'_>) -> Option<Found> {
         (CAP_SYS_RESOURCE, "CAP_SYS_RESOURCE (stalls within 1 s, OOM scores)"),
         (CAP_SYSLOG, "CAP_SYSLOG (why a worker was killed)"),
     ];
-    let missing: Vec<&str> = wanted
-        .iter()
-        .filter(|(bit, _)| held & (1 << bit) == 0)
-        .map(|(_, name)| *name)
-        .collect();
+    let missing: Vec<&str> = wanted.iter().filter(|(bit, _)| held & (1 << bit) == 0).map(|(_, name)| *name).collect();
     (!missing.is_empty()).then_some(())?;
     note(
         format!("as run here, without {}", missing.join(" and ")),
@@ -262,12 +224,7 @@ const CAP_SYSLOG: u32 = 34;
 fn unit_sandbox(facts: &Facts<'_>) -> Option<Found> {
     let unit = facts.root.etc("systemd/system/cotenant.service");
     let beside = std::fs::read_dir(facts.root.etc("systemd/system/cotenant.service.d"));
-    let mut files: Vec<_> = beside
-        .into_iter()
-        .flatten()
-        .flatten()
-        .map(|entry| entry.path())
-        .collect();
+    let mut files: Vec<_> = beside.into_iter().flatten().flatten().map(|entry| entry.path()).collect();
     files.sort_unstable();
     files.insert(0, unit);
     let mut set = std::collections::BTreeMap::new();
@@ -295,22 +252,10 @@ fn unit_sandbox(facts: &Facts<'_>) -> Option<Found> {
 const SANDBOX: [(&str, &[&str], &str); 7] = [
     ("PrivateDevices", &["no", "false", ""], "hides /dev/nvmap and sound"),
     ("PrivateUsers", &["no", "false", ""], "hides who a client is"),
-    (
-        "ProtectKernelTunables",
-        &["no", "false", ""],
-        "keeps the GPU's page pool from being emptied",
-    ),
-    (
-        "ProtectControlGroups",
-        &["no", "false", ""],
-        "leaves workers without limits",
-    ),
+    ("ProtectKernelTunables", &["no", "false", ""], "keeps the GPU's page pool from being emptied"),
+    ("ProtectControlGroups", &["no", "false", ""], "leaves workers without limits"),
     ("ProtectProc", &["default", ""], "hides the processes that are measured"),
-    (
-        "MemoryMax",
-        &["infinity", ""],
-        "has the kernel kill the LLM at that size",
-    ),
+    ("MemoryMax", &["infinity", ""], "has the kernel kill the LLM at that size"),
     ("MemoryHigh", &["infinity", ""], "slows the LLM down at that size"),
 ];
 

@@ -70,19 +70,13 @@ impl Event {
     /// # Errors
     /// When a type that is understood lacks a field it must have, or has one of the wrong type.
     pub fn from_frame(frame: Frame) -> Result<Self, EventError> {
-        let fields = Fields {
-            kind: frame.kind,
-            data: frame.data,
-        };
+        let fields = Fields { kind: frame.kind, data: frame.data };
         Ok(match fields.kind.as_str() {
             DESCRIBE => Self::Describe,
             INFO => Self::Info(fields.parse()?),
             TRANSCRIBE => Self::Transcribe(fields.parse()?),
             AUDIO_START => Self::AudioStart(fields.parse()?),
-            AUDIO_CHUNK => Self::AudioChunk(AudioChunk {
-                audio: frame.payload,
-                ..fields.parse()?
-            }),
+            AUDIO_CHUNK => Self::AudioChunk(AudioChunk { audio: frame.payload, ..fields.parse()? }),
             AUDIO_STOP => Self::AudioStop(fields.parse()?),
             TRANSCRIPT => Self::Transcript(fields.parse()?),
             TRANSCRIPT_START => Self::TranscriptStart(fields.parse()?),
@@ -104,11 +98,7 @@ impl Event {
             PONG => Self::Pong(fields.parse()?),
             RESIZE => Self::Resize(fields.parse()?),
             RESIZED => Self::Resized(fields.parse()?),
-            _ => Self::Other(Frame {
-                kind: fields.kind,
-                data: fields.data,
-                payload: frame.payload,
-            }),
+            _ => Self::Other(Frame { kind: fields.kind, data: fields.data, payload: frame.payload }),
         })
     }
 
@@ -196,11 +186,7 @@ impl AudioFormat {
     /// Mono, 16 bits, little-endian: what speech workers take and give.
     #[must_use]
     pub const fn mono_16_bit(rate: u32) -> Self {
-        Self {
-            rate,
-            width: 2,
-            channels: 1,
-        }
+        Self { rate, width: 2, channels: 1 }
     }
 }
 
@@ -396,10 +382,8 @@ struct Fields {
 
 impl Fields {
     fn parse<T: DeserializeOwned>(&self) -> Result<T, EventError> {
-        serde_json::from_value(Value::Object(self.data.clone())).map_err(|source| EventError {
-            kind: self.kind.clone(),
-            source,
-        })
+        serde_json::from_value(Value::Object(self.data.clone()))
+            .map_err(|source| EventError { kind: self.kind.clone(), source })
     }
 }
 
@@ -447,11 +431,7 @@ mod tests {
 
     fn frame(kind: &str, data: Value) -> Frame {
         let Value::Object(data) = data else { panic!("an object") };
-        Frame {
-            kind: kind.to_owned(),
-            data,
-            payload: Vec::new(),
-        }
+        Frame { kind: kind.to_owned(), data, payload: Vec::new() }
     }
 
     #[test]
@@ -461,23 +441,14 @@ mod tests {
             json!({"rate": 16000, "width": 2, "channels": 1, "timestamp": null, "more": {}}),
         ))
         .unwrap();
-        assert_eq!(
-            event,
-            Event::AudioStart(AudioStart {
-                format: AudioFormat::mono_16_bit(16_000),
-                timestamp: None
-            })
-        );
+        assert_eq!(event, Event::AudioStart(AudioStart { format: AudioFormat::mono_16_bit(16_000), timestamp: None }));
         assert_eq!(
             Event::from_frame(frame("transcribe", json!({"name": null, "language": null}))).unwrap(),
             Event::Transcribe(Transcribe::default())
         );
         assert_eq!(
             Event::from_frame(frame("synthesize", json!({"text": "hello", "voice": {"name": null}}))).unwrap(),
-            Event::Synthesize(Synthesize {
-                text: "hello".into(),
-                voice: Some(Voice::default())
-            })
+            Event::Synthesize(Synthesize { text: "hello".into(), voice: Some(Voice::default()) })
         );
     }
 
@@ -530,10 +501,7 @@ mod tests {
     fn a_missing_field_is_named_with_its_event() {
         let error = Event::from_frame(frame("audio-start", json!({"rate": 16000}))).unwrap_err();
         assert_eq!(error.kind(), "audio-start");
-        assert_eq!(
-            std::error::Error::source(&error).unwrap().to_string(),
-            "missing field `width`"
-        );
+        assert_eq!(std::error::Error::source(&error).unwrap().to_string(), "missing field `width`");
     }
 
     proptest! {

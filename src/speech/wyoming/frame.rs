@@ -21,10 +21,7 @@ impl Frame {
     /// A message without fields and bytes.
     #[must_use]
     pub fn new(kind: impl Into<String>) -> Self {
-        Self {
-            kind: kind.into(),
-            ..Self::default()
-        }
+        Self { kind: kind.into(), ..Self::default() }
     }
 
     /// The bytes that stand for it.
@@ -35,11 +32,8 @@ impl Frame {
     /// # Errors
     /// When the type is so long that the header line would pass [`FrameLimits::header`] of the default limits.
     pub fn encode(&self) -> Result<Vec<u8>, FrameError> {
-        let data = if self.data.is_empty() {
-            Vec::new()
-        } else {
-            serde_json::to_vec(&self.data).map_err(FrameError::Data)?
-        };
+        let data =
+            if self.data.is_empty() { Vec::new() } else { serde_json::to_vec(&self.data).map_err(FrameError::Data)? };
         let header = HeaderOut {
             kind: &self.kind,
             version: VERSION,
@@ -74,11 +68,7 @@ impl Default for FrameLimits {
     /// 64 KiB is the limit of the reference implementation's `readline`; a large `info` has some 100 KiB; 1 MiB of
     /// payload is 32 s of speech in one message, where clients send 20 … 128 ms.
     fn default() -> Self {
-        Self {
-            header: 64 << 10,
-            data: 1 << 20,
-            payload: 1 << 20,
-        }
+        Self { header: 64 << 10, data: 1 << 20, payload: 1 << 20 }
     }
 }
 
@@ -109,10 +99,9 @@ pub fn decode(bytes: &[u8], limits: FrameLimits) -> Result<Decoded, FrameError> 
     let data_length = bounded("data_length", header.data_length, limits.data)?;
     let payload_length = bounded("payload_length", header.payload_length, limits.payload)?;
     let total = end + 1 + data_length + payload_length;
-    let (Some(data_bytes), Some(payload)) = (
-        rest.get(..data_length),
-        rest.get(data_length..data_length + payload_length),
-    ) else {
+    let (Some(data_bytes), Some(payload)) =
+        (rest.get(..data_length), rest.get(data_length..data_length + payload_length))
+    else {
         return Ok(Decoded::Incomplete(total));
     };
     let mut data = header.data.unwrap_or_default();
@@ -120,11 +109,7 @@ pub fn decode(bytes: &[u8], limits: FrameLimits) -> Result<Decoded, FrameError> 
         let more: Option<Map<String, Value>> = serde_json::from_slice(data_bytes).map_err(FrameError::Data)?;
         data.extend(more.unwrap_or_default());
     }
-    let frame = Frame {
-        kind: header.kind,
-        data,
-        payload: payload.to_vec(),
-    };
+    let frame = Frame { kind: header.kind, data, payload: payload.to_vec() };
     Ok(Decoded::Frame(Box::new(frame), total))
 }
 
@@ -141,12 +126,7 @@ pub struct FrameReader<R> {
 impl<R: AsyncRead + Unpin> FrameReader<R> {
     /// A reader with the given limits.
     pub const fn new(inner: R, limits: FrameLimits) -> Self {
-        Self {
-            inner,
-            limits,
-            buffer: Vec::new(),
-            needed: 1,
-        }
+        Self { inner, limits, buffer: Vec::new(), needed: 1 }
     }
 
     /// The next message; `None` when the peer closed the stream between two messages.
@@ -177,9 +157,7 @@ impl<R: AsyncRead + Unpin> FrameReader<R> {
                 if self.buffer.is_empty() {
                     return Ok(None);
                 }
-                return Err(FrameError::Truncated {
-                    received: self.buffer.len(),
-                });
+                return Err(FrameError::Truncated { received: self.buffer.len() });
             }
         }
     }
@@ -271,11 +249,7 @@ fn bounded(field: &'static str, announced: Option<u64>, limit: usize) -> Result<
     let announced = announced.unwrap_or(0);
     match usize::try_from(announced) {
         Ok(length) if length <= limit => Ok(length),
-        _ => Err(FrameError::TooLong {
-            field,
-            announced,
-            limit,
-        }),
+        _ => Err(FrameError::TooLong { field, announced, limit }),
     }
 }
 
@@ -295,19 +269,11 @@ mod tests {
 
     use super::*;
 
-    const SMALL: FrameLimits = FrameLimits {
-        header: 256,
-        data: 128,
-        payload: 64,
-    };
+    const SMALL: FrameLimits = FrameLimits { header: 256, data: 128, payload: 64 };
 
     fn frame(kind: &str, data: Value, payload: &[u8]) -> Frame {
         let Value::Object(data) = data else { panic!("an object") };
-        Frame {
-            kind: kind.to_owned(),
-            data,
-            payload: payload.to_vec(),
-        }
+        Frame { kind: kind.to_owned(), data, payload: payload.to_vec() }
     }
 
     fn whole(bytes: &[u8]) -> Frame {
@@ -324,10 +290,7 @@ mod tests {
     fn data_behind_the_header_wins_over_data_within() {
         let bytes =
             b"{\"type\":\"x\",\"data\":{\"a\":1,\"b\":2},\"data_length\":13,\"payload_length\":3}\n{\"b\":3,\"c\":4}abc";
-        assert_eq!(
-            whole(bytes),
-            frame("x", serde_json::json!({"a": 1, "b": 3, "c": 4}), b"abc")
-        );
+        assert_eq!(whole(bytes), frame("x", serde_json::json!({"a": 1, "b": 3, "c": 4}), b"abc"));
     }
 
     #[test]
@@ -362,26 +325,14 @@ mod tests {
                 "{\"type\":\"x\",\"payload_length\":-1}\n",
                 "header of a Wyoming message is not a JSON object with a `type`",
             ),
-            (
-                "{\"no\":\"type\"}\n",
-                "header of a Wyoming message is not a JSON object with a `type`",
-            ),
-            (
-                "HTTP/1.1 400 Bad Request\r\n",
-                "header of a Wyoming message is not a JSON object with a `type`",
-            ),
-            (
-                "{\"type\":\"x\",\"data_length\":2}\n[]",
-                "data of a Wyoming message is not a JSON object",
-            ),
+            ("{\"no\":\"type\"}\n", "header of a Wyoming message is not a JSON object with a `type`"),
+            ("HTTP/1.1 400 Bad Request\r\n", "header of a Wyoming message is not a JSON object with a `type`"),
+            ("{\"type\":\"x\",\"data_length\":2}\n[]", "data of a Wyoming message is not a JSON object"),
         ] {
             assert_eq!(decode(bytes.as_bytes(), SMALL).unwrap_err().to_string(), expected);
         }
         let endless = vec![b'{'; 256];
-        assert!(matches!(
-            decode(&endless, SMALL),
-            Err(FrameError::HeaderTooLong { limit: 256 })
-        ));
+        assert!(matches!(decode(&endless, SMALL), Err(FrameError::HeaderTooLong { limit: 256 })));
     }
 
     #[test]
@@ -389,10 +340,7 @@ mod tests {
         let mut bytes = b"{\"type\":\"x\",\"data\":".to_vec();
         bytes.extend(vec![b'['; 60_000]);
         bytes.push(b'\n');
-        assert!(matches!(
-            decode(&bytes, FrameLimits::default()),
-            Err(FrameError::Header(_))
-        ));
+        assert!(matches!(decode(&bytes, FrameLimits::default()), Err(FrameError::Header(_))));
     }
 
     #[tokio::test]

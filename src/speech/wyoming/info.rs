@@ -140,9 +140,7 @@ pub struct Speaker {
 fn speakers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Speaker>, D::Error> {
     let value = Option::<Value>::deserialize(deserializer)?;
     let listed = value.as_ref().and_then(Value::as_array).into_iter().flatten();
-    Ok(listed
-        .filter_map(|speaker| Speaker::deserialize(speaker).ok())
-        .collect())
+    Ok(listed.filter_map(|speaker| Speaker::deserialize(speaker).ok()).collect())
 }
 
 /// An explicit null is the same as a missing field.
@@ -159,10 +157,7 @@ mod tests {
     #[test]
     fn what_the_reference_client_needs_is_always_written() {
         let info = Info {
-            tts: vec![TtsProgram {
-                voices: vec![Model::default()],
-                ..TtsProgram::default()
-            }],
+            tts: vec![TtsProgram { voices: vec![Model::default()], ..TtsProgram::default() }],
             ..Info::default()
         };
         assert_eq!(

@@ -67,10 +67,7 @@ impl Life {
     pub(in crate::worker) fn before_start(roots: &KernelRoots) -> Self {
         Self {
             log: KernelLog::from_now(&roots.kernel_log),
-            before: Counters {
-                machine_kills: machine_kills(&roots.proc),
-                group: None,
-            },
+            before: Counters { machine_kills: machine_kills(&roots.proc), group: None },
             available: available(&roots.proc),
             roots: roots.clone(),
         }
@@ -168,11 +165,7 @@ pub(in crate::worker) fn available(proc: &Path) -> Option<Bytes> {
 
 fn machine_kills(proc: &Path) -> Option<u64> {
     let text = fs::read_to_string(proc.join("vmstat")).ok()?;
-    text.lines()
-        .find_map(|line| line.strip_prefix("oom_kill "))?
-        .trim()
-        .parse()
-        .ok()
+    text.lines().find_map(|line| line.strip_prefix("oom_kill "))?.trim().parse().ok()
 }
 
 /// Whether process numbers here are those of the kernel's log: in the initial namespace alone.
@@ -223,18 +216,10 @@ fn group_counters(folder: &Path, path: String) -> GroupCounters {
     let number = |file: &str| read(file).and_then(|text| text.trim().parse::<u64>().ok());
     let (kills, hits) = match read("memory.events") {
         Some(events) => (field(&events, "oom_kill"), field(&events, "max")),
-        None => (
-            read("memory.oom_control").and_then(|text| field(&text, "oom_kill")),
-            number("memory.failcnt"),
-        ),
+        None => (read("memory.oom_control").and_then(|text| field(&text, "oom_kill")), number("memory.failcnt")),
     };
     let limit = number("memory.max").or_else(|| number("memory.limit_in_bytes").filter(|limit| *limit < UNLIMITED));
-    GroupCounters {
-        path,
-        kills,
-        hits,
-        limit: limit.map(Bytes::new),
-    }
+    GroupCounters { path, kills, hits, limit: limit.map(Bytes::new) }
 }
 
 /// `/proc/PID/limits`: name, soft and hard limit in columns of fixed width.
@@ -291,9 +276,7 @@ pub(in crate::worker) fn killers(proc: &Path) -> Vec<String> {
         .iter()
         .filter_map(|process| {
             let comm = fs::read_to_string(proc.join(process.pid.to_string()).join("comm")).ok()?;
-            KILLERS
-                .contains(&comm.trim_end())
-                .then(|| format!("{} (pid {})", comm.trim_end(), process.pid))
+            KILLERS.contains(&comm.trim_end()).then(|| format!("{} (pid {})", comm.trim_end(), process.pid))
         })
         .collect();
     found.sort();
@@ -327,18 +310,10 @@ pub(in crate::worker) fn unfit(program: &Path) -> Option<String> {
     let shown = program.display();
     if head.starts_with(b"\x7fELF") {
         let machine = u16::from_le_bytes([*head.get(18)?, *head.get(19)?]);
-        let ours = if cfg!(target_arch = "aarch64") {
-            MACHINE_AARCH64
-        } else {
-            MACHINE_X86_64
-        };
+        let ours = if cfg!(target_arch = "aarch64") { MACHINE_AARCH64 } else { MACHINE_X86_64 };
         let known = cfg!(any(target_arch = "aarch64", target_arch = "x86_64"));
         return (known && machine != ours).then(|| {
-            format!(
-                "`{shown}` was built for {}, and this machine is {}",
-                machine_name(machine),
-                machine_name(ours)
-            )
+            format!("`{shown}` was built for {}, and this machine is {}", machine_name(machine), machine_name(ours))
         });
     }
     if head.starts_with(b"#!") {
@@ -420,10 +395,7 @@ mod tests {
         let (_dir, roots) = roots(&[
             ("proc/self/cgroup", "0::/user.slice\n"),
             ("proc/7/cgroup", "0::/cotenant/asr\n"),
-            (
-                "cgroup/cotenant/asr/memory.events",
-                "low 0\nhigh 0\nmax 41\noom 3\noom_kill 2\noom_group_kill 0\n",
-            ),
+            ("cgroup/cotenant/asr/memory.events", "low 0\nhigh 0\nmax 41\noom 3\noom_kill 2\noom_group_kill 0\n"),
             ("cgroup/cotenant/asr/memory.max", "67108864\n"),
         ]);
         let mut life = Life::before_start(&roots);
@@ -442,10 +414,7 @@ mod tests {
             ("proc/self/cgroup", "4:memory:/a\n0::/\n"),
             ("proc/7/cgroup", "9:name=systemd:/\n4:cpu,memory:/a/asr\n0::/\n"),
             ("cgroup/memory/memory.usage_in_bytes", "0"),
-            (
-                "cgroup/memory/a/asr/memory.oom_control",
-                "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n",
-            ),
+            ("cgroup/memory/a/asr/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n"),
             ("cgroup/memory/a/asr/memory.failcnt", "36\n"),
             ("cgroup/memory/a/asr/memory.limit_in_bytes", "9223372036854771712\n"),
         ]);
@@ -453,12 +422,7 @@ mod tests {
         life.look_at_group(7);
         assert_eq!(
             life.before.group,
-            Some(GroupCounters {
-                path: "/a/asr".to_owned(),
-                kills: Some(1),
-                hits: Some(36),
-                limit: None,
-            })
+            Some(GroupCounters { path: "/a/asr".to_owned(), kills: Some(1), hits: Some(36), limit: None })
         );
     }
 
@@ -488,18 +452,10 @@ mod tests {
     #[test]
     fn other_versions_of_a_library_are_found() {
         let dir = tempfile::tempdir().unwrap();
-        for name in [
-            "libcudart.so.11.0",
-            "libcudart.so.12",
-            "libcudart_static.a",
-            "libcudart.so",
-        ] {
+        for name in ["libcudart.so.11.0", "libcudart.so.12", "libcudart_static.a", "libcudart.so"] {
             fs::write(dir.path().join(name), "").unwrap();
         }
-        assert_eq!(
-            other_versions("libcudart.so.12", &[dir.path().to_owned()]),
-            ["libcudart.so.11.0"]
-        );
+        assert_eq!(other_versions("libcudart.so.12", &[dir.path().to_owned()]), ["libcudart.so.11.0"]);
     }
 
     #[test]
@@ -524,10 +480,6 @@ mod tests {
     fn the_counters_of_this_machine_are_read() {
         let life = Life::before_start(&KernelRoots::default());
         assert!(life.available.is_some_and(|available| available > Bytes::ZERO));
-        assert!(
-            limits(Path::new("/proc"), std::process::id())
-                .finite
-                .contains_key("Max open files")
-        );
+        assert!(limits(Path::new("/proc"), std::process::id()).finite.contains_key("Max open files"));
     }
 }

@@ -26,13 +26,7 @@ struct Ruling {
 
 impl Ruling {
     fn new(class: DeathClass, confidence: Confidence, what: impl Into<String>) -> Self {
-        Self {
-            class,
-            confidence,
-            what: what.into(),
-            remedy: None,
-            needs_operator: false,
-        }
+        Self { class, confidence, what: what.into(), remedy: None, needs_operator: false }
     }
 
     fn remedy(mut self, remedy: impl Into<String>) -> Self {
@@ -56,20 +50,12 @@ pub(super) fn decide(evidence: &Evidence) -> DeathVerdict {
     if let Some(asked) = &evidence.asked {
         findings.push(Finding::new("supervisor", asked_in_words(asked)));
     }
-    findings.extend(
-        words
-            .iter()
-            .take(QUOTES_SHOWN)
-            .map(|quote| Finding::new("output", &quote.line)),
-    );
+    findings.extend(words.iter().take(QUOTES_SHOWN).map(|quote| Finding::new("output", &quote.line)));
     if let Some(available) = evidence.available {
         findings.push(Finding::new("memory", format!("{available} was available")));
     }
     for killer in &evidence.killers {
-        findings.push(Finding::new(
-            "processes",
-            format!("{killer} runs here and kills for memory"),
-        ));
+        findings.push(Finding::new("processes", format!("{killer} runs here and kills for memory")));
     }
     let lived = evidence.lived.as_secs_f64();
     let never = if evidence.was_ready { "" } else { ", never ready" };
@@ -101,11 +87,9 @@ fn rule(evidence: &Evidence, words: &[Quote]) -> Ruling {
         return ruling;
     }
     match evidence.status {
-        ExitStatus::Unknown => Ruling::new(
-            DeathClass::Unknown,
-            Confidence::Low,
-            "has ended, and its exit status was not ours to read",
-        ),
+        ExitStatus::Unknown => {
+            Ruling::new(DeathClass::Unknown, Confidence::Low, "has ended, and its exit status was not ours to read")
+        }
         ExitStatus::Signal { signal, .. } => by_signal(evidence, words, signal),
         ExitStatus::Code(code) => by_code(evidence, words, code),
     }
@@ -149,9 +133,7 @@ fn killed_for_memory(evidence: &Evidence) -> Option<Ruling> {
 
 fn memcg_oom(evidence: &Evidence, confidence: Confidence) -> Ruling {
     let group = evidence.group().filter(|group| group.limit.is_some());
-    let limit = group
-        .and_then(|group| group.limit)
-        .map_or_else(String::new, |limit| format!(" of {limit}"));
+    let limit = group.and_then(|group| group.limit).map_or_else(String::new, |limit| format!(" of {limit}"));
     Ruling::new(
         DeathClass::MemcgOom,
         confidence,
@@ -173,16 +155,12 @@ fn names(evidence: &Evidence, record: &KernelRecord) -> bool {
     };
     !evidence.comm.is_empty()
         && cut(&record.comm) == cut(&evidence.comm)
-        && own_group
-            .zip(task_group)
-            .is_some_and(|(own, told)| told.ends_with(own) && own != "/")
+        && own_group.zip(task_group).is_some_and(|(own, told)| told.ends_with(own) && own != "/")
 }
 
 /// The kernel cuts names to 15 characters.
 fn cut(name: &str) -> &str {
-    name.char_indices()
-        .nth(15)
-        .map_or(name, |(at, _)| name.get(..at).unwrap_or(name))
+    name.char_indices().nth(15).map_or(name, |(at, _)| name.get(..at).unwrap_or(name))
 }
 
 /// An end that we asked for; `None` when it ended of something else while we asked.
@@ -198,11 +176,7 @@ fn killed_by_us(status: ExitStatus, asked: &Asked) -> Option<Ruling> {
     if !ours {
         return None;
     }
-    let why = if asked.why.is_empty() {
-        String::new()
-    } else {
-        format!(": {}", asked.why)
-    };
+    let why = if asked.why.is_empty() { String::new() } else { format!(": {}", asked.why) };
     let how = match status {
         ExitStatus::Code(code) => format!("exited with code {code} {}", asked.intent),
         ExitStatus::Unknown => format!("ended {}", asked.intent),
@@ -233,10 +207,7 @@ fn by_signal(evidence: &Evidence, words: &[Quote], signal: i32) -> Ruling {
                     .map_or_else(String::new, |at| format!(" {at}"))
             });
             let after = match words.first() {
-                Some(Quote {
-                    said: Said::Allocation(_),
-                    ..
-                }) => " after an allocation was refused",
+                Some(Quote { said: Said::Allocation(_), .. }) => " after an allocation was refused",
                 _ => "",
             };
             Ruling::new(
@@ -253,19 +224,13 @@ fn by_signal(evidence: &Evidence, words: &[Quote], signal: i32) -> Ruling {
         libc::SIGBUS => Ruling::new(
             DeathClass::BusError,
             Confidence::Certain,
-            format!(
-                "died of {name}: a page of a mapped file or of shared memory could not be had{}",
-                core(evidence)
-            ),
+            format!("died of {name}: a page of a mapped file or of shared memory could not be had{}", core(evidence)),
         )
         .remedy("a file that it maps was cut short or its disk failed, or /dev/shm is full"),
         libc::SIGILL => Ruling::new(
             DeathClass::IllegalInstruction,
             Confidence::Certain,
-            format!(
-                "died of {name}: an instruction that this processor does not have, or a trap{}",
-                core(evidence)
-            ),
+            format!("died of {name}: an instruction that this processor does not have, or a trap{}", core(evidence)),
         )
         .remedy("use a build for this processor, or look for a failed check that ends in a trap")
         .lasting(),
@@ -287,17 +252,13 @@ fn by_signal(evidence: &Evidence, words: &[Quote], signal: i32) -> Ruling {
         libc::SIGKILL | libc::SIGTERM | libc::SIGINT | libc::SIGHUP | libc::SIGQUIT => {
             killed_externally(evidence, &name)
         }
-        _ => Ruling::new(
-            DeathClass::OtherSignal,
-            Confidence::Certain,
-            format!("died of {name}{}", core(evidence)),
-        )
-        .remedy(match signal {
-            libc::SIGPIPE => "it wrote to a pipe or socket without a reader",
-            libc::SIGXFSZ => "it wrote a file larger than its limit `Max file size`",
-            libc::SIGFPE => "it divided by zero, or the like: a fault of the program",
-            _ => "the program does not handle this signal; its output may say who sends it",
-        }),
+        _ => Ruling::new(DeathClass::OtherSignal, Confidence::Certain, format!("died of {name}{}", core(evidence)))
+            .remedy(match signal {
+                libc::SIGPIPE => "it wrote to a pipe or socket without a reader",
+                libc::SIGXFSZ => "it wrote a file larger than its limit `Max file size`",
+                libc::SIGFPE => "it divided by zero, or the like: a fault of the program",
+                _ => "the program does not handle this signal; its output may say who sends it",
+            }),
     }
 }
 
@@ -318,11 +279,7 @@ fn killed_externally(evidence: &Evidence, name: &str) -> Ruling {
     };
     Ruling::new(
         DeathClass::KilledExternally,
-        if doubt.is_empty() {
-            Confidence::Likely
-        } else {
-            Confidence::Low
-        },
+        if doubt.is_empty() { Confidence::Likely } else { Confidence::Low },
         format!("was killed by {name}, sender unknown{asked_before}{doubt}"),
     )
     .remedy(match evidence.killers.first() {
@@ -336,9 +293,7 @@ fn killed_externally(evidence: &Evidence, name: &str) -> Ruling {
 
 fn spent_its_time(evidence: &Evidence) -> bool {
     let limit = evidence.limits.cpu_hard;
-    limit
-        .zip(evidence.cpu_time)
-        .is_some_and(|(limit, used)| used.as_secs_f64() + CPU_SLACK_S >= seconds(limit))
+    limit.zip(evidence.cpu_time).is_some_and(|(limit, used)| used.as_secs_f64() + CPU_SLACK_S >= seconds(limit))
 }
 
 /// Limits of processor time are a few years at most; beyond that they do not matter.
@@ -347,10 +302,7 @@ fn seconds(limit: u64) -> f64 {
 }
 
 fn cpu_limit(evidence: &Evidence, name: &str) -> Ruling {
-    let limit = evidence
-        .limits
-        .of(CPU_TIME)
-        .map_or_else(String::new, |limit| format!(" of {limit} s"));
+    let limit = evidence.limits.of(CPU_TIME).map_or_else(String::new, |limit| format!(" of {limit} s"));
     Ruling::new(
         DeathClass::CpuTimeLimit,
         Confidence::Certain,
@@ -415,10 +367,7 @@ fn by_code(evidence: &Evidence, words: &[Quote], code: i32) -> Ruling {
                 return Ruling::new(
                     DeathClass::MissingLibrary,
                     Confidence::Likely,
-                    format!(
-                        "exited with code {code}: a shared library does not fit it (`{}`)",
-                        quote.line
-                    ),
+                    format!("exited with code {code}: a shared library does not fit it (`{}`)", quote.line),
                 )
                 .remedy("install the version that it was built with; `cotenant check` shows which file is found")
                 .lasting();
@@ -445,10 +394,7 @@ fn by_code(evidence: &Evidence, words: &[Quote], code: i32) -> Ruling {
 }
 
 fn code_remedy(code: i32, child_killed: bool, lines: &[String]) -> String {
-    if lines
-        .iter()
-        .any(|line| line.contains("Address already in use") || line.contains("EADDRINUSE"))
-    {
+    if lines.iter().any(|line| line.contains("Address already in use") || line.contains("EADDRINUSE")) {
         return "another program has its port: give it `${PORT}`, or end the other one".to_owned();
     }
     match code {
@@ -488,14 +434,9 @@ fn allocation(evidence: &Evidence, quote: &Quote, how: &str) -> Ruling {
         return Ruling::new(
             DeathClass::RlimitMemory,
             if explains { Confidence::Likely } else { Confidence::Low },
-            format!(
-                "{how}: an allocation{size} was refused by its own limit `{name}` of {limit} (`{}`)",
-                quote.line
-            ),
+            format!("{how}: an allocation{size} was refused by its own limit `{name}` of {limit} (`{}`)", quote.line),
         )
-        .remedy(format!(
-            "raise or remove the limit `{name}`; it counts address space, not memory"
-        ))
+        .remedy(format!("raise or remove the limit `{name}`; it counts address space, not memory"))
         .lasting();
     }
     let free = match evidence.available {
@@ -529,10 +470,7 @@ fn cuda_mismatch(quote: &Quote) -> Ruling {
     Ruling::new(
         DeathClass::CudaMismatch,
         Confidence::Likely,
-        format!(
-            "could not use CUDA: its runtime and the driver do not fit (`{}`)",
-            quote.line
-        ),
+        format!("could not use CUDA: its runtime and the driver do not fit (`{}`)", quote.line),
     )
     .remedy("use a build for the CUDA version of this driver; `cotenant check` shows both")
     .lasting()
@@ -577,10 +515,7 @@ fn lock_limit(evidence: &Evidence, code: i32, quote: &Quote) -> Ruling {
     Ruling::new(
         DeathClass::RlimitMemory,
         Confidence::Likely,
-        format!(
-            "exited with code {code}: it may lock {limit} at most (`{}`)",
-            quote.line
-        ),
+        format!("exited with code {code}: it may lock {limit} at most (`{}`)", quote.line),
     )
     .remedy("raise `LimitMEMLOCK` of the unit, or start it without --mlock")
     .lasting()
@@ -590,10 +525,9 @@ fn lock_limit(evidence: &Evidence, code: i32, quote: &Quote) -> Ruling {
 fn child_killed(evidence: &Evidence) -> Option<&KernelRecord> {
     let own = evidence.group()?.path.as_str();
     evidence.log.records.iter().rev().find(|record| match &record.kind {
-        RecordKind::Oom {
-            task_group: Some(group),
-            ..
-        } => own != "/" && group.ends_with(own) && !(evidence.pid_is_global && record.pid == evidence.pid),
+        RecordKind::Oom { task_group: Some(group), .. } => {
+            own != "/" && group.ends_with(own) && !(evidence.pid_is_global && record.pid == evidence.pid)
+        }
         _ => false,
     })
 }
@@ -628,10 +562,7 @@ fn log_findings(evidence: &Evidence) -> Vec<Finding> {
         findings.push(Finding::new("kernel log", format!("unreadable: {reason}")));
     } else if findings.is_empty() {
         let gap = if evidence.log.incomplete { ", with a gap" } else { "" };
-        findings.push(Finding::new(
-            "kernel log",
-            format!("read{gap}: no record names this process"),
-        ));
+        findings.push(Finding::new("kernel log", format!("read{gap}: no record names this process")));
     }
     if !evidence.pid_is_global {
         findings.push(Finding::new(
@@ -645,23 +576,17 @@ fn log_findings(evidence: &Evidence) -> Vec<Finding> {
 fn counter_findings(evidence: &Evidence) -> Vec<Finding> {
     let mut findings = Vec::new();
     if let Some(group) = evidence.group() {
-        let kills = evidence.group_kills().map_or_else(
-            || "kills unknown".to_owned(),
-            |kills| format!("{kills} killed for memory meanwhile"),
-        );
+        let kills = evidence
+            .group_kills()
+            .map_or_else(|| "kills unknown".to_owned(), |kills| format!("{kills} killed for memory meanwhile"));
         let hits = evidence
             .after
             .group
             .as_ref()
             .and_then(|group| group.hits)
             .map_or_else(String::new, |hits| format!(", limit reached {hits} times in all"));
-        let limit = group
-            .limit
-            .map_or_else(|| ", no limit".to_owned(), |limit| format!(", limit {limit}"));
-        findings.push(Finding::new(
-            "counters",
-            format!("group `{}`: {kills}{hits}{limit}", group.path),
-        ));
+        let limit = group.limit.map_or_else(|| ", no limit".to_owned(), |limit| format!(", limit {limit}"));
+        findings.push(Finding::new("counters", format!("group `{}`: {kills}{hits}{limit}", group.path)));
     }
     findings.push(Finding::new(
         "counters",
@@ -693,11 +618,7 @@ fn asked_in_words(asked: &Asked) -> String {
         Intent::Hung => "we had ended it as hung",
         Intent::Abandoned => "we had let go of it",
     };
-    let why = if asked.why.is_empty() {
-        String::new()
-    } else {
-        format!(": {}", asked.why)
-    };
+    let why = if asked.why.is_empty() { String::new() } else { format!(": {}", asked.why) };
     format!("{what}{why}")
 }
 

@@ -18,10 +18,7 @@ const MEMCG: &str = "oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset
 const GLOBAL: &str = "Out of memory: Killed process 341226 (asr-worker) total-vm:23640880kB, anon-rss:2788352kB, file-rss:5023744kB, shmem-rss:0kB, UID:1000 pgtables:16096kB oom_score_adj:0";
 
 fn killed(signal: i32) -> ExitStatus {
-    ExitStatus::Signal {
-        signal,
-        core_dumped: false,
-    }
+    ExitStatus::Signal { signal, core_dumped: false }
 }
 
 fn group(kills: u64) -> Counters {
@@ -38,10 +35,7 @@ fn group(kills: u64) -> Counters {
 
 /// A worker that ended in some way on a machine on which all can be read and nothing else happened.
 fn evidence(status: ExitStatus) -> Evidence {
-    let machine = Counters {
-        machine_kills: Some(0),
-        group: None,
-    };
+    let machine = Counters { machine_kills: Some(0), group: None };
     Evidence {
         worker: "asr".to_owned(),
         pid: PID,
@@ -79,10 +73,7 @@ fn said(status: ExitStatus, lines: &[&str]) -> DeathVerdict {
 }
 
 fn logged(lines: &[&str]) -> KernelLogTail {
-    KernelLogTail {
-        records: lines.iter().filter_map(|line| parse(line)).collect(),
-        ..KernelLogTail::default()
-    }
+    KernelLogTail { records: lines.iter().filter_map(|line| parse(line)).collect(), ..KernelLogTail::default() }
 }
 
 /// A record of the kernel, and the counter that the kernel raises with it.
@@ -92,11 +83,7 @@ fn recorded(evidence: &mut Evidence, record: &str) {
 }
 
 fn asked(intent: Intent, killed: bool) -> Option<Asked> {
-    Some(Asked {
-        intent,
-        why: "2 GiB are needed for `llm`".to_owned(),
-        killed,
-    })
+    Some(Asked { intent, why: "2 GiB are needed for `llm`".to_owned(), killed })
 }
 
 #[test]
@@ -105,21 +92,9 @@ fn a_full_group_is_named_with_its_limit() {
         (evidence.before, evidence.after) = (group(0), group(1));
         evidence.log = logged(&[MEMCG]);
     });
-    assert_eq!(
-        (verdict.class, verdict.confidence),
-        (DeathClass::MemcgOom, Confidence::Certain)
-    );
-    assert!(
-        verdict.sentence.contains("memory limit of 1 GiB"),
-        "{}",
-        verdict.sentence
-    );
-    assert!(
-        verdict
-            .evidence
-            .iter()
-            .any(|found| found.text.contains("1 killed for memory"))
-    );
+    assert_eq!((verdict.class, verdict.confidence), (DeathClass::MemcgOom, Confidence::Certain));
+    assert!(verdict.sentence.contains("memory limit of 1 GiB"), "{}", verdict.sentence);
+    assert!(verdict.evidence.iter().any(|found| found.text.contains("1 killed for memory")));
 }
 
 #[test]
@@ -128,10 +103,7 @@ fn a_group_above_its_own_may_be_the_one_that_was_full() {
     let verdict = with(killed(9), |evidence| {
         recorded(evidence, &line);
     });
-    assert_eq!(
-        (verdict.class, verdict.confidence),
-        (DeathClass::MemcgOom, Confidence::Certain)
-    );
+    assert_eq!((verdict.class, verdict.confidence), (DeathClass::MemcgOom, Confidence::Certain));
 }
 
 #[test]
@@ -139,10 +111,7 @@ fn a_machine_without_memory_is_named() {
     let verdict = with(killed(9), |evidence| {
         recorded(evidence, GLOBAL);
     });
-    assert_eq!(
-        (verdict.class, verdict.confidence),
-        (DeathClass::GlobalOom, Confidence::Certain)
-    );
+    assert_eq!((verdict.class, verdict.confidence), (DeathClass::GlobalOom, Confidence::Certain));
 }
 
 #[test]
@@ -163,10 +132,7 @@ fn a_record_that_the_counters_deny_proves_nothing() {
         evidence.after = Counters::default();
         evidence.log = logged(&[MEMCG]);
     });
-    assert_eq!(
-        (verdict.class, verdict.confidence),
-        (DeathClass::MemcgOom, Confidence::Likely)
-    );
+    assert_eq!((verdict.class, verdict.confidence), (DeathClass::MemcgOom, Confidence::Likely));
 }
 
 #[test]
@@ -197,24 +163,15 @@ fn a_worker_that_wrote_nothing_has_no_output_to_read() {
 fn a_name_that_is_cut_to_fifteen_characters_is_the_same() {
     let verdict = with(killed(9), |evidence| {
         evidence.comm = "tensorrt-edgellm".to_owned();
-        recorded(
-            evidence,
-            "Out of memory: Killed process 341226 (tensorrt-edgell) total-vm:21684408kB ...",
-        );
+        recorded(evidence, "Out of memory: Killed process 341226 (tensorrt-edgell) total-vm:21684408kB ...");
     });
-    assert_eq!(
-        (verdict.class, verdict.confidence),
-        (DeathClass::GlobalOom, Confidence::Certain)
-    );
+    assert_eq!((verdict.class, verdict.confidence), (DeathClass::GlobalOom, Confidence::Certain));
 }
 
 #[test]
 fn sigkill_without_a_record_is_of_an_unknown_sender_and_never_out_of_memory() {
     let verdict = with(killed(9), |_| {});
-    assert_eq!(
-        (verdict.class, verdict.confidence),
-        (DeathClass::KilledExternally, Confidence::Likely)
-    );
+    assert_eq!((verdict.class, verdict.confidence), (DeathClass::KilledExternally, Confidence::Likely));
     assert!(verdict.sentence.contains("was killed by SIGKILL, sender unknown"));
 
     // A record of somebody else's death, and a counter that rose for it.
@@ -232,27 +189,16 @@ fn a_log_that_cannot_be_read_lowers_the_confidence_and_is_told() {
         evidence.after.machine_kills = Some(1);
     };
     let verdict = with(killed(9), unreadable);
-    assert_eq!(
-        (verdict.class, verdict.confidence),
-        (DeathClass::KilledExternally, Confidence::Low)
-    );
+    assert_eq!((verdict.class, verdict.confidence), (DeathClass::KilledExternally, Confidence::Low));
     assert!(verdict.sentence.contains("cannot be read"), "{}", verdict.sentence);
-    assert!(
-        verdict
-            .evidence
-            .iter()
-            .any(|found| found.text.contains("Operation not permitted"))
-    );
+    assert!(verdict.evidence.iter().any(|found| found.text.contains("Operation not permitted")));
 
     // The group's own counter is the kernel's word too, if a weaker one.
     let verdict = with(killed(9), |evidence| {
         unreadable(evidence);
         (evidence.before, evidence.after) = (group(0), group(1));
     });
-    assert_eq!(
-        (verdict.class, verdict.confidence),
-        (DeathClass::MemcgOom, Confidence::Likely)
-    );
+    assert_eq!((verdict.class, verdict.confidence), (DeathClass::MemcgOom, Confidence::Likely));
     // With a log that can be read and names another process, the counter counted that one.
     let verdict = with(killed(9), |evidence| {
         (evidence.before, evidence.after) = (group(0), group(1));
@@ -274,10 +220,7 @@ fn numbers_of_another_namespace_are_not_compared() {
         (evidence.before, evidence.after) = (group(0), group(1));
         evidence.log = logged(&[&MEMCG.replace("341226", "77")]);
     });
-    assert_eq!(
-        (verdict.class, verdict.confidence),
-        (DeathClass::MemcgOom, Confidence::Likely)
-    );
+    assert_eq!((verdict.class, verdict.confidence), (DeathClass::MemcgOom, Confidence::Likely));
 }
 
 const fn is_oom(class: DeathClass) -> bool {
@@ -293,10 +236,7 @@ fn out_of_memory_beside_an_exit_belongs_to_a_child() {
         });
         assert!(!is_oom(verdict.class), "{code}: {}", verdict.sentence);
         assert!(
-            verdict
-                .evidence
-                .iter()
-                .any(|found| found.text.starts_with("another process of it: oom-kill")),
+            verdict.evidence.iter().any(|found| found.text.starts_with("another process of it: oom-kill")),
             "{:?}",
             verdict.evidence
         );
@@ -307,20 +247,10 @@ fn out_of_memory_beside_an_exit_belongs_to_a_child() {
 fn a_code_of_137_is_a_code() {
     // A process grew from 5 to 13.4 GB by its allocator, and something returned 137 for it.
     let verdict = said(ExitStatus::Code(137), &["allocating", "Killed"]);
-    assert_eq!(
-        (verdict.class, verdict.confidence),
-        (DeathClass::ExitCode, Confidence::Certain)
-    );
+    assert_eq!((verdict.class, verdict.confidence), (DeathClass::ExitCode, Confidence::Certain));
     assert!(verdict.remedy.unwrap().contains("does not prove that memory ran out"));
-    let verdict = said(
-        ExitStatus::Code(137),
-        &["Memory cgroup out of memory: Killed process 341226 (asr-worker)"],
-    );
-    assert_eq!(
-        verdict.class,
-        DeathClass::ExitCode,
-        "what a program prints proves nothing"
-    );
+    let verdict = said(ExitStatus::Code(137), &["Memory cgroup out of memory: Killed process 341226 (asr-worker)"]);
+    assert_eq!(verdict.class, DeathClass::ExitCode, "what a program prints proves nothing");
 }
 
 #[test]
@@ -342,10 +272,7 @@ fn our_own_hand_is_named_with_its_reason() {
     ] {
         let verdict = with(status, |evidence| evidence.asked = asked(intent, by_force));
         assert_eq!(verdict.class, class, "{status:?} {intent:?}");
-        let told = verdict
-            .evidence
-            .iter()
-            .any(|found| found.text.contains("2 GiB are needed"));
+        let told = verdict.evidence.iter().any(|found| found.text.contains("2 GiB are needed"));
         assert!(told, "{:?}", verdict.evidence);
     }
 }
@@ -383,11 +310,7 @@ fn signals_have_their_classes() {
 fn a_fault_is_told_with_its_address() {
     let line = "asr-worker[341226]: segfault at 6b015ee0 ip 00007fd450365d0f sp 00007fff43b9c470 error 4 in libggml-base.so.0.25.3[32d0f,7fd45034a000+8e000] likely on CPU 3 (core 3, socket 0)";
     let verdict = with(killed(11), |evidence| evidence.log = logged(&[line]));
-    assert!(
-        verdict.sentence.contains("SIGSEGV at 6b015ee0 ip 00007fd450365d0f"),
-        "{}",
-        verdict.sentence
-    );
+    assert!(verdict.sentence.contains("SIGSEGV at 6b015ee0 ip 00007fd450365d0f"), "{}", verdict.sentence);
     // The kernel names the thread.
     let of_thread = line.replace("341226", "341230");
     let verdict = with(killed(11), |evidence| evidence.log = logged(&[&of_thread]));
@@ -409,10 +332,7 @@ fn refused_allocations_with_memory_free_are_no_kill() {
         // Drive Thor: 115 GB free.
         (
             killed(6),
-            vec![
-                "terminate called after throwing an instance of 'std::bad_alloc'",
-                "  what():  std::bad_alloc",
-            ],
+            vec!["terminate called after throwing an instance of 'std::bad_alloc'", "  what():  std::bad_alloc"],
             Confidence::Likely,
         ),
         (
@@ -424,28 +344,14 @@ fn refused_allocations_with_memory_free_are_no_kill() {
             ],
             Confidence::Low,
         ),
-        (
-            ExitStatus::Code(1),
-            vec!["Traceback (most recent call last):", "MemoryError"],
-            Confidence::Likely,
-        ),
+        (ExitStatus::Code(1), vec!["Traceback (most recent call last):", "MemoryError"], Confidence::Likely),
     ] {
         let verdict = said(status, &lines);
-        assert_eq!(
-            (verdict.class, verdict.confidence),
-            (DeathClass::AllocationFailed, confidence)
-        );
+        assert_eq!((verdict.class, verdict.confidence), (DeathClass::AllocationFailed, confidence));
         assert!(verdict.sentence.contains("6 GiB available"), "{}", verdict.sentence);
     }
-    let verdict = said(
-        ExitStatus::Code(1),
-        &["allocating 4096.00 MiB on device 0: cudaMalloc failed: out of memory"],
-    );
-    assert!(
-        verdict.sentence.contains("an allocation of 4096.00 MiB"),
-        "{}",
-        verdict.sentence
-    );
+    let verdict = said(ExitStatus::Code(1), &["allocating 4096.00 MiB on device 0: cudaMalloc failed: out of memory"]);
+    assert!(verdict.sentence.contains("an allocation of 4096.00 MiB"), "{}", verdict.sentence);
 }
 
 #[test]
@@ -457,24 +363,11 @@ fn a_limit_of_its_own_explains_a_refused_allocation() {
         })
     };
     let verdict = limited(&["MemoryError"], ADDRESS_SPACE);
-    assert_eq!(
-        (verdict.class, verdict.confidence),
-        (DeathClass::RlimitMemory, Confidence::Likely)
-    );
-    assert!(
-        verdict.sentence.contains("`Max address space` of 256 MiB"),
-        "{}",
-        verdict.sentence
-    );
-    assert_eq!(
-        limited(&["warning: failed to mlock 1234-byte buffer"], LOCKED).class,
-        DeathClass::RlimitMemory
-    );
+    assert_eq!((verdict.class, verdict.confidence), (DeathClass::RlimitMemory, Confidence::Likely));
+    assert!(verdict.sentence.contains("`Max address space` of 256 MiB"), "{}", verdict.sentence);
+    assert_eq!(limited(&["warning: failed to mlock 1234-byte buffer"], LOCKED).class, DeathClass::RlimitMemory);
     // It does not bound what the GPU's allocator gives.
-    assert_eq!(
-        limited(&["cudaMalloc failed"], ADDRESS_SPACE).class,
-        DeathClass::AllocationFailed
-    );
+    assert_eq!(limited(&["cudaMalloc failed"], ADDRESS_SPACE).class, DeathClass::AllocationFailed);
 }
 
 #[test]
@@ -484,10 +377,7 @@ fn libraries_that_are_missing_or_of_another_cuda_are_told_apart() {
         evidence.lines = vec![missing.to_owned()];
         evidence.was_ready = false;
     });
-    assert_eq!(
-        (verdict.class, verdict.confidence),
-        (DeathClass::MissingLibrary, Confidence::Certain)
-    );
+    assert_eq!((verdict.class, verdict.confidence), (DeathClass::MissingLibrary, Confidence::Certain));
     assert!(verdict.needs_operator);
     let verdict = with(ExitStatus::Code(127), |evidence| {
         evidence.lines = vec![missing.to_owned()];
@@ -496,20 +386,15 @@ fn libraries_that_are_missing_or_of_another_cuda_are_told_apart() {
     });
     assert_eq!(verdict.class, DeathClass::CudaMismatch);
     assert!(verdict.sentence.contains("libcudart.so.11.0"));
-    let verdict = said(
-        ExitStatus::Code(1),
-        &["CUDA error: CUDA driver version is insufficient for CUDA runtime version"],
-    );
+    let verdict =
+        said(ExitStatus::Code(1), &["CUDA error: CUDA driver version is insufficient for CUDA runtime version"]);
     assert_eq!(verdict.class, DeathClass::CudaMismatch);
 }
 
 #[test]
 fn a_silent_exit_and_an_abort_say_what_they_are() {
     let verdict = said(ExitStatus::Code(0), &["bye"]);
-    assert_eq!(
-        (verdict.class, verdict.confidence),
-        (DeathClass::SilentExit, Confidence::Certain)
-    );
+    assert_eq!((verdict.class, verdict.confidence), (DeathClass::SilentExit, Confidence::Certain));
     let verdict = said(killed(6), &["GGML_ASSERT: ggml.c:7: n > 0", "Aborted"]);
     assert_eq!(verdict.class, DeathClass::Abort);
     assert!(verdict.sentence.contains("GGML_ASSERT"), "{}", verdict.sentence);
@@ -519,15 +404,9 @@ fn a_silent_exit_and_an_abort_say_what_they_are() {
 fn an_end_that_is_not_ours_to_read_is_unknown_unless_the_kernel_names_it() {
     // 113 of 2034 weights, no record, no status: the cause is unknown.
     let verdict = said(ExitStatus::Unknown, &["Loading weights: 113/2034"]);
-    assert_eq!(
-        (verdict.class, verdict.confidence),
-        (DeathClass::Unknown, Confidence::Low)
-    );
+    assert_eq!((verdict.class, verdict.confidence), (DeathClass::Unknown, Confidence::Low));
     let verdict = with(ExitStatus::Unknown, |evidence| recorded(evidence, MEMCG));
-    assert_eq!(
-        (verdict.class, verdict.confidence),
-        (DeathClass::MemcgOom, Confidence::Likely)
-    );
+    assert_eq!((verdict.class, verdict.confidence), (DeathClass::MemcgOom, Confidence::Likely));
 }
 
 #[test]
@@ -536,12 +415,7 @@ fn a_machine_without_a_rival_and_one_with_are_told_apart() {
         evidence.killers = vec!["earlyoom (pid 812)".to_owned()];
     });
     assert_eq!(verdict.class, DeathClass::KilledExternally);
-    assert!(
-        verdict
-            .remedy
-            .unwrap()
-            .starts_with("earlyoom (pid 812) may have sent it")
-    );
+    assert!(verdict.remedy.unwrap().starts_with("earlyoom (pid 812) may have sent it"));
 }
 
 fn statuses() -> impl Strategy<Value = ExitStatus> {

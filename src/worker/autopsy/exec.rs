@@ -93,11 +93,7 @@ pub(in crate::worker) fn not_started(
             error.contains("has no value") || error.contains("argv is empty") || error.contains("has no `}`"),
         ),
     };
-    let class = if source.is_some_and(is_for_want) {
-        DeathClass::SpawnFailed
-    } else {
-        DeathClass::ExecFailed
-    };
+    let class = if source.is_some_and(is_for_want) { DeathClass::SpawnFailed } else { DeathClass::ExecFailed };
     DeathCertificate {
         worker: worker.to_owned(),
         start,
@@ -110,20 +106,14 @@ pub(in crate::worker) fn not_started(
             remedy: Some(remedy),
             needs_operator,
         },
-        end: ProcessEnd {
-            ended_unix_us: unix_us(),
-            ..ProcessEnd::default()
-        },
+        end: ProcessEnd { ended_unix_us: unix_us(), ..ProcessEnd::default() },
         ..DeathCertificate::default()
     }
 }
 
 /// Whether the kernel refused something that it may have another time.
 fn is_for_want(error: &io::Error) -> bool {
-    matches!(
-        error.raw_os_error(),
-        Some(libc::ENOMEM | libc::EAGAIN | libc::EMFILE | libc::ENFILE)
-    )
+    matches!(error.raw_os_error(), Some(libc::ENOMEM | libc::EAGAIN | libc::EMFILE | libc::ENFILE))
 }
 
 /// Now, as certificates have it.
@@ -146,11 +136,7 @@ pub(in crate::worker) fn find_program(program: &str, env: &BTreeMap<String, Stri
     let candidates: Vec<PathBuf> = env::split_paths(&path).map(|folder| folder.join(program)).collect();
     let executable =
         |path: &&PathBuf| fs::metadata(path).is_ok_and(|meta| meta.is_file() && meta.permissions().mode() & 0o111 != 0);
-    candidates
-        .iter()
-        .find(executable)
-        .or_else(|| candidates.iter().find(|path| path.is_file()))
-        .cloned()
+    candidates.iter().find(executable).or_else(|| candidates.iter().find(|path| path.is_file())).cloned()
 }
 
 /// What a script names in its first line, or the dynamic linker that an ELF file names.
@@ -172,11 +158,7 @@ pub(in crate::worker) fn interpreter(program: &Path) -> Option<String> {
 fn read_head(path: &Path) -> Option<Vec<u8>> {
     use std::io::Read;
     let mut bytes = Vec::new();
-    fs::File::open(path)
-        .ok()?
-        .take(HEAD_BYTES)
-        .read_to_end(&mut bytes)
-        .ok()?;
+    fs::File::open(path).ok()?.take(HEAD_BYTES).read_to_end(&mut bytes).ok()?;
     Some(bytes)
 }
 
@@ -203,12 +185,7 @@ mod tests {
         let script = script.to_str().unwrap();
         for (program, errno, words, lasting) in [
             ("/nowhere/asr", libc::ENOENT, "there is no program `/nowhere/asr`", true),
-            (
-                script,
-                libc::ENOENT,
-                "what it needs to run, `/nowhere/python3`, is not",
-                true,
-            ),
+            (script, libc::ENOENT, "what it needs to run, `/nowhere/python3`, is not", true),
             (script, libc::EACCES, "may not be executed", true),
             ("/bin/sh", libc::ENOEXEC, "not a program of this machine", true),
             (script, libc::EAGAIN, "may have no more processes", false),
@@ -216,11 +193,7 @@ mod tests {
             (script, libc::ENOMEM, "had no memory for another process", false),
         ] {
             let certificate = certificate(program, errno);
-            let class = if lasting {
-                DeathClass::ExecFailed
-            } else {
-                DeathClass::SpawnFailed
-            };
+            let class = if lasting { DeathClass::ExecFailed } else { DeathClass::SpawnFailed };
             let verdict = certificate.verdict;
             assert_eq!(verdict.class, class);
             assert!(verdict.sentence.contains(words), "{}", verdict.sentence);

@@ -70,33 +70,15 @@ pub(super) struct Case {
 
 /// Writes the certificate of one end.
 pub(super) async fn certify(case: Case) -> DeathCertificate {
-    let Case {
-        pid,
-        pidfd,
-        life,
-        status,
-        ..
-    } = case;
+    let Case { pid, pidfd, life, status, .. } = case;
     // What the program was for itself is in stderr; stdout may be anything, such as what people said.
-    let lines = if case.stderr.is_empty() {
-        case.stdout
-    } else {
-        case.stderr
-    };
-    let recent = lines
-        .iter()
-        .filter(|line| case.exited_at.saturating_duration_since(line.at) <= RECENT)
-        .count();
+    let lines = if case.stderr.is_empty() { case.stdout } else { case.stderr };
+    let recent = lines.iter().filter(|line| case.exited_at.saturating_duration_since(line.at) <= RECENT).count();
     let lines: Vec<String> = lines.into_iter().map(|line| line.text).collect();
     let lived = case.exited_at.saturating_duration_since(case.started_at);
     let questions = Questions {
-        killers: matches!(
-            status,
-            ExitStatus::Signal {
-                signal: libc::SIGKILL | libc::SIGTERM,
-                ..
-            }
-        ) && case.intent.is_none(),
+        killers: matches!(status, ExitStatus::Signal { signal: libc::SIGKILL | libc::SIGTERM, .. })
+            && case.intent.is_none(),
         library: missing_library(&lines).map(|library| (library, library_folders(&case.env))),
         program: (lived < PROGRAM_DOUBT && matches!(status, ExitStatus::Code(2 | 126 | 127)))
             .then(|| find_program(&case.program, &case.env))
@@ -122,11 +104,7 @@ pub(super) async fn certify(case: Case) -> DeathCertificate {
         pid,
         comm: gathered.comm,
         status,
-        asked: case.intent.map(|intent| Asked {
-            intent,
-            why: case.why,
-            killed: case.killed,
-        }),
+        asked: case.intent.map(|intent| Asked { intent, why: case.why, killed: case.killed }),
         log: gathered.log,
         pid_is_global: gathered.pid_is_global,
         before: gathered.before,
@@ -159,12 +137,7 @@ pub(super) async fn certify(case: Case) -> DeathCertificate {
         start: case.start,
         pid: Some(pid),
         load_progress: progress::load_progress(evidence.lines.iter().map(String::as_str)),
-        last_lines: evidence
-            .lines
-            .iter()
-            .skip(last_lines)
-            .map(|line| words::shortened(line))
-            .collect(),
+        last_lines: evidence.lines.iter().skip(last_lines).map(|line| words::shortened(line)).collect(),
         took_us: u64::try_from(case.exited_at.elapsed().as_micros()).unwrap_or(u64::MAX),
         verdict,
         end: ProcessEnd {
@@ -177,9 +150,7 @@ pub(super) async fn certify(case: Case) -> DeathCertificate {
             }),
             ended_unix_us: unix_us(),
             lived_ms: millis(lived),
-            ready_after_ms: case
-                .ready_at
-                .map(|at| millis(at.saturating_duration_since(case.started_at))),
+            ready_after_ms: case.ready_at.map(|at| millis(at.saturating_duration_since(case.started_at))),
         },
         memory: DeathMemory {
             peak_resident: gathered.peak_resident,
@@ -209,11 +180,7 @@ impl History {
         if self.points.len() >= HISTORY {
             self.points.pop_front();
         }
-        self.points.push_back(Point {
-            at: Instant::now(),
-            used,
-            available,
-        });
+        self.points.push_back(Point { at: Instant::now(), used, available });
     }
 
     fn before(&self, end: Instant) -> Vec<MemoryPoint> {
@@ -237,11 +204,7 @@ fn missing_library(lines: &[String]) -> Option<String> {
 
 /// Where the libraries of CUDA lie: the worker's own path, and those of the distributions and of JetPack.
 pub(super) fn library_folders(env: &BTreeMap<String, String>) -> Vec<PathBuf> {
-    let own = env
-        .get("LD_LIBRARY_PATH")
-        .cloned()
-        .or_else(|| std::env::var("LD_LIBRARY_PATH").ok())
-        .unwrap_or_default();
+    let own = env.get("LD_LIBRARY_PATH").cloned().or_else(|| std::env::var("LD_LIBRARY_PATH").ok()).unwrap_or_default();
     let own = own.split(':').filter(|part| !part.is_empty()).map(PathBuf::from);
     own.chain(LIBRARY_FOLDERS.iter().map(PathBuf::from)).collect()
 }

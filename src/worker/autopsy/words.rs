@@ -45,12 +45,7 @@ pub(super) fn quotes(lines: &[String]) -> Vec<Quote> {
         .iter()
         .skip(last)
         .rev()
-        .filter_map(|line| {
-            said(line).map(|said| Quote {
-                said,
-                line: shortened(line),
-            })
-        })
+        .filter_map(|line| said(line).map(|said| Quote { said, line: shortened(line) }))
         .collect()
 }
 
@@ -73,9 +68,7 @@ pub(super) fn asked_for(line: &str) -> Option<String> {
         let Some((_, rest)) = line.split_once(mark) else {
             continue;
         };
-        let end = rest
-            .find(|c: char| !(c.is_ascii_digit() || c == '.'))
-            .unwrap_or(rest.len());
+        let end = rest.find(|c: char| !(c.is_ascii_digit() || c == '.')).unwrap_or(rest.len());
         let (figure, after) = rest.split_at(end);
         if !figure.is_empty() && after.starts_with(unit) {
             let unit = if unit.is_empty() { " bytes" } else { unit };
@@ -103,17 +96,12 @@ fn said(line: &str) -> Option<Said> {
     if has(&LOCK) {
         return Some(Said::Lock);
     }
-    if has(&[
-        "failed to map segment from shared object",
-        "cannot allocate memory in static TLS block",
-    ]) {
+    if has(&["failed to map segment from shared object", "cannot allocate memory in static TLS block"]) {
         return Some(Said::Allocation(Allocator::Host));
     }
     if let Some((before, _)) = line.split_once(": cannot open shared object file") {
         let library = before.rsplit([' ', '\'', '"', '(']).next().unwrap_or(before);
-        return Some(Said::MissingLibrary {
-            library: library.rsplit('/').next().unwrap_or(library).to_owned(),
-        });
+        return Some(Said::MissingLibrary { library: library.rsplit('/').next().unwrap_or(library).to_owned() });
     }
     if has(&UNFIT_LIBRARY) {
         return Some(Said::UnfitLibrary);
@@ -183,12 +171,7 @@ const UNFIT_LIBRARY: [&str; 7] = [
 ];
 
 /// Messages about locking memory.
-const LOCK: [&str; 4] = [
-    "failed to mlock",
-    "mlock failed",
-    "mlockall failed",
-    "cannot lock memory",
-];
+const LOCK: [&str; 4] = ["failed to mlock", "mlock failed", "mlockall failed", "cannot lock memory"];
 
 /// Messages of programs that give themselves up: assert(3), ggml, PyTorch, the C++ runtime, Rust, glibc's checks of the
 /// heap and the stack, Python.
@@ -228,38 +211,23 @@ mod tests {
     fn messages_of_the_field_are_understood() {
         for (line, expected) in [
             // llama.cpp and the driver on an Orin; PyTorch, cudarc and MatX there.
-            (
-                "NvMapMemAllocInternalTagged: 1075072515 error 12",
-                Said::Allocation(Allocator::NvMap),
-            ),
-            (
-                "NvMapMemAllocInternalTagged: error 12",
-                Said::Allocation(Allocator::NvMap),
-            ),
+            ("NvMapMemAllocInternalTagged: 1075072515 error 12", Said::Allocation(Allocator::NvMap)),
+            ("NvMapMemAllocInternalTagged: error 12", Said::Allocation(Allocator::NvMap)),
             ("cudaMalloc failed: out of memory", Said::Allocation(Allocator::Cuda)),
             ("CUDA error: out of memory", Said::Allocation(Allocator::Cuda)),
             (
                 "llama_model_load: error loading model: unable to allocate CUDA0 buffer",
                 Said::Allocation(Allocator::Cuda),
             ),
-            (
-                "RuntimeError: NVML_SUCCESS == r INTERNAL ASSERT FAILED at",
-                Said::Allocation(Allocator::Cuda),
-            ),
-            (
-                "Error: DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")",
-                Said::Allocation(Allocator::Cuda),
-            ),
+            ("RuntimeError: NVML_SUCCESS == r INTERNAL ASSERT FAILED at", Said::Allocation(Allocator::Cuda)),
+            ("Error: DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")", Said::Allocation(Allocator::Cuda)),
             (
                 "ggml_backend_cpu_buffer_type_alloc_buffer: failed to allocate buffer of size 437944320",
                 Said::Allocation(Allocator::Host),
             ),
             ("  what():  std::bad_alloc", Said::Allocation(Allocator::Host)),
             ("MemoryError", Said::Allocation(Allocator::Host)),
-            (
-                "memory allocation of 1073741824 bytes failed",
-                Said::Allocation(Allocator::Host),
-            ),
+            ("memory allocation of 1073741824 bytes failed", Said::Allocation(Allocator::Host)),
             ("fatal error: runtime: out of memory", Said::Allocation(Allocator::Host)),
             (
                 "asr: error while loading shared libraries: libc.so.6: failed to map segment from shared object",
@@ -267,32 +235,16 @@ mod tests {
             ),
             (
                 "./asr: error while loading shared libraries: libvosk.so.1: cannot open shared object file: No such file or directory",
-                Said::MissingLibrary {
-                    library: "libvosk.so.1".to_owned(),
-                },
+                Said::MissingLibrary { library: "libvosk.so.1".to_owned() },
             ),
             (
                 "OSError: /opt/x/libcudart.so.12: cannot open shared object file: No such file or directory",
-                Said::MissingLibrary {
-                    library: "libcudart.so.12".to_owned(),
-                },
+                Said::MissingLibrary { library: "libcudart.so.12".to_owned() },
             ),
-            (
-                "./a: symbol lookup error: ./a: undefined symbol: vosk_new",
-                Said::UnfitLibrary,
-            ),
-            (
-                "./a: /lib/libc.so.6: version `GLIBC_2.38' not found (required by ./a)",
-                Said::UnfitLibrary,
-            ),
-            (
-                "CUDA driver version is insufficient for CUDA runtime version",
-                Said::CudaMismatch,
-            ),
-            (
-                "RuntimeError: The NVIDIA driver on your system is too old (found version 11040).",
-                Said::CudaMismatch,
-            ),
+            ("./a: symbol lookup error: ./a: undefined symbol: vosk_new", Said::UnfitLibrary),
+            ("./a: /lib/libc.so.6: version `GLIBC_2.38' not found (required by ./a)", Said::UnfitLibrary),
+            ("CUDA driver version is insufficient for CUDA runtime version", Said::CudaMismatch),
+            ("RuntimeError: The NVIDIA driver on your system is too old (found version 11040).", Said::CudaMismatch),
             ("a.out: a.c:3: main: Assertion `x == 1' failed.", Said::Assertion),
             ("GGML_ASSERT: ggml-cuda.cu:256: !\"CUDA error\"", Said::Assertion),
             ("warning: failed to mlock 1234-byte buffer", Said::Lock),
@@ -316,14 +268,8 @@ mod tests {
     #[test]
     fn the_size_of_a_refused_allocation_is_quoted() {
         for (line, size) in [
-            (
-                "alloc_buffer: allocating 2493.32 MiB on device 0: cudaMalloc failed",
-                Some("2493.32 MiB"),
-            ),
-            (
-                "failed to allocate CUDA0 buffer of size 4294967296",
-                Some("4294967296 bytes"),
-            ),
+            ("alloc_buffer: allocating 2493.32 MiB on device 0: cudaMalloc failed", Some("2493.32 MiB")),
+            ("failed to allocate CUDA0 buffer of size 4294967296", Some("4294967296 bytes")),
             ("memory allocation of 12 bytes failed", Some("12 bytes")),
             ("CUDA out of memory. Tried to allocate 2.00 GiB.", Some("2.00 GiB")),
             ("cudaMalloc failed", None),

@@ -38,9 +38,7 @@ impl Groups {
     /// No worker has a group.
     #[must_use]
     pub fn none(reason: &str) -> Self {
-        Self {
-            parent: Err(reason.to_owned()),
-        }
+        Self { parent: Err(reason.to_owned()) }
     }
 
     /// Makes the supervisor's own group one in which workers can have theirs, if it can be.
@@ -122,11 +120,7 @@ impl WorkerGroup {
     pub(super) fn enter(&self) -> io::Result<()> {
         // SAFETY: the byte is static and the descriptor open; `write` is async-signal-safe. 0 stands for the caller.
         let written = unsafe { libc::write(self.procs.as_raw_fd(), c"0".as_ptr().cast(), 1) };
-        if written == 1 {
-            Ok(())
-        } else {
-            Err(io::Error::last_os_error())
-        }
+        if written == 1 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 }
 
@@ -151,18 +145,13 @@ pub(super) fn create(groups: &Groups, worker: &str, limit: Option<Bytes>) -> (Op
     };
     // A number of its own: the group of the start before may be on its way out still, and must not take this one along.
     let number = STARTS.fetch_add(1, Ordering::Relaxed);
-    let folder = parent
-        .folder
-        .join(format!("{PREFIX}{}-{number}-{worker}", process::id()));
+    let folder = parent.folder.join(format!("{PREFIX}{}-{number}-{worker}", process::id()));
     let made = make(&folder).and_then(|procs| {
         limit_memory(parent.version, &folder, limit).map(|words| (WorkerGroup { folder, procs }, words))
     });
     match made {
         Ok((group, words)) => (Some(group), measure(Ok(words))),
-        Err(error) => (
-            None,
-            measure(Err(format!("no group below `{}`: {error}", parent.folder.display()))),
-        ),
+        Err(error) => (None, measure(Err(format!("no group below `{}`: {error}", parent.folder.display())))),
     }
 }
 
@@ -205,9 +194,7 @@ fn limit_memory(version: Version, folder: &Path, limit: Option<Bytes>) -> io::Re
             if let Some(limit) = &limit_text {
                 write("memory.limit_in_bytes", limit)?;
             }
-            let both = limit_text
-                .as_ref()
-                .map(|limit| write("memory.memsw.limit_in_bytes", limit));
+            let both = limit_text.as_ref().map(|limit| write("memory.memsw.limit_in_bytes", limit));
             match both {
                 Some(Ok(())) => Ok(()),
                 _ => write("memory.swappiness", "0"),
@@ -230,14 +217,9 @@ fn own(roots: &KernelRoots) -> Result<Parent, String> {
     let path = roots.proc.join("self/cgroup");
     let text = fs::read_to_string(&path).map_err(|error| format!("cannot read `{}`: {error}", path.display()))?;
     let field = |line: &str, number: usize| line.splitn(3, ':').nth(number).unwrap_or_default().to_owned();
-    let v1 = text
-        .lines()
-        .find(|line| field(line, 1).split(',').any(|name| name == "memory"))
-        .map(|line| field(line, 2));
-    let v2 = text
-        .lines()
-        .find_map(|line| line.strip_prefix("0::"))
-        .map(str::to_owned);
+    let v1 =
+        text.lines().find(|line| field(line, 1).split(',').any(|name| name == "memory")).map(|line| field(line, 2));
+    let v2 = text.lines().find_map(|line| line.strip_prefix("0::")).map(str::to_owned);
     let places = [
         (Version::V2, "", v2.as_deref()),
         (Version::V2, "unified", v2.as_deref()),
@@ -259,10 +241,7 @@ fn own(roots: &KernelRoots) -> Result<Parent, String> {
             }
         }
     }
-    Err(format!(
-        "no group of ours with a memory controller below `{}`",
-        roots.cgroup.display()
-    ))
+    Err(format!("no group of ours with a memory controller below `{}`", roots.cgroup.display()))
 }
 
 fn members(folder: &Path) -> Vec<u32> {
@@ -278,12 +257,8 @@ fn hands_down(folder: &Path) -> bool {
 /// Why a group of version 2 cannot hand its controllers down: it is not ours alone.
 fn shared(folder: &Path) -> Option<String> {
     let others = members(folder).iter().filter(|pid| **pid != process::id()).count();
-    (others > 0).then(|| {
-        format!(
-            "`{}` holds {others} other processes; run as a unit with `Delegate=memory`",
-            folder.display()
-        )
-    })
+    (others > 0)
+        .then(|| format!("`{}` holds {others} other processes; run as a unit with `Delegate=memory`", folder.display()))
 }
 
 /// Lets a group of version 2 hand the memory controller to its children, and moves us out of the way for that.
@@ -344,11 +319,8 @@ mod tests {
 
     fn tree(cgroup: &str, files: &[(&str, &str)]) -> (tempfile::TempDir, KernelRoots) {
         let dir = tempfile::tempdir().unwrap();
-        let roots = KernelRoots {
-            proc: dir.path().join("proc"),
-            cgroup: dir.path().join("cgroup"),
-            ..KernelRoots::default()
-        };
+        let roots =
+            KernelRoots { proc: dir.path().join("proc"), cgroup: dir.path().join("cgroup"), ..KernelRoots::default() };
         fs::create_dir_all(roots.proc.join("self")).unwrap();
         fs::write(roots.proc.join("self/cgroup"), cgroup).unwrap();
         for (path, text) in files {
@@ -368,22 +340,13 @@ mod tests {
         ];
         let (_dir, roots) = tree("0::/u\n", &unit);
         let place = Groups::look(&roots).describe().unwrap();
-        assert!(
-            place.starts_with("version 2, below") && place.ends_with("/u`"),
-            "{place}"
-        );
+        assert!(place.starts_with("version 2, below") && place.ends_with("/u`"), "{place}");
 
-        let session = [
-            ("s/cgroup.controllers", "memory"),
-            ("s/cgroup.procs", "SELF\n1\n2\n"),
-            ("s/cgroup.subtree_control", ""),
-        ];
+        let session =
+            [("s/cgroup.controllers", "memory"), ("s/cgroup.procs", "SELF\n1\n2\n"), ("s/cgroup.subtree_control", "")];
         let (_dir, roots) = tree("0::/s\n", &session);
         let reason = Groups::look(&roots).describe().unwrap_err();
-        assert!(
-            reason.ends_with("holds 2 other processes; run as a unit with `Delegate=memory`"),
-            "{reason}"
-        );
+        assert!(reason.ends_with("holds 2 other processes; run as a unit with `Delegate=memory`"), "{reason}");
     }
 
     #[test]
@@ -400,22 +363,14 @@ mod tests {
         // A plain folder has no `cgroup.procs` of its own: what the kernel would refuse is reported, not left out.
         let (group, measure) = create(&groups, "asr", Some(Bytes::from_mib(64)));
         assert!(group.is_none() && measure.asked);
-        assert!(
-            measure
-                .to_string()
-                .contains("memory limit: not in force: no group below"),
-            "{measure}"
-        );
+        assert!(measure.to_string().contains("memory limit: not in force: no group below"), "{measure}");
     }
 
     #[test]
     fn without_a_group_of_ours_the_reason_is_told() {
         let (_dir, roots) = tree("0::/\n", &[("cgroup.controllers", "memory"), ("cgroup.procs", "1\n")]);
         let reason = Groups::open(&roots).describe().unwrap_err();
-        assert!(
-            reason.starts_with("no group of ours with a memory controller"),
-            "{reason}"
-        );
+        assert!(reason.starts_with("no group of ours with a memory controller"), "{reason}");
     }
 
     #[test]

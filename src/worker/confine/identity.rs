@@ -26,9 +26,7 @@ pub(super) fn ids(confinement: &Confinement) -> Result<Option<Ids>, ConfineError
     let user = confinement.user.as_deref().map(user_of).transpose()?;
     let group = confinement.group.as_deref().map(group_of).transpose()?;
     let uid = user.as_ref().map_or_else(nix::unistd::geteuid, |user| user.0);
-    let gid = group
-        .or_else(|| user.as_ref().and_then(|user| user.1))
-        .unwrap_or_else(nix::unistd::getegid);
+    let gid = group.or_else(|| user.as_ref().and_then(|user| user.1)).unwrap_or_else(nix::unistd::getegid);
     let named = user.as_ref().and_then(|user| CString::new(user.2.as_str()).ok());
     let others = named.and_then(|name| getgrouplist(&name, gid).ok()).unwrap_or_default();
     let name = confinement.user.clone().or_else(|| confinement.group.clone());
@@ -53,21 +51,13 @@ pub(super) fn ids(confinement: &Confinement) -> Result<Option<Ids>, ConfineError
 
 impl Ids {
     pub(super) fn measure(&self) -> Measure {
-        Measure {
-            what: "user",
-            state: Ok(self.words.clone()),
-            asked: true,
-        }
+        Measure { what: "user", state: Ok(self.words.clone()), asked: true }
     }
 
     /// Becomes them permanently. Between fork and exec: system calls only.
     pub(super) fn become_them(&self) -> io::Result<()> {
         let done = |result: libc::c_int| {
-            if result == 0 {
-                Ok(())
-            } else {
-                Err(io::Error::last_os_error())
-            }
+            if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
         };
         // SAFETY: the list is as long as is said and lives on; the new process has this one thread.
         done(unsafe { libc::setgroups(self.others.len(), self.others.as_ptr()) })?;
@@ -87,21 +77,14 @@ pub(super) fn drop_ambient() -> io::Result<()> {
     }
     let error = io::Error::last_os_error();
     // Before Linux 4.3 there are none.
-    if error.raw_os_error() == Some(libc::EINVAL) {
-        Ok(())
-    } else {
-        Err(error)
-    }
+    if error.raw_os_error() == Some(libc::EINVAL) { Ok(()) } else { Err(error) }
 }
 
 /// Uid, its own group, and its name, when it has one.
 type Known = (Uid, Option<Gid>, String);
 
 fn user_of(name: &str) -> Result<Known, ConfineError> {
-    let unknown = || ConfineError::Unknown {
-        kind: "user",
-        name: name.to_owned(),
-    };
+    let unknown = || ConfineError::Unknown { kind: "user", name: name.to_owned() };
     let found = match name.parse::<u32>() {
         Ok(number) => {
             let uid = Uid::from_raw(number);
@@ -119,10 +102,7 @@ fn group_of(name: &str) -> Result<Gid, ConfineError> {
         return Ok(Gid::from_raw(number));
     }
     let found = Group::from_name(name).ok().flatten();
-    found.map(|group| group.gid).ok_or_else(|| ConfineError::Unknown {
-        kind: "group",
-        name: name.to_owned(),
-    })
+    found.map(|group| group.gid).ok_or_else(|| ConfineError::Unknown { kind: "group", name: name.to_owned() })
 }
 
 /// The limits as the kernel takes them.
@@ -136,10 +116,8 @@ pub(super) fn limits(
         .iter()
         .map(|(resource, limit)| {
             let wanted = limit.unwrap_or(libc::RLIM_INFINITY);
-            let hard = hard_limit(*resource).map_err(|source| ConfineError::System {
-                what: "resource limits",
-                source,
-            })?;
+            let hard =
+                hard_limit(*resource).map_err(|source| ConfineError::System { what: "resource limits", source })?;
             if wanted > hard && !has_capability(CAP_SYS_RESOURCE) {
                 return Err(ConfineError::Resource {
                     resource: resource.name(),
@@ -154,10 +132,7 @@ pub(super) fn limits(
 
 /// Sets soft and hard limit of the calling process: one system call.
 pub(super) fn set_limit(resource: Resource, limit: libc::rlim_t) -> io::Result<()> {
-    let both = libc::rlimit {
-        rlim_cur: limit,
-        rlim_max: limit,
-    };
+    let both = libc::rlimit { rlim_cur: limit, rlim_max: limit };
     // SAFETY: `both` is valid for reads.
     if unsafe { libc::setrlimit(number_of(resource), &raw const both) } == 0 {
         Ok(())
@@ -167,10 +142,7 @@ pub(super) fn set_limit(resource: Resource, limit: libc::rlim_t) -> io::Result<(
 }
 
 fn hard_limit(resource: Resource) -> io::Result<libc::rlim_t> {
-    let mut both = libc::rlimit {
-        rlim_cur: 0,
-        rlim_max: 0,
-    };
+    let mut both = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: `both` is valid for writes.
     if unsafe { libc::getrlimit(number_of(resource), &raw mut both) } == 0 {
         Ok(both.rlim_max)
@@ -213,30 +185,16 @@ mod tests {
 
     #[test]
     fn who_does_not_exist_is_named() {
-        let confinement = Confinement {
-            user: Some("nobody-of-this-name".to_owned()),
-            ..Confinement::default()
-        };
-        assert_eq!(
-            ids(&confinement).unwrap_err().to_string(),
-            "user `nobody-of-this-name` does not exist"
-        );
-        let confinement = Confinement {
-            group: Some("no-such-group".to_owned()),
-            ..Confinement::default()
-        };
-        assert_eq!(
-            ids(&confinement).unwrap_err().to_string(),
-            "group `no-such-group` does not exist"
-        );
+        let confinement = Confinement { user: Some("nobody-of-this-name".to_owned()), ..Confinement::default() };
+        assert_eq!(ids(&confinement).unwrap_err().to_string(), "user `nobody-of-this-name` does not exist");
+        let confinement = Confinement { group: Some("no-such-group".to_owned()), ..Confinement::default() };
+        assert_eq!(ids(&confinement).unwrap_err().to_string(), "group `no-such-group` does not exist");
     }
 
     #[test]
     fn another_user_needs_the_right_and_says_which() {
-        let confinement = Confinement {
-            user: Some((nix::unistd::geteuid().as_raw() + 4321).to_string()),
-            ..Confinement::default()
-        };
+        let confinement =
+            Confinement { user: Some((nix::unistd::geteuid().as_raw() + 4321).to_string()), ..Confinement::default() };
         match ids(&confinement) {
             Ok(ids) => assert!(ids.is_some() && has_capability(CAP_SETUID)),
             Err(error) => {

@@ -21,13 +21,7 @@ use super::{
 /// Builds the walls around files, and says what is in force.
 pub(super) fn files(access: Option<&FileAccess>, around: &Surroundings<'_>) -> (Option<OwnedFd>, Option<Measure>) {
     let Some(access) = access else { return (None, None) };
-    let measure = |state| {
-        Some(Measure {
-            what: "files",
-            state,
-            asked: true,
-        })
-    };
+    let measure = |state| Some(Measure { what: "files", state, asked: true });
     let version = landlock_version();
     if version < 1 {
         return (None, measure(Err("this kernel has no Landlock".to_owned())));
@@ -77,14 +71,8 @@ fn ruleset(access: &FileAccess, around: &Surroundings<'_>) -> Result<Option<Owne
             Err(_) => continue,
         };
         // Rights that only folders have are refused for a file.
-        let rights = if path.is_dir() {
-            rights
-        } else {
-            rights & AccessFs::from_file(abi)
-        };
-        ruleset = ruleset
-            .add_rule(PathBeneath::new(fd, rights))
-            .map_err(|error| words(&error))?;
+        let rights = if path.is_dir() { rights } else { rights & AccessFs::from_file(abi) };
+        ruleset = ruleset.add_rule(PathBeneath::new(fd, rights)).map_err(|error| words(&error))?;
     }
     Ok(ruleset.into())
 }
@@ -94,9 +82,7 @@ fn program_dir(program: &str) -> Option<PathBuf> {
     let path = if program.contains('/') {
         PathBuf::from(program)
     } else {
-        env::split_paths(&env::var_os("PATH")?)
-            .map(|folder| folder.join(program))
-            .find(|path| path.is_file())?
+        env::split_paths(&env::var_os("PATH")?).map(|folder| folder.join(program)).find(|path| path.is_file())?
     };
     path.canonicalize().ok()?.parent().map(Path::to_path_buf)
 }
@@ -157,13 +143,7 @@ pub(super) fn calls(filter: SyscallFilter) -> (Option<BpfProgram>, Option<Measur
     if filter == SyscallFilter::All {
         return (None, None);
     }
-    let measure = |state| {
-        Some(Measure {
-            what: "system calls",
-            state,
-            asked: true,
-        })
-    };
+    let measure = |state| Some(Measure { what: "system calls", state, asked: true });
     if !has_seccomp() {
         return (None, measure(Err("this kernel has no seccomp filters".to_owned())));
     }
@@ -193,14 +173,8 @@ fn program() -> Result<BpfProgram, String> {
 fn has_seccomp() -> bool {
     let action: u32 = libc::SECCOMP_RET_ERRNO;
     // SAFETY: `action` is valid for reads, and the flags must be 0.
-    let result = unsafe {
-        libc::syscall(
-            libc::SYS_seccomp,
-            libc::SECCOMP_GET_ACTION_AVAIL,
-            0,
-            std::ptr::from_ref(&action),
-        )
-    };
+    let result =
+        unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_GET_ACTION_AVAIL, 0, std::ptr::from_ref(&action)) };
     result == 0
 }
 
@@ -208,24 +182,11 @@ fn has_seccomp() -> bool {
 pub(super) fn restrict_calls(program: &BpfProgram) -> io::Result<()> {
     no_new_privileges()?;
     let length = libc::c_ushort::try_from(program.len()).map_err(|_| io::Error::from_raw_os_error(libc::E2BIG))?;
-    let filter = libc::sock_fprog {
-        len: length,
-        filter: program.as_ptr().cast_mut().cast(),
-    };
+    let filter = libc::sock_fprog { len: length, filter: program.as_ptr().cast_mut().cast() };
     // SAFETY: `filter` points to `len` instructions of the kernel's own layout, which the kernel only reads.
-    let result = unsafe {
-        libc::syscall(
-            libc::SYS_seccomp,
-            libc::SECCOMP_SET_MODE_FILTER,
-            0,
-            std::ptr::from_ref(&filter),
-        )
-    };
-    if result == 0 {
-        Ok(())
-    } else {
-        Err(io::Error::last_os_error())
-    }
+    let result =
+        unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, 0, std::ptr::from_ref(&filter)) };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 /// Neither wall may be put up by a process that could gain rights by executing a program.
@@ -239,17 +200,7 @@ fn no_new_privileges() -> io::Result<()> {
 }
 
 /// What programs and their libraries read. What is not there is left out.
-const SYSTEM_READ: [&str; 9] = [
-    "/usr",
-    "/lib",
-    "/lib64",
-    "/bin",
-    "/sbin",
-    "/etc",
-    "/proc",
-    "/sys",
-    "/opt/nvidia",
-];
+const SYSTEM_READ: [&str; 9] = ["/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc", "/proc", "/sys", "/opt/nvidia"];
 
 /// Devices; their own modes and groups still hold. CUDA on a Jetson opens a dozen below `/dev`, and shared memory is
 /// in `/dev/shm`.
@@ -310,17 +261,8 @@ mod tests {
 
     #[test]
     fn a_path_that_is_not_there_is_named_and_not_left_out() {
-        let access = FileAccess {
-            read: vec!["/nowhere/models".into()],
-            write: Vec::new(),
-        };
-        let around = Surroundings {
-            worker: "asr",
-            program: "sh",
-            working_dir: None,
-            socket_dir: None,
-            watched: None,
-        };
+        let access = FileAccess { read: vec!["/nowhere/models".into()], write: Vec::new() };
+        let around = Surroundings { worker: "asr", program: "sh", working_dir: None, socket_dir: None, watched: None };
         let (fd, measure) = files(Some(&access), &around);
         let measure = measure.unwrap();
         assert!(fd.is_none() && measure.state.is_err());

@@ -57,9 +57,7 @@ impl Vocabulary {
     /// The vocabulary with this name.
     #[must_use]
     pub fn named(name: &str) -> Option<Self> {
-        [Self::Grammar, Self::Open]
-            .into_iter()
-            .find(|known| known.name() == name)
+        [Self::Grammar, Self::Open].into_iter().find(|known| known.name() == name)
     }
 
     /// Its name as a variant.
@@ -104,13 +102,7 @@ impl Recogniser {
         let make = move || {
             let engine = Pocketsphinx::load().map_err(|error| VerbError::Asr(error.into()))?;
             let files = ModelFiles::find(folder.as_deref()).map_err(VerbError::Asr)?;
-            let mut engine = Engine {
-                engine,
-                files,
-                grammar,
-                vocabulary,
-                decoder: None,
-            };
+            let mut engine = Engine { engine, files, grammar, vocabulary, decoder: None };
             engine.switch(vocabulary).map_err(VerbError::Asr)?;
             Ok(engine)
         };
@@ -123,10 +115,7 @@ impl Recogniser {
                 let _ = reply.send(engine.resize(vocabulary));
             }
         })?;
-        Ok(Self {
-            engine,
-            room: Arc::new(Semaphore::new(RECORDED_SAMPLES_MAX)),
-        })
+        Ok(Self { engine, room: Arc::new(Semaphore::new(RECORDED_SAMPLES_MAX)) })
     }
 }
 
@@ -158,11 +147,7 @@ impl Service for Recogniser {
     }
 
     fn session(&self) -> Hearing {
-        Hearing {
-            engine: self.engine.clone(),
-            room: Arc::clone(&self.room),
-            recording: None,
-        }
+        Hearing { engine: self.engine.clone(), room: Arc::clone(&self.room), recording: None }
     }
 }
 
@@ -212,12 +197,10 @@ impl Recording {
             // Doubling would take twice of what there is in the end.
             let step = RECORDING_STEP.max(samples.len());
             let permits = u32::try_from(step).unwrap_or(u32::MAX);
-            let held = Arc::clone(&self.room)
-                .try_acquire_many_owned(permits)
-                .map_err(|_full| {
-                    let text = format!("other recordings leave no room of {} s", RECORDED_SAMPLES_MAX / RATE);
-                    Refusal::new(BUSY, text)
-                })?;
+            let held = Arc::clone(&self.room).try_acquire_many_owned(permits).map_err(|_full| {
+                let text = format!("other recordings leave no room of {} s", RECORDED_SAMPLES_MAX / RATE);
+                Refusal::new(BUSY, text)
+            })?;
             self.held.push(held);
             self.samples.reserve_exact(step);
         }
@@ -248,7 +231,7 @@ impl Session for Hearing {
                     .ok_or_else(|| Refusal::new(BAD_REQUEST, "`audio-chunk` without `audio-start`"))?;
                 if chunk.format != recording.decoder.format() {
                     return Err(
-                        Refusal::new(BAD_REQUEST, "`audio-chunk` differs in format from its `audio-start`").into(),
+                        Refusal::new(BAD_REQUEST, "`audio-chunk` differs in format from its `audio-start`").into()
                     );
                 }
                 Ok(recording.push(&chunk.audio)?)
@@ -258,11 +241,7 @@ impl Session for Hearing {
                 // Nothing recorded is nothing said.
                 let (samples, _held) = recording.map_or(Ok(<_>::default()), Recording::finish)?;
                 let text = hear(&self.engine, &samples, reply).await?;
-                let transcript = Event::Transcript(Transcript {
-                    text,
-                    language: Some("en".to_owned()),
-                    context: None,
-                });
+                let transcript = Event::Transcript(Transcript { text, language: Some("en".to_owned()), context: None });
                 Ok(reply.send(transcript).await?)
             }
             Event::Resize(wanted) => {
@@ -273,10 +252,8 @@ impl Session for Hearing {
                 let ask = |reply| Job::Resize { vocabulary, reply };
                 let rss = self.engine.ask(ask).await.ok_or_else(busy)?;
                 let rss = rss.map_err(|error| Refusal::new("cannot-resize", error.to_string()))?;
-                let resized = Event::Resized(Resized {
-                    variant: vocabulary.name().to_owned(),
-                    rss_bytes: rss.map(Bytes::get),
-                });
+                let resized =
+                    Event::Resized(Resized { variant: vocabulary.name().to_owned(), rss_bytes: rss.map(Bytes::get) });
                 Ok(reply.send(resized).await?)
             }
             _ => Ok(()),
@@ -318,9 +295,7 @@ async fn hear_part(engine: &EngineThread<Job>, samples: &[i16]) -> Result<String
     audio.pad(PAD_BEFORE, PAD_AFTER);
     let samples = audio.samples;
     let heard = engine.ask(|reply| Job::Hear { samples, reply }).await;
-    heard
-        .ok_or_else(busy)?
-        .map_err(|error| Refusal::new("engine-failed", error.to_string()))
+    heard.ok_or_else(busy)?.map_err(|error| Refusal::new("engine-failed", error.to_string()))
 }
 
 /// Cuts a long recording in its pauses, and where there is none in so long a time, where it is quietest.
@@ -374,14 +349,8 @@ fn busy() -> Refusal {
 
 /// What the engine's thread is asked.
 enum Job {
-    Hear {
-        samples: Vec<i16>,
-        reply: oneshot::Sender<Result<String, SphinxError>>,
-    },
-    Resize {
-        vocabulary: Vocabulary,
-        reply: oneshot::Sender<Result<Option<Bytes>, SphinxError>>,
-    },
+    Hear { samples: Vec<i16>, reply: oneshot::Sender<Result<String, SphinxError>> },
+    Resize { vocabulary: Vocabulary, reply: oneshot::Sender<Result<Option<Bytes>, SphinxError>> },
 }
 
 /// The decoder and what is needed to load another.
@@ -399,9 +368,7 @@ impl Engine {
         if self.decoder.is_none() {
             self.switch(self.vocabulary)?;
         }
-        self.decoder
-            .as_mut()
-            .map_or(Ok(String::new()), |decoder| decoder.hear(samples))
+        self.decoder.as_mut().map_or(Ok(String::new()), |decoder| decoder.hear(samples))
     }
 
     /// Takes another size; returns the resident set afterwards.
@@ -437,21 +404,13 @@ impl Engine {
 }
 
 fn read_grammar(path: &Path) -> Result<String, VerbError> {
-    let failed = |source| VerbError::Grammar {
-        path: path.to_owned(),
-        source,
-    };
+    let failed = |source| VerbError::Grammar { path: path.to_owned(), source };
     let file = fs::File::open(path).map_err(failed)?;
     let mut text = String::new();
-    file.take(GRAMMAR_MAX.get() + 1)
-        .read_to_string(&mut text)
-        .map_err(failed)?;
+    file.take(GRAMMAR_MAX.get() + 1).read_to_string(&mut text).map_err(failed)?;
     let bytes = Bytes::of_len(text.len());
     if bytes > GRAMMAR_MAX {
-        return Err(VerbError::GrammarTooLong {
-            path: path.to_owned(),
-            bytes,
-        });
+        return Err(VerbError::GrammarTooLong { path: path.to_owned(), bytes });
     }
     Ok(text)
 }
@@ -504,12 +463,7 @@ mod tests {
         assert!((4 * RATE..5 * RATE).contains(&first), "cut in the first pause: {first}");
         // Half a second is no pause; what has none is cut nevertheless.
         assert!(parts[1].len() > 10 * RATE, "{}", parts[1].len());
-        assert_eq!(
-            parts.len(),
-            6,
-            "{:?}",
-            parts.iter().map(|part| part.len()).collect::<Vec<_>>()
-        );
+        assert_eq!(parts.len(), 6, "{:?}", parts.iter().map(|part| part.len()).collect::<Vec<_>>());
         assert_eq!(parts_of(&vec![0; 40 * RATE]).concat().len(), 40 * RATE);
     }
 }

@@ -34,15 +34,9 @@ pub struct BallastOptions {
 /// When the memory cannot be mapped, or a rate is too slow to take a page a minute.
 pub fn run_ballast(options: &BallastOptions) -> Result<(), VerbError> {
     if options.rate.is_some_and(|rate| rate < Bytes::of_len(PAGE)) {
-        return Err(VerbError::Options(format!(
-            "a rate below {} per second takes nothing",
-            Bytes::of_len(PAGE)
-        )));
+        return Err(VerbError::Options(format!("a rate below {} per second takes nothing", Bytes::of_len(PAGE))));
     }
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .map_err(VerbError::Runtime)?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(VerbError::Runtime)?;
     runtime.block_on(async {
         let mut terminate = signal(SignalKind::terminate()).map_err(VerbError::Runtime)?;
         let mut interrupt = signal(SignalKind::interrupt()).map_err(VerbError::Runtime)?;
@@ -98,10 +92,7 @@ impl Ballast {
         let Some(length) = NonZeroUsize::new(bytes.as_len()) else {
             return Ok(Self { start: None, length: 0 });
         };
-        let failed = |error: nix::Error| VerbError::Map {
-            bytes,
-            source: error.into(),
-        };
+        let failed = |error: nix::Error| VerbError::Map { bytes, source: error.into() };
         let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE;
         // SAFETY: a new anonymous mapping at an address of the kernel's choice touches nothing of ours.
         let start = unsafe { mman::mmap_anonymous(None, length, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, flags) }
@@ -109,10 +100,7 @@ impl Ballast {
         // Huge pages would take 2 MiB for each page touched. A kernel without them refuses, which is as good.
         // SAFETY: the range is the mapping just made; the advice does not change its content.
         let _ = unsafe { mman::madvise(start, length.get(), MmapAdvise::MADV_NOHUGEPAGE) };
-        Ok(Self {
-            start: Some(start),
-            length: length.get(),
-        })
+        Ok(Self { start: Some(start), length: length.get() })
     }
 
     /// Writes to every page of a range. Each gets a content of its own, so that no deduplication takes it back.

@@ -70,18 +70,13 @@ impl Flite {
 unsafe fn copied(wave: &Wave) -> Option<MonoAudio> {
     let rate = u32::try_from(wave.sample_rate).ok().filter(|&rate| rate > 0)?;
     let frames = usize::try_from(wave.num_samples).ok()?;
-    let channels = usize::try_from(wave.num_channels)
-        .ok()
-        .filter(|&channels| channels > 0)?;
+    let channels = usize::try_from(wave.num_channels).ok().filter(|&channels| channels > 0)?;
     if wave.samples.is_null() {
         return (frames == 0).then(|| MonoAudio::new(rate, Vec::new()));
     }
     // SAFETY: as the caller promises.
     let samples = unsafe { std::slice::from_raw_parts(wave.samples, frames.checked_mul(channels)?) };
-    Some(MonoAudio::new(
-        rate,
-        samples.iter().copied().step_by(channels).collect(),
-    ))
+    Some(MonoAudio::new(rate, samples.iter().copied().step_by(channels).collect()))
 }
 
 /// Why flite did not speak.

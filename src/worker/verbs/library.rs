@@ -24,17 +24,8 @@ impl Library {
         // what they link to) are C libraries of the distribution whose initialisers have no preconditions.
         let opened = unsafe { UnixLibrary::open(Some(OsStr::new(name)), RTLD_NOW | RTLD_GLOBAL) };
         match opened {
-            Ok(library) => Ok(Self {
-                inner: Box::leak(Box::new(library)),
-                name,
-                remedy,
-            }),
-            Err(source) => Err(LibraryError {
-                library: name,
-                symbol: None,
-                remedy,
-                source,
-            }),
+            Ok(library) => Ok(Self { inner: Box::leak(Box::new(library)), name, remedy }),
+            Err(source) => Err(LibraryError { library: name, symbol: None, remedy, source }),
         }
     }
 

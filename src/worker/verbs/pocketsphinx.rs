@@ -57,12 +57,8 @@ impl Pocketsphinx {
 
     /// Loads a model.
     pub(super) fn decoder(self, model: &ModelFiles, search: &Search) -> Result<Decoder, SphinxError> {
-        let mut words = vec![
-            c_string("-hmm")?,
-            path_string(&model.acoustic)?,
-            c_string("-dict")?,
-            path_string(&model.dictionary)?,
-        ];
+        let mut words =
+            vec![c_string("-hmm")?, path_string(&model.acoustic)?, c_string("-dict")?, path_string(&model.dictionary)?];
         if let Search::Open(language_model) = search {
             words.push(c_string("-lm")?);
             words.push(path_string(language_model)?);
@@ -87,24 +83,15 @@ impl Pocketsphinx {
         // SAFETY: gives back our reference.
         unsafe { (self.functions.cmd_ln_free_r)(config) };
         if raw.is_null() {
-            return Err(SphinxError::Model {
-                model: model.acoustic.clone(),
-            });
+            return Err(SphinxError::Model { model: model.acoustic.clone() });
         }
-        let decoder = Decoder {
-            functions: self.functions,
-            raw,
-        };
+        let decoder = Decoder { functions: self.functions, raw };
         if let Search::Grammar(text) = search
             && let Err(error) = decoder.listen_for(text)
         {
             // It says only that it failed; a word it cannot pronounce is the usual reason.
             let words = unknown_words(text, &model.dictionary);
-            return Err(if words.is_empty() {
-                error
-            } else {
-                SphinxError::Words { words }
-            });
+            return Err(if words.is_empty() { error } else { SphinxError::Words { words } });
         }
         Ok(decoder)
     }

@@ -37,10 +37,7 @@ pub(super) fn serve<S: Service>(
         let mut interrupt = signal(SignalKind::interrupt()).map_err(VerbError::Runtime)?;
         let server = Server::bind(endpoint, ServerLimits::default())
             .await
-            .map_err(|source| VerbError::Listen {
-                endpoint: endpoint.clone(),
-                source,
-            })?;
+            .map_err(|source| VerbError::Listen { endpoint: endpoint.clone(), source })?;
         let service = make()?;
         tracing::info!(%endpoint, "serving");
         super::tell_ready();
@@ -66,9 +63,7 @@ pub(super) struct EngineThread<J> {
 
 impl<J> Clone for EngineThread<J> {
     fn clone(&self) -> Self {
-        Self {
-            jobs: self.jobs.clone(),
-        }
+        Self { jobs: self.jobs.clone() }
     }
 }
 
@@ -98,8 +93,7 @@ impl<J: Send + 'static> EngineThread<J> {
                 }
             })
             .map_err(VerbError::Runtime)?;
-        made.recv()
-            .map_err(|_| VerbError::Runtime(io::Error::other("the engine's thread ended")))??;
+        made.recv().map_err(|_| VerbError::Runtime(io::Error::other("the engine's thread ended")))??;
         Ok(Self { jobs })
     }
 
@@ -115,10 +109,7 @@ impl<J: Send + 'static> EngineThread<J> {
 pub(super) fn artifact(name: &str, description: &str, author: &str, url: &str) -> Artifact {
     Artifact {
         name: name.to_owned(),
-        attribution: Attribution {
-            name: author.to_owned(),
-            url: url.to_owned(),
-        },
+        attribution: Attribution { name: author.to_owned(), url: url.to_owned() },
         installed: true,
         description: Some(description.to_owned()),
         version: Some(env!("CARGO_PKG_VERSION").to_owned()),

@@ -54,9 +54,7 @@ pub fn run_tts(options: &TtsOptions) -> Result<(), VerbError> {
     if let (TtsEngine::Flite, Some(voice)) = (options.engine, options.voice.as_deref())
         && voice != FLITE_VOICE
     {
-        return Err(VerbError::Options(format!(
-            "flite has no voice `{voice}`, only `{FLITE_VOICE}`"
-        )));
+        return Err(VerbError::Options(format!("flite has no voice `{voice}`, only `{FLITE_VOICE}`")));
     }
     serve(&options.listen, || Speaker::load(options))
 }
@@ -88,11 +86,7 @@ impl Speaker {
             // A client that went away does not want to hear it.
             let _ = job.reply.send(engine.speak(&job.sentence));
         })?;
-        Ok(Self {
-            thread,
-            engine: kind,
-            voice,
-        })
+        Ok(Self { thread, engine: kind, voice })
     }
 }
 
@@ -119,10 +113,7 @@ impl Service for Speaker {
     }
 
     fn session(&self) -> Speaking {
-        Speaking {
-            thread: self.thread.clone(),
-            streaming: None,
-        }
+        Speaking { thread: self.thread.clone(), streaming: None }
     }
 }
 
@@ -210,15 +201,9 @@ impl Speaking {
 
 impl Speech {
     async fn send(&mut self, audio: &MonoAudio, reply: &Reply) -> Result<(), SessionError> {
-        let format = self
-            .start(AudioFormat::mono_16_bit(audio.sample_rate_hz), reply)
-            .await?;
+        let format = self.start(AudioFormat::mono_16_bit(audio.sample_rate_hz), reply).await?;
         for samples in audio.samples.chunks(CHUNK_SAMPLES) {
-            let chunk = AudioChunk {
-                format,
-                timestamp: None,
-                audio: pcm_bytes(samples),
-            };
+            let chunk = AudioChunk { format, timestamp: None, audio: pcm_bytes(samples) };
             reply.send(Event::AudioChunk(chunk)).await?;
         }
         Ok(())
@@ -229,10 +214,7 @@ impl Speech {
             return Ok(format);
         }
         self.format = Some(format);
-        let start = AudioStart {
-            format,
-            timestamp: None,
-        };
+        let start = AudioStart { format, timestamp: None };
         reply.send(Event::AudioStart(start)).await?;
         Ok(format)
     }

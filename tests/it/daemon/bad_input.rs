@@ -48,13 +48,7 @@ fn reason(status: &Status) -> (Code, String) {
 /// What is on the book; not how long it may stay there, nor what was measured.
 fn book(house: &House) -> Vec<(Value, Value, Value)> {
     let leases = house.json(&["leases"]);
-    let of = |lease: &Value| {
-        (
-            lease["name"].clone(),
-            lease["state"].clone(),
-            lease["heldBytes"].clone(),
-        )
-    };
+    let of = |lease: &Value| (lease["name"].clone(), lease["state"].clone(), lease["heldBytes"].clone());
     leases.as_array().unwrap().iter().map(of).collect()
 }
 
@@ -71,29 +65,14 @@ async fn what_a_tenant_says_wrong_is_refused_with_a_reason_and_the_book_is_untou
     let mut sizes = bad_requests(&good("two"));
     sizes.retain(|(_, request)| request.tenant != "asr");
     sizes.extend([
-        (
-            "more than there are addresses",
-            CreateLeaseRequest {
-                min_bytes: 1 << 60,
-                ..good("two")
-            },
-        ),
-        (
-            "a name of a megabyte",
-            CreateLeaseRequest {
-                tenant: "a".repeat(1 << 20),
-                ..good("two")
-            },
-        ),
+        ("more than there are addresses", CreateLeaseRequest { min_bytes: 1 << 60, ..good("two") }),
+        ("a name of a megabyte", CreateLeaseRequest { tenant: "a".repeat(1 << 20), ..good("two") }),
     ]);
     for (what, request) in sizes {
         let status = client.create_lease(request).await.expect_err(what);
         let (code, reason) = reason(&status);
         assert!(
-            matches!(
-                code,
-                Code::InvalidArgument | Code::FailedPrecondition | Code::OutOfRange
-            ),
+            matches!(code, Code::InvalidArgument | Code::FailedPrecondition | Code::OutOfRange),
             "{what}: {status:?}"
         );
         assert!(!reason.is_empty() || code == Code::OutOfRange, "{what}: {status:?}");
@@ -104,10 +83,7 @@ async fn what_a_tenant_says_wrong_is_refused_with_a_reason_and_the_book_is_untou
     // The same request again is the same lease; with another content it is refused.
     let again = granted(&mut client, good("one")).await;
     assert_eq!((again.name, again.generation), (lease.name.clone(), lease.generation));
-    let other = CreateLeaseRequest {
-        min_bytes: 9 * MIB,
-        ..good("one")
-    };
+    let other = CreateLeaseRequest { min_bytes: 9 * MIB, ..good("one") };
     let status = client.create_lease(other).await.unwrap_err();
     assert_eq!(reason(&status), (Code::AlreadyExists, "REQUEST_ID_REUSED".to_owned()));
 
@@ -117,18 +93,9 @@ async fn what_a_tenant_says_wrong_is_refused_with_a_reason_and_the_book_is_untou
         generation,
     };
     for (asked, expected) in [
-        (
-            renew("camera#999", 1, &lease.boot_id),
-            (Code::NotFound, "UNKNOWN_LEASE"),
-        ),
-        (
-            renew(&lease.name, lease.generation + 7, &lease.boot_id),
-            (Code::FailedPrecondition, "STALE_GENERATION"),
-        ),
-        (
-            renew(&lease.name, lease.generation, "another run"),
-            (Code::FailedPrecondition, "BOOT_ID_CHANGED"),
-        ),
+        (renew("camera#999", 1, &lease.boot_id), (Code::NotFound, "UNKNOWN_LEASE")),
+        (renew(&lease.name, lease.generation + 7, &lease.boot_id), (Code::FailedPrecondition, "STALE_GENERATION")),
+        (renew(&lease.name, lease.generation, "another run"), (Code::FailedPrecondition, "BOOT_ID_CHANGED")),
     ] {
         let status = client.renew_lease(asked).await.unwrap_err();
         assert_eq!(reason(&status), (expected.0, expected.1.to_owned()), "{status:?}");
@@ -147,13 +114,7 @@ async fn what_a_tenant_says_wrong_is_refused_with_a_reason_and_the_book_is_untou
         used_bytes: Some(0),
         error_detail: String::new(),
     };
-    let opening = HoldLeaseRequest {
-        nonce: 0,
-        target_bytes: 0,
-        state: 0,
-        used_bytes: None,
-        ..answer(0)
-    };
+    let opening = HoldLeaseRequest { nonce: 0, target_bytes: 0, state: 0, used_bytes: None, ..answer(0) };
     say.send(opening).await.unwrap();
     for nonce in [1, 1, u64::MAX, 7] {
         say.send(answer(nonce)).await.unwrap();
@@ -212,11 +173,7 @@ async fn an_answer_that_is_said_again_while_its_target_is_pending_changes_nothin
     assert_eq!(book(&house), before, "nothing is credited");
     assert!(!urgent.is_finished());
     urgent.abort();
-    let release = ReleaseLeaseRequest {
-        name: lease.name,
-        boot_id: lease.boot_id,
-        generation: lease.generation,
-    };
+    let release = ReleaseLeaseRequest { name: lease.name, boot_id: lease.boot_id, generation: lease.generation };
     client.release_lease(release).await.unwrap();
     daemon.end().await;
     let journal = std::fs::read_to_string(house.path("journal.ndjson")).unwrap();
@@ -273,11 +230,7 @@ async fn ten_thousand_connections_and_an_unread_stream_leave_others_served() {
 
     // More events than the window of a connection takes, and nobody who reads them.
     for number in 0..300 {
-        let asked = CreateLeaseRequest {
-            tenant: "t".repeat(63),
-            validate_only: true,
-            ..good(&format!("r{number}"))
-        };
+        let asked = CreateLeaseRequest { tenant: "t".repeat(63), validate_only: true, ..good(&format!("r{number}")) };
         client.create_lease(asked).await.unwrap();
     }
     let narrow = tonic::transport::Endpoint::from_shared(format!("unix://{}", house.socket().display())).unwrap();
@@ -352,12 +305,7 @@ async fn speech_that_can_never_be_had_is_refused_at_once_at_every_door() {
     assert!(message.contains("62 MiB") && message.contains("budget"), "{message}");
 
     let mut client = Client::connect(&house).await;
-    client
-        .say(Event::Synthesize(Synthesize {
-            text: "good night".to_owned(),
-            voice: None,
-        }))
-        .await;
+    client.say(Event::Synthesize(Synthesize { text: "good night".to_owned(), voice: None })).await;
     let (code, text) = timeout(PATIENCE, client.refusal()).await.unwrap();
     assert_eq!(code, "memory-pressure", "{text}");
     assert!(text.contains("62 MiB"), "{text}");
@@ -371,26 +319,15 @@ async fn a_setting_that_no_token_could_be_chosen_with_is_refused_with_its_limits
     let daemon = house.start().await;
     daemon.whole().await;
     let messages = json!([{"role": "user", "content": "hello"}]);
-    let refused = daemon
-        .chat(json!({ "messages": messages, "temperature": 1.0, "top_p": 1e-46 }))
-        .await;
+    let refused = daemon.chat(json!({ "messages": messages, "temperature": 1.0, "top_p": 1e-46 })).await;
     assert_eq!(refused.status, 400, "{}", refused.text());
     let error: Value = serde_json::from_str(refused.text()).unwrap();
     let message = error["error"]["message"].as_str().unwrap();
-    assert!(
-        message.contains("top_p: `1e-46` is not between 1e-30 and 1"),
-        "{message}"
-    );
+    assert!(message.contains("top_p: `1e-46` is not between 1e-30 and 1"), "{message}");
     let body = json!({ "model": "demo", "messages": messages, "options": { "repeat_penalty": 2e-38 } });
     let refused = post_json(daemon.http, "/api/chat", &body).await;
     assert_eq!(refused.status, 400, "{}", refused.text());
-    assert!(
-        refused
-            .text()
-            .contains("repeat_penalty: `2e-38` is not between 0.01 and 10"),
-        "{}",
-        refused.text()
-    );
+    assert!(refused.text().contains("repeat_penalty: `2e-38` is not between 0.01 and 10"), "{}", refused.text());
     let least = json!({ "messages": messages, "temperature": 1.0, "top_p": 1e-30, "max_tokens": 3 });
     let answer = daemon.chat(least).await;
     assert_eq!(answer.status, 200, "{}", answer.text());

@@ -41,34 +41,20 @@ fn house_with(answer_timeout: &str) -> House {
             fixture("wyoming_worker.py").display()
         )
     };
-    House::new(&format!(
-        "{}{DOOR}workers:\n{}{}",
-        budget(128),
-        entry("ears", "asr"),
-        entry("mouth", "tts")
-    ))
+    House::new(&format!("{}{DOOR}workers:\n{}{}", budget(128), entry("ears", "asr"), entry("mouth", "tts")))
 }
 
 fn speaks(text: &str, voice: Option<Voice>) -> Event {
-    Event::Synthesize(Synthesize {
-        text: text.to_owned(),
-        voice,
-    })
+    Event::Synthesize(Synthesize { text: text.to_owned(), voice })
 }
 
 fn speaker(name: Option<&str>, speaker: &str) -> Option<Voice> {
-    Some(Voice {
-        name: name.map(str::to_owned),
-        speaker: Some(speaker.to_owned()),
-        language: None,
-    })
+    Some(Voice { name: name.map(str::to_owned), speaker: Some(speaker.to_owned()), language: None })
 }
 
 /// A tenth of a second, as a WAV file.
 fn silence() -> Vec<u8> {
-    cotenant::speech::audio::MonoAudio::new(16_000, vec![0; 1600])
-        .to_wav()
-        .unwrap()
+    cotenant::speech::audio::MonoAudio::new(16_000, vec![0; 1600]).to_wav().unwrap()
 }
 
 /// Waits until the door says of its workers what they have said to it.
@@ -87,12 +73,7 @@ async fn told(client: &mut Client, wanted: impl Fn(&serde_json::Map<String, serd
 async fn hears(daemon: &Daemon<'_>) {
     let silence = silence();
     let heard = daemon.hear(&silence).await;
-    assert_eq!(
-        (heard.status, &heard.json()["text"]),
-        (200, &"turn on".into()),
-        "{}",
-        heard.text()
-    );
+    assert_eq!((heard.status, &heard.json()["text"]), (200, &"turn on".into()), "{}", heard.text());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -116,11 +97,7 @@ async fn a_worker_that_hangs_in_the_middle_of_its_audio_is_told_ended_and_starte
     assert!(!answer.complete || answer.status == 503, "{}", answer.status);
     assert_eq!(daemon.speak("hello").await.status, 200);
     let status = daemon.status().await;
-    assert_eq!(
-        worker(&status, "mouth").pid,
-        worker(&before, "mouth").pid,
-        "it answers others"
-    );
+    assert_eq!(worker(&status, "mouth").pid, worker(&before, "mouth").pid, "it answers others");
 
     // All of it stands still: it is ended, and the certificate says why.
     let mut client = Client::connect(&house).await;
@@ -172,11 +149,7 @@ async fn a_worker_over_http_that_answers_no_request_in_a_row_is_ended_as_hung() 
     }
     assert_eq!(worker(&daemon.status().await, "mouth").starts, 1);
     assert_eq!(daemon.speak("hang").await.status, 503);
-    daemon
-        .until("another one is ready", |status| {
-            workers_ready(status) && worker(status, "mouth").starts == 2
-        })
-        .await;
+    daemon.until("another one is ready", |status| workers_ready(status) && worker(status, "mouth").starts == 2).await;
     let words = house.tell(&["postmortem", "mouth"]);
     assert!(words.contains("none of the last 3 requests was answered"), "{words}");
     assert_eq!(daemon.speak("hello").await.status, 200);
@@ -196,10 +169,7 @@ async fn what_a_worker_sends_wrong_is_told_to_that_client_alone() {
         client.say(speaks(text, None)).await;
         let (code, said) = client.refusal().await;
         assert_eq!(code, "worker-lost");
-        assert!(
-            said.starts_with("worker `mouth` failed: ") && said.contains(problem),
-            "{said}"
-        );
+        assert!(said.starts_with("worker `mouth` failed: ") && said.contains(problem), "{said}");
         let mut next = Client::connect(&house).await;
         next.say(speaks("hello", None)).await;
         next.until("audio-stop").await;
@@ -207,11 +177,7 @@ async fn what_a_worker_sends_wrong_is_told_to_that_client_alone() {
     }
     // And a client that sends half a frame, and goes.
     let mut client = Client::connect(&house).await;
-    client
-        .writer
-        .write_all(b"{\"type\":\"audio-chunk\",\"payload_length\":640}\n\0\0")
-        .await
-        .unwrap();
+    client.writer.write_all(b"{\"type\":\"audio-chunk\",\"payload_length\":640}\n\0\0").await.unwrap();
     drop(client);
     hears(&daemon).await;
     let after = daemon.status().await;
@@ -230,35 +196,16 @@ async fn a_transcript_that_comes_in_pieces_is_passed_on_in_pieces() {
     let daemon = house.start().await;
     daemon.until("ready", workers_ready).await;
     let mut client = Client::connect(&house).await;
-    told(&mut client, |info| {
-        info["asr"][0]["supports_transcript_streaming"] == true
-    })
-    .await;
+    told(&mut client, |info| info["asr"][0]["supports_transcript_streaming"] == true).await;
     let format = AudioFormat::mono_16_bit(16_000);
     for _ in 0..2 {
-        client
-            .say(Event::AudioStart(AudioStart {
-                format,
-                timestamp: None,
-            }))
-            .await;
-        client
-            .say(Event::AudioChunk(AudioChunk {
-                format,
-                timestamp: None,
-                audio: vec![0; 3200],
-            }))
-            .await;
+        client.say(Event::AudioStart(AudioStart { format, timestamp: None })).await;
+        client.say(Event::AudioChunk(AudioChunk { format, timestamp: None, audio: vec![0; 3200] })).await;
         client.say(Event::AudioStop(AudioStop::default())).await;
         let frames = client.until("transcript-stop").await;
         let told: Vec<_> = frames
             .iter()
-            .map(|frame| {
-                (
-                    frame.kind.as_str(),
-                    frame.data.get("text").and_then(|text| text.as_str()),
-                )
-            })
+            .map(|frame| (frame.kind.as_str(), frame.data.get("text").and_then(|text| text.as_str())))
             .collect();
         assert_eq!(
             told,
@@ -273,11 +220,7 @@ async fn a_transcript_that_comes_in_pieces_is_passed_on_in_pieces() {
     }
     // Over HTTP the same pieces are deltas.
     let silence = silence();
-    let fields = [
-        ("model", None, &b"whisper-1"[..]),
-        ("stream", None, b"true"),
-        ("file", Some("a.wav"), &silence),
-    ];
+    let fields = [("model", None, &b"whisper-1"[..]), ("stream", None, b"true"), ("file", Some("a.wav"), &silence)];
     let answer = crate::http::client::post_form(daemon.http, "/v1/audio/transcriptions", &fields).await;
     let payloads: Vec<serde_json::Value> = answer
         .text()
@@ -285,10 +228,8 @@ async fn a_transcript_that_comes_in_pieces_is_passed_on_in_pieces() {
         .filter_map(|line| line.strip_prefix("data: "))
         .filter_map(|line| serde_json::from_str(line).ok())
         .collect();
-    let told: Vec<_> = payloads
-        .iter()
-        .map(|payload| payload["delta"].as_str().or_else(|| payload["text"].as_str()))
-        .collect();
+    let told: Vec<_> =
+        payloads.iter().map(|payload| payload["delta"].as_str().or_else(|| payload["text"].as_str())).collect();
     assert_eq!(told, [Some("turn"), Some(" on"), Some("turn on")], "{}", answer.text());
     daemon.end().await;
 }
@@ -302,10 +243,7 @@ async fn a_voice_of_several_people_speaks_as_the_one_who_is_asked_for() {
     let daemon = house.start().await;
     daemon.until("ready", workers_ready).await;
     let mut client = Client::connect(&house).await;
-    told(&mut client, |info| {
-        info["tts"][0]["voices"][0]["speakers"][1]["name"] == "bass"
-    })
-    .await;
+    told(&mut client, |info| info["tts"][0]["voices"][0]["speakers"][1]["name"] == "bass").await;
     for (voice, sample) in [
         (None, 0),
         (speaker(Some("choir"), "alto"), 1),
@@ -319,10 +257,7 @@ async fn a_voice_of_several_people_speaks_as_the_one_who_is_asked_for() {
         assert_eq!(frames[1].payload[..2], [sample, 0]);
     }
     for (voice, problem) in [
-        (
-            speaker(Some("choir"), "tenor"),
-            "the voice `choir` knows 2 people: `alto`, `bass`",
-        ),
+        (speaker(Some("choir"), "tenor"), "the voice `choir` knows 2 people: `alto`, `bass`"),
         (speaker(Some("solo"), "alto"), "the voice `solo` is of one person"),
         (speaker(None, "tenor"), "no voice here knows it"),
         (speaker(Some("alloy"), "tenor"), "no voice here knows it"),
@@ -352,10 +287,7 @@ async fn speech_that_cannot_come_within_the_clients_read_timeout_is_refused_at_o
         post(daemon.http, "/v1/audio/speech", &headers, body.to_string().as_bytes()).await
     };
     let refused = |answer: &Answer| {
-        assert_eq!(
-            (answer.status, answer.error_code().as_str()),
-            (503, "deadline_unreachable")
-        );
+        assert_eq!((answer.status, answer.error_code().as_str()), (503, "deadline_unreachable"));
         assert_eq!(answer.header("x-should-retry"), "true");
     };
     let short = "Slowly spoken.";
@@ -363,12 +295,7 @@ async fn speech_that_cannot_come_within_the_clients_read_timeout_is_refused_at_o
 
     let long = [short; 8].join(" ");
     refused(&say(&long, "wav", Some("1")).await);
-    for (format, patience) in [
-        ("pcm", Some("1")),
-        ("flac", Some("1")),
-        ("wav", Some("60")),
-        ("wav", None),
-    ] {
+    for (format, patience) in [("pcm", Some("1")), ("flac", Some("1")), ("wav", Some("60")), ("wav", None)] {
         let answer = say(&long, format, patience).await;
         assert!(answer.status == 200 && answer.complete, "{format}: {}", answer.status);
     }

@@ -35,15 +35,8 @@ fn python(venv: &OsStr) -> Command {
 
 async fn run(interpreter: Command, script: &str, arguments: &[String]) -> Output {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/clients").join(script);
-    let run = tokio::process::Command::from(interpreter)
-        .arg(script)
-        .args(arguments)
-        .kill_on_drop(true)
-        .output();
-    let output = tokio::time::timeout(CLIENT_PATIENCE, run)
-        .await
-        .expect("the client hangs")
-        .unwrap();
+    let run = tokio::process::Command::from(interpreter).arg(script).args(arguments).kill_on_drop(true).output();
+    let output = tokio::time::timeout(CLIENT_PATIENCE, run).await.expect("the client hangs").unwrap();
     println!("{}", said(&output));
     output
 }
@@ -151,9 +144,7 @@ async fn what_cannot_begin_while_the_client_waits_is_refused_at_once() {
         return;
     };
     assert!(output.status.success(), "{}\n{}", said(&output), house.log());
-    let refused = daemon
-        .metric("cotenant_request_seconds_count{route=\"/v1/chat/completions\",code=\"503\"}")
-        .await;
+    let refused = daemon.metric("cotenant_request_seconds_count{route=\"/v1/chat/completions\",code=\"503\"}").await;
     assert_eq!(refused, Some(2.0));
     daemon.end().await;
 }
@@ -162,12 +153,7 @@ async fn what_cannot_begin_while_the_client_waits_is_refused_at_once() {
 const FRAMEWORKS: [(&str, &[&str]); 3] = [
     (
         "COTENANT_FRAMEWORKS_VENV",
-        &[
-            "litellm_client.py",
-            "langchain_client.py",
-            "livekit_client.py",
-            "pipecat_client.py",
-        ],
+        &["litellm_client.py", "langchain_client.py", "livekit_client.py", "pipecat_client.py"],
     ),
     ("COTENANT_INSTRUCTOR_VENV", &["instructor_client.py"]),
     ("COTENANT_NODE_CLIENTS", &["node_client.mjs"]),
@@ -175,10 +161,7 @@ const FRAMEWORKS: [(&str, &[&str]); 3] = [
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn frameworks_work_unmodified_also_while_memory_is_shed() {
-    if FRAMEWORKS
-        .iter()
-        .any(|(variable, _)| std::env::var_os(variable).is_none())
-    {
+    if FRAMEWORKS.iter().any(|(variable, _)| std::env::var_os(variable).is_none()) {
         println!("left out: COTENANT_FRAMEWORKS_VENV is not set; `tests/run clients` prepares it and the others");
         return;
     }
@@ -193,18 +176,9 @@ async fn frameworks_work_unmodified_also_while_memory_is_shed() {
         for (variable, scripts) in FRAMEWORKS {
             let folder = std::env::var_os(variable).unwrap();
             for script in scripts {
-                let interpreter = if script.ends_with(".mjs") {
-                    Command::new("node")
-                } else {
-                    python(&folder)
-                };
+                let interpreter = if script.ends_with(".mjs") { Command::new("node") } else { python(&folder) };
                 let output = run(interpreter, script, &arguments).await;
-                assert!(
-                    output.status.success(),
-                    "{script}: {}\n{}",
-                    said(&output),
-                    house.events()
-                );
+                assert!(output.status.success(), "{script}: {}\n{}", said(&output), house.events());
             }
         }
     };
@@ -246,9 +220,6 @@ async fn the_page_is_readable_in_a_browser_and_follows_the_next_daemon() {
     house.configure_with_http(&sections, &address);
     let daemon = house.start().await;
     let seen = tokio::time::timeout(CLIENT_PATIENCE, browser.wait()).await;
-    assert!(
-        seen.expect("the browser hangs").unwrap().success(),
-        "its output is above"
-    );
+    assert!(seen.expect("the browser hangs").unwrap().success(), "its output is above");
     daemon.end().await;
 }

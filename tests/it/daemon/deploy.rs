@@ -35,22 +35,15 @@ fn the_unit_file_is_understood_by_systemd() {
         .unwrap();
     let shown = String::from_utf8_lossy(&exposure.stdout);
     // systemd before 250 cannot rate a file.
-    assert!(
-        exposure.status.success() || !shown.contains("Overall exposure"),
-        "{shown}"
-    );
+    assert!(exposure.status.success() || !shown.contains("Overall exposure"), "{shown}");
 }
 
 #[test]
 fn the_unit_file_gives_what_workers_need_and_no_more() {
     let unit = std::fs::read_to_string(repository("deploy/cotenant.service")).unwrap();
     let of = |key: &str| -> Vec<Vec<String>> {
-        let lines = unit
-            .lines()
-            .filter_map(|line| line.strip_prefix(key)?.strip_prefix('='));
-        lines
-            .map(|line| line.split_whitespace().map(str::to_owned).collect())
-            .collect()
+        let lines = unit.lines().filter_map(|line| line.strip_prefix(key)?.strip_prefix('='));
+        lines.map(|line| line.split_whitespace().map(str::to_owned).collect()).collect()
     };
     // Groups of workers with limits of memory, processes and processor time.
     assert_eq!(of("Delegate"), [["memory", "pids", "cpu"]]);
@@ -87,11 +80,7 @@ fn configurations_in_documents_are_accepted() {
         "docs/clients/ollama.md",
     ] {
         let text = std::fs::read_to_string(repository(document)).unwrap();
-        for example in text
-            .split("```yaml\n")
-            .skip(1)
-            .filter_map(|rest| rest.split("```").next())
-        {
+        for example in text.split("```yaml\n").skip(1).filter_map(|rest| rest.split("```").next()) {
             examples += 1;
             std::fs::write(&file, example).unwrap();
             if let Err(error) = cotenant::config::load(&file) {
@@ -115,10 +104,8 @@ fn the_package_has_everything_that_a_service_needs_and_scripts_that_a_shell_unde
         String::from_utf8_lossy(&output.stdout).into_owned()
     };
     let out = folder.path().to_str().unwrap();
-    let packed = run(
-        repository("deploy/package").to_str().unwrap(),
-        &["--program", super::house::PROGRAM, "--out", out],
-    );
+    let packed =
+        run(repository("deploy/package").to_str().unwrap(), &["--program", super::house::PROGRAM, "--out", out]);
     let deb = packed.lines().find(|line| line.ends_with(".deb")).unwrap();
     let listed = run("dpkg-deb", &["-c", deb]);
     for file in [
@@ -135,10 +122,7 @@ fn the_package_has_everything_that_a_service_needs_and_scripts_that_a_shell_unde
         "/usr/share/doc/cotenant/copyright",
         "/etc/cotenant/cotenant.yaml",
     ] {
-        assert!(
-            listed.lines().any(|line| line.ends_with(&format!(".{file}"))),
-            "{file}: {listed}"
-        );
+        assert!(listed.lines().any(|line| line.ends_with(&format!(".{file}"))), "{file}: {listed}");
     }
     assert!(listed.lines().all(|line| line.contains(" root/root ")), "{listed}");
     let control = folder.path().join("control");
@@ -147,10 +131,7 @@ fn the_package_has_everything_that_a_service_needs_and_scripts_that_a_shell_unde
         run("sh", &["-n", control.join(script).to_str().unwrap()]);
     }
     let prerm = std::fs::read_to_string(control.join("prerm")).unwrap();
-    assert!(
-        prerm.contains("[ \"$1\" = remove ] || exit 0"),
-        "an upgrade leaves daemon and workers running"
-    );
+    assert!(prerm.contains("[ \"$1\" = remove ] || exit 0"), "an upgrade leaves daemon and workers running");
     let conffiles = std::fs::read_to_string(control.join("conffiles")).unwrap();
     assert_eq!(conffiles, "/etc/cotenant/cotenant.yaml\n");
 
@@ -163,11 +144,7 @@ fn the_package_has_everything_that_a_service_needs_and_scripts_that_a_shell_unde
     assert!(config.contains("path: /usr/share/cotenant/demo.gguf"));
     let house = House::new("");
     let here = folder.path().join("here.yaml");
-    std::fs::write(
-        &here,
-        config.replace("/usr/share/cotenant/demo.gguf", demo.to_str().unwrap()),
-    )
-    .unwrap();
+    std::fs::write(&here, config.replace("/usr/share/cotenant/demo.gguf", demo.to_str().unwrap())).unwrap();
     let check = house.run(&["check", here.to_str().unwrap()]);
     assert!(check.status.success(), "{}", said(&check));
 }

@@ -31,10 +31,7 @@ pub(super) struct Client {
 impl Client {
     pub(super) async fn connect(house: &House) -> Self {
         let (reader, writer) = UnixStream::connect(door(house)).await.unwrap().into_split();
-        Self {
-            reader: FrameReader::new(reader, FrameLimits::default()),
-            writer,
-        }
+        Self { reader: FrameReader::new(reader, FrameLimits::default()), writer }
     }
 
     pub(super) async fn say(&mut self, event: Event) {

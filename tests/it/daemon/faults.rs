@@ -67,9 +67,7 @@ async fn a_worker_that_never_gets_ready_is_given_up_and_the_others_serve() {
     let daemon = house.start().await;
     let status = daemon
         .until("both have been given up", |status| {
-            ["mute", "gone"]
-                .iter()
-                .all(|name| worker(status, name).state() == WorkerState::Degraded)
+            ["mute", "gone"].iter().all(|name| worker(status, name).state() == WorkerState::Degraded)
                 && worker(status, "ballast").state() == WorkerState::Ready
                 && whole(status)
         })
@@ -82,20 +80,14 @@ async fn a_worker_that_never_gets_ready_is_given_up_and_the_others_serve() {
         mute.last_exit
     );
     let gone = worker(&status, "gone");
-    assert!(
-        gone.last_exit.contains("cannot execute `/nowhere/program`"),
-        "{}",
-        gone.last_exit
-    );
+    assert!(gone.last_exit.contains("cannot execute `/nowhere/program`"), "{}", gone.last_exit);
 
     assert!(!content(&daemon.ask("hello").await).is_empty());
     let refused = daemon.hear(b"RIFF").await;
     assert!([400, 503].contains(&refused.status), "{}", refused.text());
     // An operator may try again.
     house.tell(&["start", "mute"]);
-    daemon
-        .until("it was tried again", |status| worker(status, "mute").starts > 2)
-        .await;
+    daemon.until("it was tried again", |status| worker(status, "mute").starts > 2).await;
     daemon.end().await;
 }
 
@@ -122,14 +114,7 @@ async fn a_request_beyond_the_budget_is_denied_with_the_figures() {
         "{denied}"
     );
     assert_ne!(denied.code(), Code::Internal);
-    let granted = daemon
-        .leases()
-        .create_lease(ask(16))
-        .await
-        .unwrap()
-        .into_inner()
-        .lease
-        .unwrap();
+    let granted = daemon.leases().create_lease(ask(16)).await.unwrap().into_inner().lease.unwrap();
     assert_eq!(granted.held_bytes, 16 * MIB);
     assert!(house.tell(&["leases"]).contains("camera"));
     house.tell(&["leases", "release", &granted.name]);
@@ -157,12 +142,7 @@ async fn a_prompt_too_long_for_now_is_not_one_too_long_for_ever() {
 
     // Beyond what it holds at the moment. The lease leaves it no more than its floor.
     let status = daemon.status().await;
-    let floor = status
-        .leases
-        .iter()
-        .find(|lease| lease.tenant == "llm")
-        .unwrap()
-        .min_bytes;
+    let floor = status.leases.iter().find(|lease| lease.tenant == "llm").unwrap().min_bytes;
     let long = "turn on the kitchen light ".repeat(40);
     let lease = daemon
         .leases()
@@ -209,9 +189,7 @@ async fn a_client_that_goes_away_ends_its_generation() {
     let head = [("content-type", "application/json")];
     for _ in 0..3 {
         let mut connection = Connection::open(daemon.http).await;
-        connection
-            .send(&request("POST", "/v1/chat/completions", &head, body.as_bytes()))
-            .await;
+        connection.send(&request("POST", "/v1/chat/completions", &head, body.as_bytes())).await;
         connection.wait_for("\"content\":").await;
         drop(connection);
     }
@@ -238,10 +216,7 @@ async fn what_belongs_to_another_is_not_taken_away() {
     other.configure_with_http(&budget(64), &address);
     let (status, text) = other.refuses_to_start();
     assert_eq!(status.code(), Some(1), "{text}");
-    assert!(
-        text.contains(&format!("cannot open http {address}")) && text.contains("hint: "),
-        "{text}"
-    );
+    assert!(text.contains(&format!("cannot open http {address}")) && text.contains("hint: "), "{text}");
     assert!(!other.socket().exists(), "a start that failed leaves no socket");
     drop(taken);
     other.start().await.end().await;

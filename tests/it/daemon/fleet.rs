@@ -13,11 +13,7 @@ use super::house::{House, PROGRAM, budget, said};
 struct Ca(PathBuf);
 
 fn openssl(folder: &Path, arguments: &str) {
-    let made = Command::new("openssl")
-        .args(arguments.split_whitespace())
-        .current_dir(folder)
-        .output()
-        .unwrap();
+    let made = Command::new("openssl").args(arguments.split_whitespace()).current_dir(folder).output().unwrap();
     assert!(made.status.success(), "{arguments}: {}", said(&made));
 }
 
@@ -74,12 +70,7 @@ async fn only_certificates_of_the_fleet_are_served_over_tcp() {
     }
     let house = House::new("");
     let (fleet, other) = (Ca::new(house.path("fleet")), Ca::new(house.path("other")));
-    for (ca, name, days) in [
-        (&fleet, "box", 2),
-        (&fleet, "desk", 2),
-        (&fleet, "old", -1),
-        (&other, "stranger", 2),
-    ] {
+    for (ca, name, days) in [(&fleet, "box", 2), (&fleet, "desk", 2), (&fleet, "old", -1), (&other, "stranger", 2)] {
         ca.issue(name, days);
     }
     let folder = fleet.0.display();
@@ -91,10 +82,7 @@ async fn only_certificates_of_the_fleet_are_served_over_tcp() {
     // Files that do not fit, and a key for everybody, are errors of the start.
     house.configure_grpc(&budget(64), &tcp("desk.key"));
     let (status, text) = house.refuses_to_start();
-    assert!(
-        status.code() == Some(1) && text.contains("must belong together"),
-        "{text}"
-    );
+    assert!(status.code() == Some(1) && text.contains("must belong together"), "{text}");
     fs::set_permissions(fleet.file("box.key"), fs::Permissions::from_mode(0o644)).unwrap();
     house.configure_grpc(&budget(64), &tcp("box.key"));
     let (status, text) = house.refuses_to_start();
@@ -104,36 +92,22 @@ async fn only_certificates_of_the_fleet_are_served_over_tcp() {
     let daemon = house.start().await;
     let log = house.log();
     let at = log.rfind("https://127.0.0.1:").unwrap();
-    let url: String = log[at..]
-        .chars()
-        .take_while(|c| c.is_ascii_alphanumeric() || ":/.".contains(*c))
-        .collect();
+    let url: String = log[at..].chars().take_while(|c| c.is_ascii_alphanumeric() || ":/.".contains(*c)).collect();
     let url = url.as_str();
     let shown = cotenant(url, &["status"], Some((&fleet, "desk", &fleet)));
-    assert!(
-        shown.status.success() && said(&shown).contains("budget"),
-        "{}",
-        said(&shown)
-    );
+    assert!(shown.status.success() && said(&shown).contains("budget"), "{}", said(&shown));
     let health = cotenant(url, &["health"], Some((&fleet, "desk", &fleet)));
     assert_eq!(health.status.code(), Some(0), "{}", said(&health));
 
     // The role is that of the setting, and leases are for processes of this machine.
     let regrow = cotenant(url, &["regrow"], Some((&fleet, "desk", &fleet)));
-    assert!(
-        regrow.status.code() == Some(4) && said(&regrow).contains("not open to this client"),
-        "{}",
-        said(&regrow)
-    );
+    assert!(regrow.status.code() == Some(4) && said(&regrow).contains("not open to this client"), "{}", said(&regrow));
     let leases = cotenant(url, &["leases"], Some((&fleet, "desk", &fleet)));
     assert!(!leases.status.success(), "{}", said(&leases));
 
     for (identity, words) in [
         (None, "needs a certificate, its key and the CA"),
-        (
-            Some((&fleet, "old", &fleet)),
-            "refuses this client's certificate: it has expired",
-        ),
+        (Some((&fleet, "old", &fleet)), "refuses this client's certificate: it has expired"),
         (
             Some((&other, "stranger", &fleet)),
             "refuses this client's certificate: its CA is not that of `grpc.tcp.client_ca`",

@@ -24,11 +24,7 @@ impl Frozen {
             let mut status = 0;
             // SAFETY: these requests read and write no memory of either process.
             unsafe {
-                assert_eq!(
-                    libc::ptrace(libc::PTRACE_SEIZE, tid, none, none),
-                    0,
-                    "may it be traced?"
-                );
+                assert_eq!(libc::ptrace(libc::PTRACE_SEIZE, tid, none, none), 0, "may it be traced?");
                 assert_eq!(libc::ptrace(libc::PTRACE_INTERRUPT, tid, none, none), 0);
                 assert_eq!(libc::waitpid(tid, &raw mut status, libc::__WALL), tid);
             }

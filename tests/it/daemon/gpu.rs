@@ -27,9 +27,7 @@ const TOKENS_MAX: u32 = 88;
 
 async fn ask(daemon: &Daemon<'_>, question: &str) -> Answer {
     let messages = json!([{"role": "user", "content": question}]);
-    daemon
-        .chat(json!({ "messages": messages, "max_tokens": TOKENS_MAX }))
-        .await
+    daemon.chat(json!({ "messages": messages, "max_tokens": TOKENS_MAX })).await
 }
 
 /// Builds the imitated driver where that was not done before; the folder that it lies in.
@@ -54,9 +52,7 @@ fn with_driver(house: &mut House, settings: &[(&str, &str)]) -> PathBuf {
         ("LD_LIBRARY_PATH".to_owned(), driver().display().to_string()),
         ("FAKE_CUDA_LOG".to_owned(), log.display().to_string()),
     ];
-    let settings = settings
-        .iter()
-        .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
+    let settings = settings.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
     house.environment.extend(settings);
     log
 }
@@ -132,10 +128,7 @@ async fn answers_as_on_the_cpu(settings: &[(&str, &str)]) {
     }
     daemon.end().await;
     let exit = clean_exit(&log);
-    println!(
-        "{settings:?}: {tokens} tokens, {sheds} sheds, {} kernels",
-        exit["executed"]
-    );
+    println!("{settings:?}: {tokens} tokens, {sheds} sheds, {} kernels", exit["executed"]);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -185,19 +178,11 @@ async fn broken_in_an_answer(house: &House) -> (String, String) {
 async fn a_gpu_that_breaks_costs_an_answer_and_is_used_again() {
     let mut house = House::new(&sections("cuda"));
     house.prefer_release();
-    let settings = [
-        ("FAKE_CUDA_DEVICE", "hopper"),
-        ("FAKE_CUDA_FAULTS", "kernel@14000=719!"),
-    ];
+    let settings = [("FAKE_CUDA_DEVICE", "hopper"), ("FAKE_CUDA_FAULTS", "kernel@14000=719!")];
     let log = with_driver(&mut house, &settings);
     let (before, after) = broken_in_an_answer(&house).await;
     assert_eq!(before, after);
-    assert_eq!(
-        house.log().matches("cuda (Imitated hopper").count(),
-        2,
-        "{}",
-        house.log()
-    );
+    assert_eq!(house.log().matches("cuda (Imitated hopper").count(), 2, "{}", house.log());
     assert!(fs::read_to_string(&log).unwrap().contains("\"code\":719"));
 }
 
@@ -205,10 +190,7 @@ async fn a_gpu_that_breaks_costs_an_answer_and_is_used_again() {
 async fn the_cpu_answers_when_the_gpu_is_lost() {
     let mut house = House::new(&sections("auto"));
     house.prefer_release();
-    let settings = [
-        ("FAKE_CUDA_DEVICE", "hopper"),
-        ("FAKE_CUDA_FAULTS", "kernel@14000=719!!"),
-    ];
+    let settings = [("FAKE_CUDA_DEVICE", "hopper"), ("FAKE_CUDA_FAULTS", "kernel@14000=719!!")];
     with_driver(&mut house, &settings);
     let (before, after) = broken_in_an_answer(&house).await;
     assert_eq!(before, after);
@@ -235,10 +217,7 @@ async fn a_gpu_that_did_not_compute_is_tried_again_for_an_operator_and_its_conte
         })
         .await;
     let failure = status.engine.unwrap().failure;
-    assert!(
-        failure.contains("cuModuleLoadData: CUDA_ERROR_OUT_OF_MEMORY"),
-        "{failure}"
-    );
+    assert!(failure.contains("cuModuleLoadData: CUDA_ERROR_OUT_OF_MEMORY"), "{failure}");
     tokio::task::block_in_place(|| house.tell(&["load"]));
     daemon.whole().await;
     assert!(!content(&ask(&daemon, QUESTIONS[1]).await).is_empty());

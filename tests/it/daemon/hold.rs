@@ -32,9 +32,7 @@ async fn a_program_under_a_lease_sheds_when_told_and_ends_when_the_supervisor_st
     }
     let daemon = house.start().await;
     let mut holder = Command::new(PROGRAM)
-        .args([
-            "hold", "vision", "--min", "60MiB", "--max", "140MiB", "--class", "batch", "--term", "2s",
-        ])
+        .args(["hold", "vision", "--min", "60MiB", "--max", "140MiB", "--class", "batch", "--term", "2s"])
         .arg("--endpoint")
         .arg(format!("unix://{}", house.socket().display()))
         .arg("--")
@@ -93,52 +91,26 @@ async fn a_program_under_a_lease_sheds_when_told_and_ends_when_the_supervisor_st
 async fn a_lease_ends_with_its_program_which_tells_the_code_and_a_refusal_starts_nothing() {
     let house = House::new(&budget(64));
     let daemon = house.start().await;
-    let output = house.run(&[
-        "hold",
-        "short",
-        "--min",
-        "8MiB",
-        "--",
-        "sh",
-        "-c",
-        "echo $COTENANT_LEASE_BYTES; exit 7",
-    ]);
+    let output = house.run(&["hold", "short", "--min", "8MiB", "--", "sh", "-c", "echo $COTENANT_LEASE_BYTES; exit 7"]);
     assert_eq!(output.status.code(), Some(7), "{}", said(&output));
     assert_eq!(String::from_utf8_lossy(&output.stdout), format!("{}\n", 8 * MIB));
-    daemon
-        .until("its lease is gone", |status| status.leases.is_empty())
-        .await;
+    daemon.until("its lease is gone", |status| status.leases.is_empty()).await;
     let output = house.run(&["hold", "huge", "--min", "900GiB", "--", "echo", "started"]);
     assert_eq!(output.status.code(), Some(4), "{}", said(&output));
     assert_eq!(String::from_utf8_lossy(&output.stdout), "");
     assert!(said(&output).contains("64 MiB"), "{}", said(&output));
     let output = house.run(&["hold", "lost", "--min", "8MiB", "--", "/no/such/program"]);
     assert_eq!(output.status.code(), Some(127), "{}", said(&output));
-    daemon
-        .until("its lease is gone", |status| status.leases.is_empty())
-        .await;
+    daemon.until("its lease is gone", |status| status.leases.is_empty()).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_lease_lasts_as_long_as_anything_that_its_program_has_started() {
     let house = House::new(&budget(128));
     let daemon = house.start().await;
-    let output = house.run(&[
-        "hold",
-        "short",
-        "--min",
-        "8MiB",
-        "--",
-        "sh",
-        "-c",
-        "(setsid sleep 0.5 &); exit 7",
-    ]);
+    let output = house.run(&["hold", "short", "--min", "8MiB", "--", "sh", "-c", "(setsid sleep 0.5 &); exit 7"]);
     assert_eq!(output.status.code(), Some(7), "{}", said(&output));
-    assert!(
-        said(&output).contains("the lease goes on with 1 of its processes"),
-        "{}",
-        said(&output)
-    );
+    assert!(said(&output).contains("the lease goes on with 1 of its processes"), "{}", said(&output));
 
     let hidden = format!("(env -i setsid {PROGRAM} worker ballast 24MiB >/dev/null 2>&1 </dev/null &); exit 7");
     let mut holder = Command::new(PROGRAM)
@@ -163,9 +135,7 @@ async fn a_lease_lasts_as_long_as_anything_that_its_program_has_started() {
     kill(Pid::from_raw(i32::try_from(pid).unwrap()), Signal::SIGTERM).unwrap();
     assert_eq!(holder.wait().await.unwrap().code(), Some(143));
     assert!(!runs(hidden[0]), "it ends with the lease");
-    daemon
-        .until("the lease is gone", |status| status.leases.is_empty())
-        .await;
+    daemon.until("the lease is gone", |status| status.leases.is_empty()).await;
 }
 
 /// A second instance of a program that waits for the memory of the first, or of anything else, is not the first one's to
@@ -176,9 +146,7 @@ async fn who_waits_by_a_name_is_not_measured_as_its_holder() {
     let daemon = house.start().await;
     // It comes down to any target at once: it uses next to nothing.
     let mut holder = Command::new(PROGRAM)
-        .args([
-            "hold", "vision", "--min", "30MiB", "--max", "110MiB", "--class", "batch",
-        ])
+        .args(["hold", "vision", "--min", "30MiB", "--max", "110MiB", "--class", "batch"])
         .arg("--endpoint")
         .arg(format!("unix://{}", house.socket().display()))
         .stdin(Stdio::null())
@@ -189,14 +157,7 @@ async fn who_waits_by_a_name_is_not_measured_as_its_holder() {
         .unwrap();
     let mut lines = BufReader::new(holder.stdout.take().unwrap()).lines();
     let first = tokio::time::timeout(PATIENCE, lines.next_line()).await;
-    assert!(
-        first
-            .unwrap()
-            .unwrap()
-            .unwrap()
-            .starts_with("holds 110 MiB as `vision#"),
-        "granted"
-    );
+    assert!(first.unwrap().unwrap().unwrap().starts_with("holds 110 MiB as `vision#"), "granted");
     let filled = vec![1u8; 160 << 20];
     let asked = CreateLeaseRequest {
         request_id: "second".to_owned(),
@@ -208,9 +169,7 @@ async fn who_waits_by_a_name_is_not_measured_as_its_holder() {
     };
     let mut leases = daemon.leases();
     let waiting = tokio::spawn(async move { leases.create_lease(asked).await });
-    daemon
-        .until("the second one waits", |status| status.waiting_requests == 1)
-        .await;
+    daemon.until("the second one waits", |status| status.waiting_requests == 1).await;
     // What takes half of the first one's lease is granted as soon as that is down.
     house.tell(&[
         "hold",
@@ -229,10 +188,7 @@ async fn who_waits_by_a_name_is_not_measured_as_its_holder() {
     let status = daemon.status().await;
     let first: Vec<_> = status.leases.iter().filter(|lease| lease.held_bytes > 0).collect();
     assert_eq!(first.len(), 1, "it has its lease: {status:?}");
-    assert!(
-        first[0].held_bytes <= 68 * MIB && first[0].used_bytes() < 68 * MIB,
-        "{first:?}"
-    );
+    assert!(first[0].held_bytes <= 68 * MIB && first[0].used_bytes() < 68 * MIB, "{first:?}");
     assert!(house.events().contains("verified after"), "{}", house.events());
     assert_eq!(filled.iter().step_by(4096).count(), 160 << 8);
     waiting.abort();

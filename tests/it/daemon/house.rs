@@ -76,10 +76,7 @@ pub(super) fn demo_model(context: u32) -> String {
 
 /// `llm:` with any model.
 pub(super) fn model(path: &Path, context: u32) -> String {
-    format!(
-        "llm: {{path: {}, name: demo, threads: 1, context: {context}, kv_floor: 128}}\n",
-        path.display()
-    )
+    format!("llm: {{path: {}, name: demo, threads: 1, context: {context}, kv_floor: 128}}\n", path.display())
 }
 
 /// An entry of `workers:`: our recogniser with both of its sizes.
@@ -199,11 +196,7 @@ impl House {
 
     /// Starts a daemon without waiting for anything.
     pub(super) fn spawn(&self) -> Child {
-        let log = fs::OpenOptions::new()
-            .create(true)
-            .append(true)
-            .open(self.path("daemon.log"))
-            .unwrap();
+        let log = fs::OpenOptions::new().create(true).append(true).open(self.path("daemon.log")).unwrap();
         let mut command = match self.neighbour {
             None => Command::new(&self.program),
             Some(mib) => {
@@ -253,20 +246,11 @@ impl House {
                 break ready["http"].as_str().unwrap().parse().ok();
             }
             assert!(child.0.try_wait().unwrap().is_none(), "it ended: {}", self.log());
-            assert!(
-                Instant::now() < deadline,
-                "not ready within {PATIENCE:?}: {}",
-                self.log()
-            );
+            assert!(Instant::now() < deadline, "not ready within {PATIENCE:?}: {}", self.log());
             tokio::time::sleep(LOOK_AGAIN_AFTER).await;
         };
         let channel = Endpoint::Path(self.socket()).connect().await.unwrap();
-        Daemon {
-            house: self,
-            child,
-            channel,
-            http: http.unwrap_or_else(|| SocketAddr::from(([127, 0, 0, 1], 1))),
-        }
+        Daemon { house: self, child, channel, http: http.unwrap_or_else(|| SocketAddr::from(([127, 0, 0, 1], 1))) }
     }
 
     /// Runs the program as a client of the daemon in this house.
@@ -301,11 +285,7 @@ impl House {
     /// Replays all that was ever journalled here: every decision has to be the same again.
     pub(super) fn replay(&self) -> String {
         let output = self.run(&["replay", "journal.ndjson"]);
-        assert!(
-            output.status.success(),
-            "the journal does not replay: {}",
-            said(&output)
-        );
+        assert!(output.status.success(), "the journal does not replay: {}", said(&output));
         let text = String::from_utf8(output.stdout).unwrap();
         assert!(text.lines().all(|line| line.ends_with("the same decisions")), "{text}");
         text
@@ -343,9 +323,7 @@ impl Daemon<'_> {
 
     pub(super) async fn status(&self) -> GetStatusResponse {
         let answer = self.operator().get_status(GetStatusRequest {}).await;
-        answer
-            .unwrap_or_else(|status| panic!("{status}: {}", self.house.log()))
-            .into_inner()
+        answer.unwrap_or_else(|status| panic!("{status}: {}", self.house.log())).into_inner()
     }
 
     /// Waits for a state.
@@ -356,25 +334,19 @@ impl Daemon<'_> {
             if wanted(&status) {
                 return status;
             }
-            assert!(
-                Instant::now() < deadline,
-                "not within {PATIENCE:?}: {what}: {status:#?}\n{}",
-                self.house.log()
-            );
+            assert!(Instant::now() < deadline, "not within {PATIENCE:?}: {what}: {status:#?}\n{}", self.house.log());
             tokio::time::sleep(LOOK_AGAIN_AFTER).await;
         }
     }
 
     /// Waits until the engine has all it wants and every worker serves.
     pub(super) async fn whole(&self) -> GetStatusResponse {
-        self.until("whole", |status| whole(status) && workers_ready(status))
-            .await
+        self.until("whole", |status| whole(status) && workers_ready(status)).await
     }
 
     /// A greedy answer to one question.
     pub(super) async fn ask(&self, question: &str) -> Answer {
-        self.chat(json!({ "messages": [{"role": "user", "content": question}] }))
-            .await
+        self.chat(json!({ "messages": [{"role": "user", "content": question}] })).await
     }
 
     /// `/v1/chat/completions` with these fields; greedy, unless they say otherwise.
@@ -486,10 +458,7 @@ pub(super) fn chat_body(mut fields: Value) -> Value {
 /// The text of a chat answer in one piece.
 pub(super) fn content(answer: &Answer) -> String {
     assert_eq!(answer.status, 200, "{}", answer.text());
-    answer.json()["choices"][0]["message"]["content"]
-        .as_str()
-        .unwrap()
-        .to_owned()
+    answer.json()["choices"][0]["message"]["content"].as_str().unwrap().to_owned()
 }
 
 /// Whether the engine has all it wants.
@@ -537,10 +506,7 @@ pub(super) fn said(output: &Output) -> String {
 /// and the tests beside this one are such processes.
 pub(super) fn anonymous(pid: u32) -> u64 {
     let mut text = String::new();
-    fs::File::open(format!("/proc/{pid}/smaps_rollup"))
-        .unwrap()
-        .read_to_string(&mut text)
-        .unwrap();
+    fs::File::open(format!("/proc/{pid}/smaps_rollup")).unwrap().read_to_string(&mut text).unwrap();
     let line = text.lines().find_map(|line| line.strip_prefix("Anonymous:")).unwrap();
     line.trim().trim_end_matches("kB").trim().parse::<u64>().unwrap() * 1024
 }

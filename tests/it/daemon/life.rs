@@ -32,12 +32,7 @@ async fn a_daemon_without_a_model_manages_workers_and_leases() {
     let daemon = house.start().await;
     daemon.until("the worker is ready", workers_ready).await;
     let answer = daemon.ask("hello").await;
-    assert_eq!(
-        (answer.status, answer.error_code().as_str()),
-        (404, "model_not_found"),
-        "{}",
-        answer.text()
-    );
+    assert_eq!((answer.status, answer.error_code().as_str()), (404, "model_not_found"), "{}", answer.text());
     let generate = house.run(&["generate", "hello"]);
     assert_eq!(generate.status.code(), Some(4));
     let status = house.json(&["status"]);
@@ -48,16 +43,11 @@ async fn a_daemon_without_a_model_manages_workers_and_leases() {
 /// Processes that have `word` among their arguments.
 fn all_with(word: &str) -> Vec<u32> {
     let has = |pid: &u32| {
-        std::fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| {
-            line.split(|byte| *byte == 0)
-                .any(|argument| argument == word.as_bytes())
-        })
+        std::fs::read(format!("/proc/{pid}/cmdline"))
+            .is_ok_and(|line| line.split(|byte| *byte == 0).any(|argument| argument == word.as_bytes()))
     };
     let entries = std::fs::read_dir("/proc").unwrap().flatten();
-    entries
-        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
-        .filter(has)
-        .collect()
+    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).filter(has).collect()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -102,11 +92,7 @@ async fn a_signal_ends_it_in_the_middle_of_an_answer() {
     let pid = daemon.pid();
     let (answer, ()) = tokio::join!(daemon.ask("tell me a story"), async {
         let deadline = Instant::now() + PATIENCE;
-        while daemon
-            .metric("cotenant_kv_used_bytes")
-            .await
-            .is_none_or(|bytes| bytes == 0.0)
-        {
+        while daemon.metric("cotenant_kv_used_bytes").await.is_none_or(|bytes| bytes == 0.0) {
             assert!(Instant::now() < deadline, "it does not generate");
         }
         daemon.signal(Signal::SIGTERM);
@@ -134,11 +120,7 @@ async fn a_worker_that_a_stranger_kills_comes_back_and_the_events_say_why() {
         .await;
     let asr = worker(&status, "asr");
     assert_eq!((asr.starts, asr.failures), (2, 1));
-    assert!(
-        asr.last_exit.contains("was killed by SIGKILL, sender unknown"),
-        "{}",
-        asr.last_exit
-    );
+    assert!(asr.last_exit.contains("was killed by SIGKILL, sender unknown"), "{}", asr.last_exit);
     assert!(house.events().contains("was killed by SIGKILL, sender unknown"));
     let table = in_one_line(&house.tell(&["status"]));
     assert!(table.contains("was killed by SIGKILL"), "{table}");
@@ -153,12 +135,7 @@ async fn a_daemon_that_drains_admits_nothing_new() {
     assert_eq!(house.run(&["health"]).status.code(), Some(0));
     house.tell(&["drain"]);
     let answer = daemon.ask("hello").await;
-    assert_eq!(
-        (answer.status, answer.error_code().as_str()),
-        (503, "draining"),
-        "{}",
-        answer.text()
-    );
+    assert_eq!((answer.status, answer.error_code().as_str()), (503, "draining"), "{}", answer.text());
     assert_eq!(house.run(&["generate", "hello"]).status.code(), Some(4));
     assert_eq!(house.run(&["health"]).status.code(), Some(4));
     assert!(house.tell(&["status"]).contains("draining"));
@@ -184,17 +161,10 @@ async fn whoever_follows_the_events_misses_none_and_is_told_when_the_supervisor_
         house.tell(&["shed", "512KiB"]);
         let pid = daemon.pid();
         // What was decided has to come before the end does.
-        daemon
-            .until("shed", |status| {
-                status.engine.as_ref().is_some_and(|engine| engine.sheds == 1)
-            })
-            .await;
+        daemon.until("shed", |status| status.engine.as_ref().is_some_and(|engine| engine.sheds == 1)).await;
         // Nothing can be told after a SIGKILL, so the line has to be there before.
         let text = || std::fs::read_to_string(printed.path()).unwrap();
-        eventually("the decision is told", || {
-            text().contains("an operator asked for 512 KiB")
-        })
-        .await;
+        eventually("the decision is told", || text().contains("an operator asked for 512 KiB")).await;
         daemon.signal(signal);
         eventually("it ends", || !runs(pid)).await;
         let output = tokio::task::block_in_place(|| follow.wait_with_output().unwrap());
@@ -267,10 +237,7 @@ async fn a_reload_takes_over_what_it_can_and_names_what_needs_a_restart() {
     let systemd = UnixDatagram::bind(house.path("notify")).unwrap();
     systemd.set_nonblocking(true).unwrap();
     let wrapper = house.path("as-a-service");
-    let script = format!(
-        "#!/bin/sh\nNOTIFY_SOCKET={} exec {PROGRAM} \"$@\"\n",
-        house.path("notify").display()
-    );
+    let script = format!("#!/bin/sh\nNOTIFY_SOCKET={} exec {PROGRAM} \"$@\"\n", house.path("notify").display());
     std::fs::write(&wrapper, script).unwrap();
     std::fs::set_permissions(&wrapper, std::fs::Permissions::from_mode(0o755)).unwrap();
     house.program = wrapper.to_str().unwrap().to_owned();
@@ -291,21 +258,14 @@ async fn a_reload_takes_over_what_it_can_and_names_what_needs_a_restart() {
     let refused = house.run(&["reload"]);
     assert_eq!(refused.status.code(), Some(78), "{}", said(&refused));
     let words = said(&refused);
-    assert!(
-        words.contains("shedding.reclaim_min: `8` has no unit") && words.contains("hint: "),
-        "{words}"
-    );
+    assert!(words.contains("shedding.reclaim_min: `8` has no unit") && words.contains("hint: "), "{words}");
     assert!(house.log().contains("configuration not reloaded, nothing is changed"));
 
     // So does a budget in which the workers could never run.
     std::fs::write(house.config(), changed.replace("total: 160MiB", "total: 72MiB")).unwrap();
     let refused = house.run(&["reload"]);
     assert_eq!(refused.status.code(), Some(78), "{}", said(&refused));
-    assert!(
-        said(&refused).contains("is above the whole budget of 8 MiB"),
-        "{}",
-        said(&refused)
-    );
+    assert!(said(&refused).contains("is above the whole budget of 8 MiB"), "{}", said(&refused));
 
     std::fs::write(house.config(), &changed).unwrap();
     let done = house.json(&["reload"]);
@@ -320,11 +280,7 @@ async fn a_reload_takes_over_what_it_can_and_names_what_needs_a_restart() {
     let (begun, ended) = (told.rfind("RELOADING=1\nMONOTONIC_USEC="), told.rfind("READY=1"));
     assert!(begun.is_some() && begun < ended, "{told}");
     assert!(house.log().contains("\"level\":\"DEBUG\""));
-    assert!(
-        house
-            .events()
-            .contains("applied: budget.dwell, workers.ballast.argv, log.filter")
-    );
+    assert!(house.events().contains("applied: budget.dwell, workers.ballast.argv, log.filter"));
 
     // The worker runs on, and is another one after its next start.
     let argument = |status: &GetStatusResponse| {
@@ -334,20 +290,14 @@ async fn a_reload_takes_over_what_it_can_and_names_what_needs_a_restart() {
     let status = daemon.status().await;
     assert!(argument(&status).contains("2MiB") && worker(&status, "ballast").starts == 1);
     house.tell(&["recycle", "ballast"]);
-    let status = daemon
-        .until("started again", |status| {
-            workers_ready(status) && worker(status, "ballast").starts == 2
-        })
-        .await;
+    let status =
+        daemon.until("started again", |status| workers_ready(status) && worker(status, "ballast").starts == 2).await;
     assert!(argument(&status).contains("3MiB"));
 
     // systemd's own way.
     std::fs::write(house.config(), changed.replace("dwell: 450ms", "dwell: 500ms")).unwrap();
     daemon.signal(Signal::SIGHUP);
-    eventually("the signal is obeyed", || {
-        house.events().contains("applied: budget.dwell; needs")
-    })
-    .await;
+    eventually("the signal is obeyed", || house.events().contains("applied: budget.dwell; needs")).await;
     daemon.end_after(&["configuration not reloaded"]).await;
     house.replay();
 }
@@ -368,11 +318,7 @@ async fn the_page_reads_the_document_of_status_with_the_last_events() {
     assert_eq!(shown["engine"]["layersResident"], printed["engine"]["layersResident"]);
     let events = events.as_array().unwrap();
     assert!((2..=40).contains(&events.len()), "{events:?}");
-    assert!(
-        events
-            .iter()
-            .all(|event| event["name"] != "sampled" && event.get("body").is_none())
-    );
+    assert!(events.iter().all(|event| event["name"] != "sampled" && event.get("body").is_none()));
     daemon.end().await;
 }
 
@@ -394,10 +340,7 @@ async fn a_journal_is_drawn_by_owner_with_what_was_shed() {
     let held = |point: &Value| point["heldBytes"]["llm"].as_u64().unwrap_or(0);
     let held: Vec<u64> = points.as_array().unwrap().iter().map(held).collect();
     let most = *held.iter().max().unwrap();
-    assert!(
-        held[0] == 0 && most > 8 << 20 && held.last().unwrap() + (8 << 20) <= most,
-        "{held:?}"
-    );
+    assert!(held[0] == 0 && most > 8 << 20 && held.last().unwrap() + (8 << 20) <= most, "{held:?}");
     assert!(house.tell(&["plot", &journal]).contains("budget 128 MiB"));
 }
 
@@ -414,41 +357,22 @@ async fn api_keys_are_read_again_and_never_shown() {
         .replace("http: {", &format!("http: {{keys_file: {}, ", keys.display()))
         .replace("dwell: 300ms", "dwell: 10m");
     std::fs::write(house.config(), text).unwrap();
-    write(
-        "clients: [{name: kitchen, key: first-key-of-kitchen, tokens_max: 3}]\n",
-        0o644,
-    );
+    write("clients: [{name: kitchen, key: first-key-of-kitchen, tokens_max: 3}]\n", 0o644);
     let (status, complaint) = house.refuses_to_start();
     assert_eq!(status.code(), Some(78), "{complaint}");
-    assert!(
-        complaint.contains("mode 0644") && complaint.contains("chmod 600"),
-        "{complaint}"
-    );
+    assert!(complaint.contains("mode 0644") && complaint.contains("chmod 600"), "{complaint}");
 
-    write(
-        "clients: [{name: kitchen, key: first-key-of-kitchen, tokens_max: 3}]\n",
-        0o600,
-    );
+    write("clients: [{name: kitchen, key: first-key-of-kitchen, tokens_max: 3}]\n", 0o600);
     let daemon = house.start().await;
     daemon.whole().await;
     let ask = async |key: &str, body: &str| {
         let header = format!("Bearer {key}");
-        post(
-            daemon.http,
-            "/v1/chat/completions",
-            &[("authorization", header.as_str())],
-            body.as_bytes(),
-        )
-        .await
+        post(daemon.http, "/v1/chat/completions", &[("authorization", header.as_str())], body.as_bytes()).await
     };
     let body = r#"{"model": "demo", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 50}"#;
     let answer = ask("first-key-of-kitchen", body).await;
     assert_eq!(answer.status, 200, "{}", answer.text());
-    assert!(
-        answer.json()["usage"]["completion_tokens"].as_u64().unwrap() <= 3,
-        "{}",
-        answer.text()
-    );
+    assert!(answer.json()["usage"]["completion_tokens"].as_u64().unwrap() <= 3, "{}", answer.text());
     assert_eq!(ask("second-key-of-kitchen", body).await.status, 401);
 
     // A context beyond the KV capacity in force: the event names whose wish it is.
@@ -456,14 +380,8 @@ async fn api_keys_are_read_again_and_never_shown() {
     let wish = r#"{"model": "demo", "messages": [{"role": "user", "content": "hello"}], "stream": false,
         "options": {"num_ctx": 1024, "num_predict": 2}}"#;
     let key = ("authorization", "Bearer first-key-of-kitchen");
-    assert_eq!(
-        post(daemon.http, "/api/chat", &[key], wish.as_bytes()).await.status,
-        200
-    );
-    eventually("the event names the client", || {
-        house.events().contains("a request of client `kitchen` wants")
-    })
-    .await;
+    assert_eq!(post(daemon.http, "/api/chat", &[key], wish.as_bytes()).await.status, 200);
+    eventually("the event names the client", || house.events().contains("a request of client `kitchen` wants")).await;
 
     write("clients: [{name: kitchen, key: second-key-of-kitchen}]\n", 0o600);
     house.tell(&["reload"]);
@@ -495,17 +413,10 @@ async fn after_three_crashes_the_llm_stays_off_and_an_operator_loads_it() {
         })
         .await;
     let failure = status.engine.unwrap().failure;
-    assert!(
-        failure.starts_with("safe profile: the daemon crashed 3 times"),
-        "{failure}"
-    );
+    assert!(failure.starts_with("safe profile: the daemon crashed 3 times"), "{failure}");
     assert!(house.events().contains("safe profile: the daemon crashed 3 times"));
     let health = get(daemon.http, "/health").await;
-    assert!(
-        health.status == 503 && health.text().contains("safe profile"),
-        "{}",
-        health.text()
-    );
+    assert!(health.status == 503 && health.text().contains("safe profile"), "{}", health.text());
     assert_eq!(daemon.metric("cotenant_safe_profile").await, Some(1.0));
     assert_eq!(daemon.ask("hello").await.status, 503);
     house.tell(&["load"]);

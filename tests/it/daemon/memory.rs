@@ -35,10 +35,7 @@ async fn what_an_operator_sheds_is_back_with_the_kernel_and_grows_again() {
     assert_eq!(engine["prefillChunkTokens"], 128, "{engine}");
     assert!(engine["commandGapMaxMs"].as_f64().unwrap() > 0.0, "{engine}");
     let shown = super::life::in_one_line(&house.tell(&["status"]));
-    assert!(
-        shown.contains("prompts by 128 tokens") && shown.contains("commands within"),
-        "{shown}"
-    );
+    assert!(shown.contains("prompts by 128 tokens") && shown.contains("commands within"), "{shown}");
     let gap = daemon.metric("cotenant_llm_command_gap_max_seconds").await;
     assert!(gap > Some(0.0), "{gap:?}");
     let before = anonymous(daemon.pid());
@@ -82,26 +79,12 @@ async fn what_an_operator_sheds_is_back_with_the_kernel_and_grows_again() {
     assert!(status.engine.unwrap().regrown_bytes >= claimed);
     assert_eq!(content(&daemon.ask(COMMAND).await), answer, "the same answer again");
     let events = house.json(&["events"]);
-    let names: Vec<&str> = events
-        .as_array()
-        .unwrap()
-        .iter()
-        .map(|event| event["name"].as_str().unwrap())
-        .collect();
-    for name in [
-        "start",
-        "engine_inspected",
-        "load_engine",
-        "apply_plan",
-        "engine_applied",
-    ] {
+    let names: Vec<&str> = events.as_array().unwrap().iter().map(|event| event["name"].as_str().unwrap()).collect();
+    for name in ["start", "engine_inspected", "load_engine", "apply_plan", "engine_applied"] {
         assert!(names.contains(&name), "{name} is missing: {names:?}");
     }
     let text = house.events();
-    assert!(
-        text.contains("an operator asked for 64 MiB") && text.contains("verified back"),
-        "{text}"
-    );
+    assert!(text.contains("an operator asked for 64 MiB") && text.contains("verified back"), "{text}");
     daemon.end().await;
 }
 
@@ -128,10 +111,7 @@ async fn a_second_turn_goes_on_from_the_first_and_says_the_same() {
     let second = daemon.chat(next.clone()).await;
     let (all, cached) = count(&second);
     // A mark lies within 72 tokens of the end of a prompt, whatever the template makes of the answer.
-    assert!(
-        cached + 72 >= read && all > read,
-        "{cached} cached of {read}, then {all}"
-    );
+    assert!(cached + 72 >= read && all > read, "{cached} cached of {read}, then {all}");
 
     // Something else in between, and all of it is read again: the answer is the same.
     daemon.ask(STORY).await;
@@ -201,20 +181,11 @@ async fn a_lease_that_needs_a_shed_is_granted_while_an_answer_goes_on_unchanged(
     assert!(grants >= 1, "the answer was over before the first grant");
     let status = daemon.status().await;
     assert!(status.engine.as_ref().unwrap().sheds >= 1, "{status:#?}");
-    assert!(
-        house.events().contains("`asr` (audio-realtime) needs"),
-        "{}",
-        house.events()
-    );
+    assert!(house.events().contains("`asr` (audio-realtime) needs"), "{}", house.events());
     // The tenant goes; the engine takes back what it had.
-    let name = house
-        .json(&["leases"])
-        .as_array()
-        .unwrap()
-        .iter()
-        .find(|lease| lease["tenant"] == "asr")
-        .unwrap()["name"]
-        .clone();
+    let name =
+        house.json(&["leases"]).as_array().unwrap().iter().find(|lease| lease["tenant"] == "asr").unwrap()["name"]
+            .clone();
     house.tell(&["leases", "release", name.as_str().unwrap()]);
     daemon.until("grown back", whole).await;
     daemon.end().await;
@@ -232,21 +203,14 @@ async fn pressure_by_a_stranger_takes_optional_memory_and_gives_it_back() {
     let answer = content(&daemon.ask("hello").await);
     house.tell(&["start", "process"]);
     daemon
-        .until("shed", |status| {
-            status
-                .engine
-                .as_ref()
-                .is_some_and(|engine| engine.sheds > 0 && !engine.changing)
-        })
+        .until("shed", |status| status.engine.as_ref().is_some_and(|engine| engine.sheds > 0 && !engine.changing))
         .await;
     assert_eq!(content(&daemon.ask("hello").await), answer);
     house.tell(&["stop", "process"]);
     daemon.until("grown back", whole).await;
     let metrics = crate::http::client::get(daemon.http, "/metrics").await;
     assert!(metrics.text().contains("cotenant_"), "{}", metrics.text());
-    let chat = daemon
-        .chat(json!({ "messages": [{"role": "user", "content": "hello"}], "stream": true }))
-        .await;
+    let chat = daemon.chat(json!({ "messages": [{"role": "user", "content": "hello"}], "stream": true })).await;
     assert_eq!(chat.status, 200);
     daemon.end().await;
 }

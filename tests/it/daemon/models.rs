@@ -16,9 +16,7 @@ use super::house::{House, ballast, budget, content, demo_model, model, said, wor
 
 /// Writes a small model of a real family.
 fn write(path: &Path) {
-    Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7)
-        .write(path)
-        .unwrap();
+    Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7).write(path).unwrap();
 }
 
 /// Where `text` is in `bytes`.
@@ -36,21 +34,13 @@ async fn is_refused(break_it: impl Fn(&Path), expected: &[&str]) {
     let daemon = house.start().await;
     let status = daemon
         .until("the engine has failed and the worker is ready", |status| {
-            status
-                .engine
-                .as_ref()
-                .is_some_and(|engine| engine.state() == EngineState::Failed)
+            status.engine.as_ref().is_some_and(|engine| engine.state() == EngineState::Failed)
                 && worker(status, "ballast").state() == WorkerState::Ready
         })
         .await;
     let failure = status.engine.unwrap().failure;
     let chat = daemon.ask("hello").await;
-    assert_eq!(
-        (chat.status, chat.error_code().as_str()),
-        (503, "engine_lost"),
-        "{}",
-        chat.text()
-    );
+    assert_eq!((chat.status, chat.error_code().as_str()), (503, "engine_lost"), "{}", chat.text());
     let check = house.run(&["check", house.config().to_str().unwrap()]);
     assert_eq!(check.status.code(), Some(78), "{}", said(&check));
     for (place, text) in [
@@ -139,11 +129,7 @@ const F_SETSIG: libc::c_int = 10;
 async fn a_model_on_a_disk_that_hangs_is_told_and_loaded_when_the_disk_answers() {
     let house = House::new("");
     let path = house.path("model.gguf");
-    fs::copy(
-        Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/demo-model/demo.gguf"),
-        &path,
-    )
-    .unwrap();
+    fs::copy(Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/demo-model/demo.gguf"), &path).unwrap();
     let Some(shut) = Shut::new(&path) else {
         eprintln!("left out: this file system has no leases");
         return;
@@ -157,22 +143,13 @@ async fn a_model_on_a_disk_that_hangs_is_told_and_loaded_when_the_disk_answers()
         })
         .await;
     let failure = status.engine.unwrap().failure;
-    for word in [
-        "model.gguf",
-        "the disk has not answered for 4",
-        "at most 4000 ms",
-        "hint: ",
-    ] {
+    for word in ["model.gguf", "the disk has not answered for 4", "at most 4000 ms", "hint: "] {
         assert!(failure.contains(word), "{failure}");
     }
     // The daemon lives, and says so.
     assert_eq!(daemon.ask("hello").await.error_code(), "engine_lost");
     assert!(house.tell(&["status"]).contains("failed"));
-    assert!(
-        house
-            .events()
-            .contains("it is inspected again when the disk has answered")
-    );
+    assert!(house.events().contains("it is inspected again when the disk has answered"));
     drop(shut.0);
     daemon.whole().await;
     assert!(!content(&daemon.ask("hello").await).is_empty());
@@ -188,12 +165,7 @@ async fn a_good_model_after_a_bad_one_is_loaded_by_a_new_start() {
     house.configure(&format!("{}{}", budget(256), model(&path, 1024)));
     let daemon = house.start().await;
     daemon
-        .until("failed", |status| {
-            status
-                .engine
-                .as_ref()
-                .is_some_and(|engine| engine.state() == EngineState::Failed)
-        })
+        .until("failed", |status| status.engine.as_ref().is_some_and(|engine| engine.state() == EngineState::Failed))
         .await;
     daemon.end_after(&["the engine has failed"]).await;
     house.configure(&format!("{}{}", budget(256), demo_model(1024)));

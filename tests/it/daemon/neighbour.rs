@@ -40,9 +40,7 @@ async fn no_client_misses_anything_while_a_neighbour_takes_memory_again_and_agai
     let before = daemon.whole().await;
     fs::write(house.path("come"), "").unwrap();
     daemon
-        .until("the engine has given way", |status| {
-            status.engine.as_ref().is_some_and(|engine| engine.sheds > 0)
-        })
+        .until("the engine has given way", |status| status.engine.as_ref().is_some_and(|engine| engine.sheds > 0))
         .await;
 
     let url = format!("http://{}", daemon.http);
@@ -52,12 +50,7 @@ async fn no_client_misses_anything_while_a_neighbour_takes_memory_again_and_agai
     let ollama = words(&[&url, "--rounds", "2"]);
     let anthropic = words(&[&url]);
     let wyoming = words(&[&door]);
-    let grpc = words(&[
-        &house.socket().display().to_string(),
-        &house.abstract_name(),
-        "--work",
-        "3",
-    ]);
+    let grpc = words(&[&house.socket().display().to_string(), &house.abstract_name(), "--work", "3"]);
     let over = AtomicBool::new(false);
     let describe = async {
         let client = WyomingClient::new(door.parse::<Endpoint>().unwrap(), ClientTimeouts::default());
@@ -86,13 +79,9 @@ async fn no_client_misses_anything_while_a_neighbour_takes_memory_again_and_agai
     let (Some(openai), Some(ollama), Some(anthropic), Some(wyoming), Some(grpc)) = outputs else {
         return;
     };
-    for (name, output) in [
-        ("openai", openai),
-        ("anthropic", anthropic),
-        ("ollama", ollama),
-        ("wyoming", wyoming),
-        ("grpcio", grpc),
-    ] {
+    for (name, output) in
+        [("openai", openai), ("anthropic", anthropic), ("ollama", ollama), ("wyoming", wyoming), ("grpcio", grpc)]
+    {
         assert!(output.status.success(), "{name}: {}\n{}", said(&output), house.events());
     }
     let after = daemon.status().await;
@@ -105,10 +94,7 @@ async fn no_client_misses_anything_while_a_neighbour_takes_memory_again_and_agai
     for route in ["/v1/chat/completions", "/api/chat", "wyoming/talk"] {
         let of = |code: &str| format!("cotenant_request_seconds_count{{route=\"{route}\",code=\"{code}\"}}");
         assert_eq!(daemon.metric(&of("500")).await, None, "{route}");
-        println!(
-            "{route}: {:?} refused for now, and tried again by their client",
-            daemon.metric(&of("503")).await
-        );
+        println!("{route}: {:?} refused for now, and tried again by their client", daemon.metric(&of("503")).await);
     }
     let aloud = daemon.metric("cotenant_time_to_first_audio_seconds_count").await;
     assert!(aloud.is_some_and(|count| count >= 4.0), "{aloud:?}");

@@ -64,11 +64,7 @@ async fn the_predicted_memory_of_a_model_is_within_3_percent_of_what_the_kernel_
             let config = house.config().display().to_string();
             let planned = house.json(&["plan", "--config", &config]);
             let forecast = &planned["forecast"];
-            assert_eq!(
-                planned["verdict"].as_str().unwrap().split(':').next(),
-                Some("fits"),
-                "{planned}"
-            );
+            assert_eq!(planned["verdict"].as_str().unwrap().split(':').next(), Some("fits"), "{planned}");
             let predicted = forecast["llm"]["total"].as_u64().unwrap();
             assert_eq!(forecast["rehearsal"]["peak"], json!(predicted));
 

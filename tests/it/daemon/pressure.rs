@@ -16,12 +16,7 @@ const SPARE: u64 = 80;
 pub(super) fn compiled(at: &Path) -> bool {
     let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/clients/pressure_worker.c");
     let mut command = Command::new("cc");
-    match command
-        .args(["-O1", "-Wall", "-Werror", "-o"])
-        .arg(at)
-        .arg(source)
-        .status()
-    {
+    match command.args(["-O1", "-Wall", "-Werror", "-o"]).arg(at).arg(source).status() {
         Ok(status) => {
             assert!(status.success(), "cc: {status}");
             true
@@ -91,11 +86,7 @@ async fn sheds_when_it_is_told(watch: &str) {
     assert_eq!(worker(&status, "cache").pid(), pid, "it was not stopped");
     let cache = status.leases.iter().find(|lease| lease.tenant == "cache").unwrap();
     assert!(cache.held_bytes <= 32 * MIB, "{cache:?}");
-    assert!(
-        house.events().contains("cache#") && house.events().contains("verified"),
-        "{}",
-        house.events()
-    );
+    assert!(house.events().contains("cache#") && house.events().contains("verified"), "{}", house.events());
     // When its space is there again it may have it again.
     house.tell(&["leases", "release", &lease.name]);
     daemon

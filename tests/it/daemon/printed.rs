@@ -57,31 +57,16 @@ fn a_supervisor_that_does_not_run() {
 #[test]
 fn a_configuration_that_is_checked() {
     let house = House::new("");
-    house.configure(&format!(
-        "{}{}workers:\n{}{}",
-        budget(512),
-        synthetic(&house, 4096),
-        tts(),
-        asr()
-    ));
+    house.configure(&format!("{}{}workers:\n{}{}", budget(512), synthetic(&house, 4096), tts(), asr()));
     let check = house.run(&["check", "cotenant.yaml"]);
     assert!(check.status.success(), "{}", said(&check));
     let text = String::from_utf8(check.stdout).unwrap();
     let (machine, rest) = text.split_once("budget\n").unwrap();
-    assert!(
-        machine.starts_with("this machine\n") && machine.contains("  cuda: "),
-        "{machine}"
-    );
+    assert!(machine.starts_with("this machine\n") && machine.contains("  cuda: "), "{machine}");
     // What this machine has at the moment is another figure each time.
     let rest: String = rest
         .lines()
-        .map(|line| {
-            if line.trim_start().starts_with("available now") {
-                "  available now  …"
-            } else {
-                line
-            }
-        })
+        .map(|line| if line.trim_start().starts_with("available now") { "  available now  …" } else { line })
         .map(|line| format!("{line}\n"))
         .collect();
     insta::assert_snapshot!(rest);

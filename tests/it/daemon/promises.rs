@@ -53,8 +53,5 @@ async fn a_daemon_without_a_model_is_small() {
     assert!(version.status.success(), "`{release}` does not run");
     let (idle, served) = resident(release).await;
     println!("release build: {idle} KiB resident, {served} KiB after 60 requests");
-    assert!(
-        idle <= RSS_MAX_KIB,
-        "{idle} KiB resident, {RSS_MAX_KIB} KiB are promised"
-    );
+    assert!(idle <= RSS_MAX_KIB, "{idle} KiB resident, {RSS_MAX_KIB} KiB are promised");
 }

@@ -85,10 +85,7 @@ fn python(house: &House) -> Option<Command> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_readmes_lease_in_python_shrinks_when_told_and_ends_when_the_supervisor_stays_away() {
-    assert!(
-        README.contains(EXAMPLE),
-        "the README shows another example than the one that is tested"
-    );
+    assert!(README.contains(EXAMPLE), "the README shows another example than the one that is tested");
     let house = House::new(&budget(220));
     let (Some(mut short), Some(mut example)) = (python(&house), python(&house)) else {
         return;
@@ -96,31 +93,16 @@ async fn the_readmes_lease_in_python_shrinks_when_told_and_ends_when_the_supervi
     let daemon = house.start().await;
     let output = tokio::time::timeout(PATIENCE, short.args(["-c", SHORT]).output()).await;
     let output = output.unwrap().unwrap();
-    assert_eq!(
-        String::from_utf8_lossy(&output.stdout),
-        "EXCEEDS_BUDGET None\n4194304 6291456 None\ngiven back\n"
-    );
-    daemon
-        .until("its leases are gone", |status| status.leases.is_empty())
-        .await;
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "EXCEEDS_BUDGET None\n4194304 6291456 None\ngiven back\n");
+    daemon.until("its leases are gone", |status| status.leases.is_empty()).await;
 
     example.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/clients/lease_example.py"));
     let mut example = example.spawn().unwrap();
     let mut lines = BufReader::new(example.stdout.take().unwrap()).lines();
-    let mut next = async || {
-        tokio::time::timeout(PATIENCE, lines.next_line())
-            .await
-            .unwrap()
-            .unwrap()
-            .unwrap()
-    };
+    let mut next = async || tokio::time::timeout(PATIENCE, lines.next_line()).await.unwrap().unwrap().unwrap();
     assert_eq!(next().await, format!("holds {}", 140 * MIB));
     // It holds on for more than a term, by its stream.
-    daemon
-        .until("it is measured", |status| {
-            status.leases.iter().any(|lease| lease.used_bytes() > 75 * MIB)
-        })
-        .await;
+    daemon.until("it is measured", |status| status.leases.iter().any(|lease| lease.used_bytes() > 75 * MIB)).await;
     let asked = CreateLeaseRequest {
         request_id: "camera".to_owned(),
         tenant: "camera".to_owned(),
@@ -156,8 +138,5 @@ async fn a_lease_in_python_has_one_pulse_however_many_streams_it_has_tried() {
     let house = House::new(&budget(64));
     let Some(mut away) = python(&house) else { return };
     let output = tokio::time::timeout(PATIENCE, away.args(["-c", STREAMS]).output()).await;
-    assert_eq!(
-        String::from_utf8_lossy(&output.unwrap().unwrap().stdout),
-        "4 1\nenough\n"
-    );
+    assert_eq!(String::from_utf8_lossy(&output.unwrap().unwrap().stdout), "4 1\nenough\n");
 }

@@ -30,10 +30,7 @@ fn a_runtime_dir_that_others_can_change_is_refused_with_its_remedy() {
     chown(&folder, Some(65534), None).unwrap();
     let (status, text) = house.refuses_to_start();
     assert_eq!(status.code(), Some(1), "{text}");
-    assert!(
-        text.contains("it belongs to uid 65534, and the supervisor runs as uid 0"),
-        "{text}"
-    );
+    assert!(text.contains("it belongs to uid 65534, and the supervisor runs as uid 0"), "{text}");
 }
 
 #[test]
@@ -46,10 +43,7 @@ fn files_of_the_daemon_that_are_symbolic_links_are_refused_and_what_they_lead_to
         symlink(&victim, house.path(name)).unwrap();
         let (status, text) = house.refuses_to_start();
         assert_eq!(status.code(), Some(1), "{text}");
-        assert!(
-            text.contains(name) && text.contains("is a symbolic link"),
-            "{name}: {text}"
-        );
+        assert!(text.contains(name) && text.contains("is a symbolic link"), "{name}: {text}");
         assert_eq!(fs::read_to_string(&victim).unwrap(), "precious\n");
     }
 }
@@ -77,10 +71,7 @@ async fn what_systemd_tells_the_daemon_of_itself_is_not_passed_to_workers() {
     daemon.end().await;
     let log = house.log();
     assert!(log.contains("has HF_HOME=/models"), "{log}");
-    assert!(
-        !log.contains("has CREDENTIALS_DIRECTORY") && !log.contains("has INVOCATION_ID"),
-        "{log}"
-    );
+    assert!(!log.contains("has CREDENTIALS_DIRECTORY") && !log.contains("has INVOCATION_ID"), "{log}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -90,10 +81,7 @@ async fn a_listener_for_every_network_is_warned_of() {
     let daemon = house.start().await;
     daemon.end().await;
     let log = house.log();
-    let line = log
-        .lines()
-        .find(|line| line.contains("every network"))
-        .unwrap_or_default();
+    let line = log.lines().find(|line| line.contains("every network")).unwrap_or_default();
     assert!(line.contains("WARN") && line.contains("http.listen"), "{log}");
 }
 
@@ -134,11 +122,7 @@ fn too_few_threads_are_an_error_with_a_remedy_and_no_panic() {
         if output.status.code() == Some(1) {
             assert!(text.contains("threads") && text.contains("hint: "), "{threads}: {text}");
         } else {
-            assert!(
-                text.contains("cotenant is ready"),
-                "{threads}: {:?} {text}",
-                output.status
-            );
+            assert!(text.contains("cotenant is ready"), "{threads}: {:?} {text}", output.status);
         }
         assert_eq!(fs::metadata(&root).unwrap().uid(), NOBODY);
     }

@@ -30,11 +30,7 @@ async fn lease(daemon: &Daemon<'_>, tenant: &str, mib: u64, seconds: i64) -> Lea
 }
 
 fn renewal(lease: &Lease) -> RenewLeaseRequest {
-    RenewLeaseRequest {
-        name: lease.name.clone(),
-        boot_id: lease.boot_id.clone(),
-        generation: lease.generation,
-    }
+    RenewLeaseRequest { name: lease.name.clone(), boot_id: lease.boot_id.clone(), generation: lease.generation }
 }
 
 async fn held(daemon: &Daemon<'_>) -> Vec<(String, u64)> {
@@ -68,28 +64,14 @@ async fn leases_go_on_for_a_term_and_those_that_have_ended_stay_so() {
     let renewed = renewed.lease.unwrap();
     assert_eq!((&renewed.name, renewed.generation), (&kept.name, kept.generation));
     assert_ne!(renewed.boot_id, kept.boot_id, "from now on it belongs to this run");
-    for (what, lease) in [
-        ("released", &released),
-        (
-            "of nobody",
-            &Lease {
-                name: "kept#77".to_owned(),
-                ..kept.clone()
-            },
-        ),
-    ] {
+    for (what, lease) in [("released", &released), ("of nobody", &Lease { name: "kept#77".to_owned(), ..kept.clone() })]
+    {
         let refused = daemon.leases().renew_lease(renewal(lease)).await.unwrap_err();
         assert_eq!(refused.code(), Code::NotFound, "{what}: {refused}");
     }
-    let stale = Lease {
-        generation: kept.generation + 1,
-        ..kept.clone()
-    };
+    let stale = Lease { generation: kept.generation + 1, ..kept.clone() };
     daemon.leases().renew_lease(renewal(&stale)).await.unwrap_err();
-    let foreign = Lease {
-        boot_id: "another".to_owned(),
-        ..kept.clone()
-    };
+    let foreign = Lease { boot_id: "another".to_owned(), ..kept.clone() };
     let refused = daemon.leases().renew_lease(renewal(&foreign)).await.unwrap_err();
     assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
     // The one that is not renewed ends by its term, and does not come back.
@@ -127,18 +109,10 @@ async fn a_worker_that_ends_after_it_was_taken_over_is_noticed_and_started_again
     let daemon = house.start().await;
     assert_eq!(pids(&daemon.until("ready", workers_ready).await), before);
     kill(pid_of(before[0]), Signal::SIGKILL).unwrap();
-    let status = daemon
-        .until("another one is ready", |status| {
-            workers_ready(status) && pids(status) != before
-        })
-        .await;
+    let status = daemon.until("another one is ready", |status| workers_ready(status) && pids(status) != before).await;
     let ballast = worker(&status, "ballast");
     assert_eq!((ballast.starts, ballast.failures), (2, 1));
-    assert!(
-        ballast.last_exit.contains("its exit status was not ours to read"),
-        "{}",
-        ballast.last_exit
-    );
+    assert!(ballast.last_exit.contains("its exit status was not ours to read"), "{}", ballast.last_exit);
     // Its certificate is written as soon as that of any other.
     let certificates = house.json(&["postmortem", "ballast"]);
     let certificate = &certificates[0];
@@ -155,11 +129,7 @@ async fn a_worker_whose_configuration_has_changed_is_ended_and_started_anew() {
     let before = pids(&daemon.until("ready", workers_ready).await);
     daemon.kill();
     assert!(runs(before[0]));
-    house.configure(&format!(
-        "{}workers:\n{}",
-        budget(64),
-        ballast().replace("2MiB]", "3MiB]")
-    ));
+    house.configure(&format!("{}workers:\n{}", budget(64), ballast().replace("2MiB]", "3MiB]")));
     let daemon = house.start().await;
     eventually("the one before has ended", || !runs(before[0])).await;
     let status = daemon.until("ready", workers_ready).await;
@@ -187,11 +157,7 @@ async fn a_worker_writes_on_when_nobody_reads_and_the_next_supervisor_reads_it()
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_whose_only_sign_may_have_been_read_before_is_not_ended_for_want_of_it() {
-    let house = House::new(&format!(
-        "{}workers:\n{}",
-        budget(64),
-        ballast().replace("timeout: 20s", "timeout: 2s")
-    ));
+    let house = House::new(&format!("{}workers:\n{}", budget(64), ballast().replace("timeout: 20s", "timeout: 2s")));
     let daemon = house.start().await;
     let before = pids(&daemon.until("ready", workers_ready).await);
     daemon.kill();
@@ -218,15 +184,9 @@ async fn a_stalled_loop_sheds_and_is_restarted_with_its_workers() {
     let (pid, full) = (daemon.pid(), anonymous(daemon.pid()));
     // A loop that comes back in time goes on, and grows back what was shed.
     let frozen = Frozen::thread(pid, "control");
-    eventually("the stall is noticed", || {
-        house.log().contains("has not run for 1.75 s")
-    })
-    .await;
+    eventually("the stall is noticed", || house.log().contains("has not run for 1.75 s")).await;
     // Its layers; the KV cache has hardly been touched.
-    eventually("the engine has shed without the loop", || {
-        anonymous(pid) + (3 << 20) < full
-    })
-    .await;
+    eventually("the engine has shed without the loop", || anonymous(pid) + (3 << 20) < full).await;
     assert!(!house.log().contains("runs again"), "the loop had no part in it");
     frozen.thaw();
     eventually("it runs again", || house.log().contains("runs again")).await;
@@ -244,11 +204,7 @@ async fn a_stalled_loop_sheds_and_is_restarted_with_its_workers() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_of_ours_that_is_never_taken_over_gives_its_memory_back() {
-    let house = House::new(&format!(
-        "{}workers:\n{}    env: {{COTENANT_ALONE_MS: '300'}}\n",
-        budget(64),
-        ballast()
-    ));
+    let house = House::new(&format!("{}workers:\n{}    env: {{COTENANT_ALONE_MS: '300'}}\n", budget(64), ballast()));
     let daemon = house.start().await;
     let workers = pids(&daemon.until("ready", workers_ready).await);
     // A daemon in between keeps it.

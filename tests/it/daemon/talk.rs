@@ -14,9 +14,7 @@ async fn a_stream_says_what_the_answer_in_one_piece_says() {
     daemon.whole().await;
     let whole = content(&daemon.ask(COMMAND).await);
     assert!(whole.contains("kitchen"), "not a sensible answer: {whole}");
-    let stream = daemon
-        .chat(json!({ "messages": [{"role": "user", "content": COMMAND}], "stream": true }))
-        .await;
+    let stream = daemon.chat(json!({ "messages": [{"role": "user", "content": COMMAND}], "stream": true })).await;
     assert_eq!(stream.status, 200);
     let (payloads, _) = stream.events();
     assert_eq!(payloads.last().unwrap(), "[DONE]");
@@ -40,13 +38,7 @@ async fn speech_in_gives_speech_out_before_and_after_a_change_of_size() {
         return;
     }
     // Room for everything but the large vocabulary beside the whole engine.
-    let house = House::new(&format!(
-        "{}{}workers:\n{}{}",
-        budget(192),
-        demo_model(32_768),
-        tts(),
-        asr()
-    ));
+    let house = House::new(&format!("{}{}workers:\n{}{}", budget(192), demo_model(32_768), tts(), asr()));
     let daemon = house.start().await;
     daemon.whole().await;
     let spoken = daemon.speak(COMMAND).await;
@@ -75,9 +67,7 @@ async fn speech_in_gives_speech_out_before_and_after_a_change_of_size() {
     assert!(heard.text().contains("kitchen"), "{}", heard.text());
 
     house.tell(&["resize", "asr", "grammar", "--wait", "15s", "--timeout", "20s"]);
-    let status = daemon
-        .until("grown back", |status| whole(status) && workers_ready(status))
-        .await;
+    let status = daemon.until("grown back", |status| whole(status) && workers_ready(status)).await;
     assert_eq!(worker(&status, "asr").variant, "grammar");
     assert_eq!(worker(&status, "asr").starts, 1, "it was not started anew for it");
     assert_eq!(daemon.hear(&spoken.body).await.json()["text"], COMMAND);

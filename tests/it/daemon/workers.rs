@@ -56,9 +56,7 @@ fn state_of(status: &GetStatusResponse, name: &str) -> (WorkerState, String) {
 }
 
 fn second_of_silence() -> Vec<u8> {
-    cotenant::speech::audio::MonoAudio::new(16_000, vec![0; 16_000])
-        .to_wav()
-        .unwrap()
+    cotenant::speech::audio::MonoAudio::new(16_000, vec![0; 16_000]).to_wav().unwrap()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -66,18 +64,8 @@ async fn workers_that_speak_http_stand_behind_the_same_doors() {
     if !python_is_there() {
         return;
     }
-    let own = (
-        "whisper-server",
-        "piper-http",
-        "",
-        "response_format=json, temperature=0.0",
-    );
-    let openai = (
-        "openai-http",
-        "openai-http",
-        "    model: base\n",
-        "model=base, response_format=json",
-    );
+    let own = ("whisper-server", "piper-http", "", "response_format=json, temperature=0.0");
+    let openai = ("openai-http", "openai-http", "    model: base\n", "model=base, response_format=json");
     for (ears, mouth, model, fields) in [own, openai] {
         let house = House::new(&format!(
             "{}workers:\n{}{}",
@@ -96,26 +84,14 @@ async fn workers_that_speak_http_stand_behind_the_same_doors() {
         assert!(spoken.body.len() > 22_050 / 10 * 2, "{} bytes", spoken.body.len());
 
         // What goes wrong with one request is told to its client, and the next is served.
-        for (text, reason) in [
-            ("fail", "no memory for that voice"),
-            ("garbage", "its audio is not WAV"),
-        ] {
+        for (text, reason) in [("fail", "no memory for that voice"), ("garbage", "its audio is not WAV")] {
             let answer = daemon.speak(text).await;
-            assert_eq!(
-                (answer.status, answer.error_code().as_str()),
-                (503, "worker_lost"),
-                "{text}"
-            );
+            assert_eq!((answer.status, answer.error_code().as_str()), (503, "worker_lost"), "{text}");
             assert!(answer.text().contains(reason), "{}", answer.text());
         }
         // Audio that breaks off is not taken for its end.
         let cut = daemon.speak("cut").await;
-        assert!(
-            cut.status == 503 || !cut.complete,
-            "{}: {} bytes",
-            cut.status,
-            cut.body.len()
-        );
+        assert!(cut.status == 503 || !cut.complete, "{}: {} bytes", cut.status, cut.body.len());
         assert_eq!(daemon.speak("hello").await.status, 200);
         daemon.end().await;
     }
@@ -124,11 +100,7 @@ async fn workers_that_speak_http_stand_behind_the_same_doors() {
 /// A house whose voice sleeps when it has had nothing to do for a second.
 fn sleepy_house() -> House {
     let rest = "    idle: {stop_after: 1s}\n    wake_timeout: 30s\n";
-    House::new(&format!(
-        "{}workers:\n{}",
-        budget(128),
-        http_worker("mouth", "tts", "piper-http", rest)
-    ))
+    House::new(&format!("{}workers:\n{}", budget(128), http_worker("mouth", "tts", "piper-http", rest)))
 }
 
 fn asleep(status: &GetStatusResponse) -> bool {
@@ -157,11 +129,7 @@ async fn a_worker_sleeps_when_it_has_nothing_to_do_and_a_request_wakes_it() {
     let answer = daemon.speak("hello").await;
     assert_eq!((answer.status, answer.error_code().as_str()), (503, "stopped"));
     assert_eq!(answer.header("x-should-retry"), "false");
-    assert!(
-        answer.text().contains("an operator has stopped worker `mouth`"),
-        "{}",
-        answer.text()
-    );
+    assert!(answer.text().contains("an operator has stopped worker `mouth`"), "{}", answer.text());
     assert!(house.tell(&["status"]).contains("stopped (operator)"));
     house.tell(&["start", "mouth"]);
     daemon.until("ready", workers_ready).await;
@@ -182,9 +150,7 @@ async fn a_worker_that_outgrows_its_bounds_is_started_anew() {
 "
     ));
     let daemon = house.start().await;
-    let status = daemon
-        .until("it was started anew", |status| worker(status, "ratchet").starts >= 2)
-        .await;
+    let status = daemon.until("it was started anew", |status| worker(status, "ratchet").starts >= 2).await;
     assert_eq!(worker(&status, "ratchet").failures, 0, "that is no failure");
     assert!(house.tell(&["events"]).contains("where it is recycled"));
     daemon.end().await;
@@ -206,17 +172,12 @@ async fn a_crash_while_memory_is_short_is_not_answered_by_a_loop_of_starts() {
         ),
     ));
     let daemon = house.start().await;
-    let status = daemon
-        .until("the reader is ready", |status| {
-            worker(status, "reader").state() == WorkerState::Ready
-        })
-        .await;
+    let status =
+        daemon.until("the reader is ready", |status| worker(status, "reader").state() == WorkerState::Ready).await;
     let before = worker(&status, "reader").pid.unwrap();
     house.tell(&["start", "neighbour"]);
     daemon
-        .until("the neighbour has its memory", |status| {
-            worker(status, "neighbour").state() == WorkerState::Ready
-        })
+        .until("the neighbour has its memory", |status| worker(status, "neighbour").state() == WorkerState::Ready)
         .await;
     // It may have been stopped for the pressure already; else it dies now, as by a failed allocation.
     let _ = kill(pid_of(before), Signal::SIGKILL);
@@ -238,11 +199,7 @@ async fn a_crash_while_memory_is_short_is_not_answered_by_a_loop_of_starts() {
     assert!(failures <= 1, "{failures} failures");
 
     house.tell(&["stop", "neighbour"]);
-    let status = daemon
-        .until("it is back", |status| {
-            worker(status, "reader").state() == WorkerState::Ready
-        })
-        .await;
+    let status = daemon.until("it is back", |status| worker(status, "reader").state() == WorkerState::Ready).await;
     let reader = worker(&status, "reader");
     assert_eq!((reader.starts, reader.failures), (starts + 1, failures), "by one start");
     daemon.end().await;
@@ -301,34 +258,18 @@ async fn check_shows_each_worker_as_it_would_be_started() {
         budget(64)
     ));
     let shown: serde_json::Value = house.json(&["check", "cotenant.yaml"]);
-    let [asr, mouth] = shown["workers"].as_array().unwrap().as_slice() else {
-        panic!("{shown}")
-    };
+    let [asr, mouth] = shown["workers"].as_array().unwrap().as_slice() else { panic!("{shown}") };
     let socket = house.path("run/asr.sock").display().to_string();
     assert_eq!(asr["argv"][4], format!("unix://{socket}"));
-    assert_eq!(
-        (&asr["protocol"], &asr["endpoint"]),
-        (&"wyoming".into(), &format!("unix://{socket}").into())
-    );
+    assert_eq!((&asr["protocol"], &asr["endpoint"]), (&"wyoming".into(), &format!("unix://{socket}").into()));
     let confinement = asr["confinement"].to_string();
-    for what in [
-        "memory limit: ",
-        "resource limits: open_files 100",
-        "files: ",
-        "system calls: ",
-    ] {
+    for what in ["memory limit: ", "resource limits: open_files 100", "files: ", "system calls: "] {
         assert!(confinement.contains(what), "{what} is not in {confinement}");
     }
     assert_eq!(mouth["argv"][4], port.to_string());
     let warning = mouth["warnings"][0].as_str().unwrap();
-    assert!(
-        warning.starts_with(&format!("port {port} of 127.0.0.1 is taken by `")),
-        "{warning}"
-    );
-    assert!(
-        shown["verdict"].as_str().unwrap().contains("everything fits"),
-        "{shown}"
-    );
+    assert!(warning.starts_with(&format!("port {port} of 127.0.0.1 is taken by `")), "{warning}");
+    assert!(shown["verdict"].as_str().unwrap().contains("everything fits"), "{shown}");
     assert!(!Path::new(&socket).exists(), "nothing was started");
 
     // What cannot be started is told, with an exit code.
@@ -339,10 +280,7 @@ async fn check_shows_each_worker_as_it_would_be_started() {
     let output = house.run(&["check", "cotenant.yaml"]);
     assert_eq!(output.status.code(), Some(78), "{}", said(&output));
     let text = String::from_utf8(output.stdout).unwrap();
-    assert!(
-        text.contains("cannot start: user `nobody-of-this-name` does not exist"),
-        "{text}"
-    );
+    assert!(text.contains("cannot start: user `nobody-of-this-name` does not exist"), "{text}");
     assert!(Path::new(PROGRAM).exists());
 }
 
@@ -370,15 +308,9 @@ async fn the_memory_of_a_worker_that_sleeps_is_kept_and_it_is_back_in_time() {
     daemon.until("it sleeps", asleep).await;
     // 60 MiB are its peak: 100 of 128 would take its way back, and 40 do not.
     let mut leases = daemon.leases();
-    let denied = leases
-        .create_lease(asks("thief", LeaseClass::Batch, 100, 0))
-        .await
-        .unwrap_err();
+    let denied = leases.create_lease(asks("thief", LeaseClass::Batch, 100, 0)).await.unwrap_err();
     assert_eq!(denied.code(), tonic::Code::ResourceExhausted, "{denied}");
-    leases
-        .create_lease(asks("guest", LeaseClass::Batch, 40, 0))
-        .await
-        .unwrap();
+    leases.create_lease(asks("guest", LeaseClass::Batch, 40, 0)).await.unwrap();
     let began = std::time::Instant::now();
     let answer = daemon.speak("hello").await;
     let took = began.elapsed();
@@ -399,29 +331,13 @@ async fn a_worker_becomes_smaller_before_it_is_stopped() {
     house.tell(&["resize", "asr", "open", "--wait", "15s", "--timeout", "20s"]);
     // 116 MiB of 160 are held: 80 come of its vocabulary, and then no more but of its end.
     let mut leases = daemon.leases();
-    leases
-        .create_lease(asks("voice", LeaseClass::Interactive, 80, 15))
-        .await
-        .unwrap();
-    let status = daemon
-        .until("it is smaller", |status| worker(status, "asr").variant == "grammar")
-        .await;
+    leases.create_lease(asks("voice", LeaseClass::Interactive, 80, 15)).await.unwrap();
+    let status = daemon.until("it is smaller", |status| worker(status, "asr").variant == "grammar").await;
     let smaller = worker(&status, "asr");
-    assert_eq!(
-        (smaller.state(), smaller.starts),
-        (WorkerState::Ready, 1),
-        "{smaller:?}"
-    );
+    assert_eq!((smaller.state(), smaller.starts), (WorkerState::Ready, 1), "{smaller:?}");
     assert_eq!(smaller.pid, worker(&before, "asr").pid);
-    leases
-        .create_lease(asks("second", LeaseClass::Interactive, 60, 15))
-        .await
-        .unwrap();
-    daemon
-        .until("it is stopped", |status| {
-            state_of(status, "asr").0 == WorkerState::Stopped
-        })
-        .await;
+    leases.create_lease(asks("second", LeaseClass::Interactive, 60, 15)).await.unwrap();
+    daemon.until("it is stopped", |status| state_of(status, "asr").0 == WorkerState::Stopped).await;
     assert_eq!(worker(&daemon.status().await, "asr").failures, 0);
     daemon.end().await;
     house.replay();
@@ -461,12 +377,7 @@ async fn a_worker_with_a_lease_of_its_own_asks_for_it_and_nobody_else_does() {
             .filter(|held| *held > 0)
             .collect::<Vec<_>>()
     };
-    assert_eq!(
-        held(),
-        [90],
-        "one lease, and it is its own: {}",
-        house.json(&["leases"])
-    );
+    assert_eq!(held(), [90], "one lease, and it is its own: {}", house.json(&["leases"]));
 
     // Another process of the same user asks by its name.
     let denied = denied_the_name(&daemon, "vision").await;
@@ -476,9 +387,7 @@ async fn a_worker_with_a_lease_of_its_own_asks_for_it_and_nobody_else_does() {
     // With it goes its lease; the next one asks anew.
     kill(pid_of(pid), Signal::SIGKILL).unwrap();
     let status = daemon
-        .until("another one is ready", |status| {
-            workers_ready(status) && worker(status, "vision").pid != Some(pid)
-        })
+        .until("another one is ready", |status| workers_ready(status) && worker(status, "vision").pid != Some(pid))
         .await;
     assert_eq!(held(), [90], "{status:?}");
     daemon.end().await;
@@ -534,18 +443,11 @@ async fn zoe_outage_ends_with_the_llm_back_and_the_voice_beside_it() {
         demo_model(32_768)
     ));
     let daemon = house.start().await;
-    let status = daemon
-        .until("the voice is up", |status| {
-            worker(status, "tts").state() == WorkerState::Ready
-        })
-        .await;
+    let status = daemon.until("the voice is up", |status| worker(status, "tts").state() == WorkerState::Ready).await;
     let pid = worker(&status, "tts").pid.unwrap();
     // Nobody is there to see it grow.
     daemon.kill();
-    crate::support::eventually("it has grown far beyond its lease", || {
-        super::house::anonymous(pid) > 100 << 20
-    })
-    .await;
+    crate::support::eventually("it has grown far beyond its lease", || super::house::anonymous(pid) > 100 << 20).await;
 
     let daemon = house.start().await;
     // Either may be first: the LLM back, or the voice found to be far too large.
@@ -555,11 +457,7 @@ async fn zoe_outage_ends_with_the_llm_back_and_the_voice_beside_it() {
         })
         .await;
     let voice = worker(&status, "tts");
-    assert_eq!(
-        (voice.starts, voice.failures),
-        (2, 0),
-        "it was started anew, once: {voice:?}"
-    );
+    assert_eq!((voice.starts, voice.failures), (2, 0), "it was started anew, once: {voice:?}");
     assert_ne!(voice.pid, Some(pid));
     assert_eq!(daemon.ask("hello").await.status, 200);
     daemon.end().await;
@@ -605,16 +503,9 @@ async fn a_process_of_a_worker_has_no_lease_by_another_name_and_nobody_has_one_b
         })
         .await;
     let refused = std::fs::read_to_string(house.path("refused")).unwrap();
-    assert_eq!(
-        std::fs::read_to_string(house.path("code")).unwrap().trim(),
-        "4",
-        "{refused}"
-    );
+    assert_eq!(std::fs::read_to_string(house.path("code")).unwrap().trim(), "4", "{refused}");
     let pid = worker(&status, "nest").pid.unwrap();
-    assert!(
-        refused.contains(&format!("is of worker `nest`, process {pid}, and is measured with it")),
-        "{refused}"
-    );
+    assert!(refused.contains(&format!("is of worker `nest`, process {pid}, and is measured with it")), "{refused}");
     assert!(status.leases.iter().all(|lease| lease.tenant != "extra"), "{status:?}");
 
     // It is not ready, and its name is its own all the same.

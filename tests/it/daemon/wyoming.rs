@@ -19,17 +19,11 @@ use super::house::{House, asr, budget, demo_model, said, tts};
 use crate::support::{PATIENCE, speech_is_installed};
 
 fn asks(text: &str) -> Event {
-    Event::Transcript(Transcript {
-        text: text.to_owned(),
-        ..Transcript::default()
-    })
+    Event::Transcript(Transcript { text: text.to_owned(), ..Transcript::default() })
 }
 
 fn speaks(text: &str) -> Event {
-    Event::Synthesize(Synthesize {
-        text: text.to_owned(),
-        voice: None,
-    })
+    Event::Synthesize(Synthesize { text: text.to_owned(), voice: None })
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -38,24 +32,16 @@ async fn a_new_utterance_ends_the_answer_at_once_and_the_engine_is_free() {
     let daemon = house.start().await;
     daemon.whole().await;
     let mut client = Client::connect(&house).await;
-    let wanted = RunPipeline {
-        start_stage: "asr".to_owned(),
-        end_stage: "handle".to_owned(),
-    };
+    let wanted = RunPipeline { start_stage: "asr".to_owned(), end_stage: "handle".to_owned() };
     client.say(Event::RunPipeline(wanted)).await;
     // Should it be told before it can be interrupted, the next one is.
     for _ in 0..20 {
         client.say(asks("tell me a story")).await;
         client.until("handled-chunk").await;
-        let start = AudioStart {
-            format: AudioFormat::mono_16_bit(16_000),
-            timestamp: None,
-        };
+        let start = AudioStart { format: AudioFormat::mono_16_bit(16_000), timestamp: None };
         client.say(Event::AudioStart(start)).await;
         client.until("handled-stop").await;
-        let interrupted = daemon
-            .metric("cotenant_request_seconds_count{route=\"wyoming/handle\",code=\"499\"}")
-            .await;
+        let interrupted = daemon.metric("cotenant_request_seconds_count{route=\"wyoming/handle\",code=\"499\"}").await;
         if interrupted.is_some() {
             // Far from its end, for the engine answers the next one now.
             let started = Instant::now();
@@ -97,10 +83,7 @@ async fn describe_is_answered_while_nothing_behind_the_door_is_up() {
         assert!(info.tts.is_empty());
     }
     println!("describe took {slowest:?} at most");
-    assert!(
-        slowest < Duration::from_secs(1),
-        "Home Assistant gives up after 1 s: {slowest:?}"
-    );
+    assert!(slowest < Duration::from_secs(1), "Home Assistant gives up after 1 s: {slowest:?}");
     drop(daemon);
 }
 
@@ -174,13 +157,7 @@ async fn a_recording_is_said_and_answered_from_the_command_line() {
     if !speech_is_installed() {
         return;
     }
-    let house = House::new(&format!(
-        "{}{}{DOOR}workers:\n{}{}",
-        budget(256),
-        demo_model(4096),
-        tts(),
-        asr()
-    ));
+    let house = House::new(&format!("{}{}{DOOR}workers:\n{}{}", budget(256), demo_model(4096), tts(), asr()));
     let daemon = house.start().await;
     daemon.whole().await;
     let recording = daemon.speak("turn on the kitchen light").await.body;
@@ -196,16 +173,8 @@ async fn a_recording_is_said_and_answered_from_the_command_line() {
     assert!(spoken["firstAudioMs"].as_u64() <= spoken["doneMs"].as_u64(), "{spoken}");
     let answer = std::fs::read(house.path("answer.wav")).unwrap();
     let answer = cotenant::speech::audio::parse_wav(&answer, PATIENCE).unwrap();
-    assert!(
-        answer.duration() > Duration::from_millis(300),
-        "{:?}",
-        answer.duration()
-    );
+    assert!(answer.duration() > Duration::from_millis(300), "{:?}", answer.duration());
     let output = tokio::task::block_in_place(|| talk("broken.wav"));
-    assert!(
-        !output.status.success() && said(&output).contains("cut short"),
-        "{}",
-        said(&output)
-    );
+    assert!(!output.status.success() && said(&output).contains("cut short"), "{}", said(&output));
     daemon.end().await;
 }

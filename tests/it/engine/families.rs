@@ -32,10 +32,7 @@ impl Parts {
             let tensor = content.tensor(&mut reader, name, &Device::Cpu).unwrap();
             (name.clone(), tensor)
         });
-        Self {
-            tensors: tensors.collect(),
-            entries: content.metadata.into_iter().collect(),
-        }
+        Self { tensors: tensors.collect(), entries: content.metadata.into_iter().collect() }
     }
 
     fn rename_key(&mut self, from: &str, to: &str) {
@@ -50,8 +47,7 @@ impl Parts {
 
     fn add(&mut self, name: &str, dims: &[usize]) {
         let bytes = dims.iter().product::<usize>() * 4;
-        self.tensors
-            .insert(name.to_owned(), tensor(vec![0; bytes], GgmlDType::F32, dims));
+        self.tensors.insert(name.to_owned(), tensor(vec![0; bytes], GgmlDType::F32, dims));
     }
 
     fn write(self) -> File {
@@ -59,11 +55,7 @@ impl Parts {
         let path = folder.path().join("model.gguf");
         let mut out = BufWriter::new(fs::File::create(&path).unwrap());
         let entries: Vec<_> = self.entries.iter().map(|(key, value)| (key.as_str(), value)).collect();
-        let tensors: Vec<_> = self
-            .tensors
-            .iter()
-            .map(|(name, tensor)| (name.as_str(), tensor))
-            .collect();
+        let tensors: Vec<_> = self.tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
         gguf_file::write(&mut out, &entries, &tensors).unwrap();
         drop(out);
         File { _folder: folder, path }
@@ -96,12 +88,8 @@ fn ollamas_file_of_qwen_3_5_is_read_as_llama_cpps_and_its_pictures_stay_in_it() 
     parts.list("qwen35.attention.head_count_kv", &[0, 0, 0, 2]);
     parts.list("qwen35.rope.dimension_sections", &[4, 2, 2]);
     parts.entries.remove("qwen35.full_attention_interval").unwrap();
-    parts
-        .entries
-        .insert("qwen35.ssm.v_head_reordered".to_owned(), Value::Bool(true));
-    parts
-        .entries
-        .insert("qwen35.vision.block_count".to_owned(), Value::U32(1));
+    parts.entries.insert("qwen35.ssm.v_head_reordered".to_owned(), Value::Bool(true));
+    parts.entries.insert("qwen35.vision.block_count".to_owned(), Value::U32(1));
     for (name, dims) in [
         ("v.blk.0.attn_q.weight", [64, 64]),
         ("v.merger.linear_fc1.weight", [128, 64]),
@@ -113,15 +101,10 @@ fn ollamas_file_of_qwen_3_5_is_read_as_llama_cpps_and_its_pictures_stay_in_it() 
     }
     let theirs = parts.write();
     assert_eq!(reference(&theirs.path, 2), reference(&file.path, 2));
-    assert_eq!(
-        unused(&theirs.path),
-        ["multi-token prediction (80 KiB)", "vision (56 KiB)"]
-    );
+    assert_eq!(unused(&theirs.path), ["multi-token prediction (80 KiB)", "vision (56 KiB)"]);
 
     let mut other = Parts::of(&file);
-    other
-        .entries
-        .insert("qwen35.ssm.v_head_reordered".to_owned(), Value::Bool(false));
+    other.entries.insert("qwen35.ssm.v_head_reordered".to_owned(), Value::Bool(false));
     assert_eq!(
         refused(&other.write()),
         "metadata `qwen35.ssm.v_head_reordered`: value heads in the publisher's order are not supported"
@@ -133,16 +116,11 @@ fn ollamas_file_of_gemma_3_is_read_as_llama_cpps() {
     let file = tiny(Architecture::Gemma3, GgmlDType::Q8_0);
     let mut parts = Parts::of(&file);
     parts.rename_key("gemma3.rope.freq_base", "gemma3.rope.global.freq_base");
-    parts
-        .entries
-        .insert("gemma3.rope.local.freq_base".to_owned(), Value::F32(10_000.0));
+    parts.entries.insert("gemma3.rope.local.freq_base".to_owned(), Value::F32(10_000.0));
     parts.entries.remove("gemma3.attention.layer_norm_rms_epsilon").unwrap();
     parts.add("v.patch_embedding.weight", &[64, 64]);
     // A token that stands for a picture, without a row in the embedding.
-    for (key, item) in [
-        ("tokens", Value::String("<image_soft_token>".to_owned())),
-        ("token_type", Value::I32(4)),
-    ] {
+    for (key, item) in [("tokens", Value::String("<image_soft_token>".to_owned())), ("token_type", Value::I32(4))] {
         match parts.entries.get_mut(&format!("tokenizer.ggml.{key}")).unwrap() {
             Value::Array(list) => list.push(item),
             other => panic!("{other:?}"),
@@ -172,12 +150,7 @@ fn ollamas_file_of_mistral_3_is_read_as_llama_cpps() {
 fn the_text_part_of_qwen3_vl_is_qwen3() {
     let file = tiny(Architecture::Qwen3Vl, GgmlDType::Q8_0);
     let mut parts = Parts::of(&file);
-    let keys: Vec<String> = parts
-        .entries
-        .keys()
-        .filter(|key| key.starts_with("qwen3vl."))
-        .cloned()
-        .collect();
+    let keys: Vec<String> = parts.entries.keys().filter(|key| key.starts_with("qwen3vl.")).cloned().collect();
     for key in keys {
         parts.rename_key(&key, &key.replace("qwen3vl.", "qwen3."));
     }
@@ -204,11 +177,7 @@ fn numbers_may_be_given_for_each_layer_and_axes_of_one_element_at_the_end_count_
 
     for (key, numbers, problem) in [
         ("attention.head_count_kv", [2, 1, 2, 2], "it differs by layer: 2 and 1"),
-        (
-            "feed_forward_length",
-            [256, 256, 128, 256],
-            "it differs by layer: 256 and 128",
-        ),
+        ("feed_forward_length", [256, 256, 128, 256], "it differs by layer: 256 and 128"),
         ("attention.head_count", [0; 4], "it is 0"),
     ] {
         let mut parts = Parts::of(&file);
@@ -217,29 +186,18 @@ fn numbers_may_be_given_for_each_layer_and_axes_of_one_element_at_the_end_count_
         assert_eq!(refused(&parts.write()), format!("metadata `{key}`: {problem}"));
     }
     let mut parts = Parts::of(&file);
-    parts
-        .entries
-        .insert("llama.block_count".to_owned(), Value::String("four".to_owned()));
-    assert_eq!(
-        refused(&parts.write()),
-        "metadata `llama.block_count`: `four` is not a whole number"
-    );
+    parts.entries.insert("llama.block_count".to_owned(), Value::String("four".to_owned()));
+    assert_eq!(refused(&parts.write()), "metadata `llama.block_count`: `four` is not a whole number");
 }
 
 #[test]
 fn a_family_or_type_that_is_not_supported_is_refused_with_the_nearest_that_is() {
     let file = tiny(Architecture::Qwen3, GgmlDType::Q8_0);
     for (name, hint) in [
-        (
-            "clip",
-            "it is the vision part of a model: name the file of the model itself, without `mmproj`",
-        ),
+        ("clip", "it is the vision part of a model: name the file of the model itself, without `mmproj`"),
         ("gemma3n", "use Gemma 3, for example gemma-3-4b-it Q4_K_M"),
         ("qwen35moe", "use a dense Qwen3.5, for example 4B Q4_K_M"),
-        (
-            "gpt-oss",
-            "use a dense model of about the same size: Qwen3.5, Llama 3.2 or Gemma 3 in Q4_K_M",
-        ),
+        ("gpt-oss", "use a dense model of about the same size: Qwen3.5, Llama 3.2 or Gemma 3 in Q4_K_M"),
     ] {
         let mut parts = Parts::of(&file);
         let value = Value::String(name.to_owned());
@@ -270,9 +228,7 @@ fn a_family_or_type_that_is_not_supported_is_refused_with_the_nearest_that_is() 
         let error = Model::inspect(&path, 1).unwrap_err();
         let told = error.kind().to_string();
         assert!(
-            told.starts_with(&format!(
-                "tensor `blk.2.ffn_up.weight` has type {name}; supported are F32"
-            )),
+            told.starts_with(&format!("tensor `blk.2.ffn_up.weight` has type {name}; supported are F32")),
             "{told}"
         );
         assert_eq!(error.hint(), Some(hint));
@@ -282,10 +238,7 @@ fn a_family_or_type_that_is_not_supported_is_refused_with_the_nearest_that_is() 
 #[test]
 fn biases_change_the_logits_wherever_they_are() {
     for (architecture, names) in [
-        (
-            Architecture::Granite,
-            &["attn_output.bias", "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias"][..],
-        ),
+        (Architecture::Granite, &["attn_output.bias", "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias"][..]),
         (Architecture::Qwen2, &["attn_q.bias", "attn_k.bias", "attn_v.bias"]),
     ] {
         let file = write(&Synthetic::tiny(architecture, TypeMix::All(GgmlDType::F32), 7));

@@ -30,16 +30,11 @@ fn a_file_truncated_while_streaming_fails_that_request_alone() {
     let bytes = std::fs::read(&file.path).unwrap();
     handle.set_len(bytes.len() as u64 / 2).unwrap();
     // What was read ahead is still there, so an error may take a pass or two.
-    let error = (0..20)
-        .find_map(|_| model.forward(&PROMPT[..1], &mut go()).err())
-        .expect("half of the file is gone");
+    let error = (0..20).find_map(|_| model.forward(&PROMPT[..1], &mut go()).err()).expect("half of the file is gone");
     let error = error.to_string();
     let told = ["the file ends", "was written to after it was opened"];
     assert!(told.iter().any(|problem| error.contains(problem)), "{error}");
-    assert!(matches!(
-        model.forward(&[1], &mut go()),
-        Err(ForwardError::SequenceLost)
-    ));
+    assert!(matches!(model.forward(&[1], &mut go()), Err(ForwardError::SequenceLost)));
 
     // The file comes back, with the same contents.
     std::fs::write(&file.path, &bytes).unwrap();
@@ -108,10 +103,7 @@ fn a_file_that_is_written_to_is_no_longer_read_and_one_put_in_its_place_is_anoth
     let error = (0..20)
         .find_map(|_| model.forward(&PROMPT[..1], &mut go()).err())
         .expect("what is read now is another model's");
-    assert!(
-        error.to_string().contains("was written to after it was opened"),
-        "{error}"
-    );
+    assert!(error.to_string().contains("was written to after it was opened"), "{error}");
     let grown = model.apply(&plan(0..5, 64, 16)).unwrap_err().to_string();
     assert!(grown.contains("was written to after it was opened"), "{grown}");
 
@@ -133,10 +125,7 @@ fn damaged_weights_are_an_error_and_not_an_answer() {
     std::fs::write(&file.path, bytes).unwrap();
     let mut model = open(&file.path, &plan(0..5, 64, 16), 1);
     let error = model.forward(&PROMPT, &mut go()).unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "results at position 0 are not finite: the weights are damaged"
-    );
+    assert_eq!(error.to_string(), "results at position 0 are not finite: the weights are damaged");
 }
 
 #[test]
@@ -152,10 +141,7 @@ fn damaged_weights_are_found_behind_quantised_activations_as_well() {
                 // All scales are the bits of no number.
                 bytes[start..start + tensor.bytes.as_len()].fill(0xff);
                 std::fs::write(&file.path, bytes).unwrap();
-                let plan = EnginePlan {
-                    kv_type,
-                    ..plan(0..5, 64, 16)
-                };
+                let plan = EnginePlan { kv_type, ..plan(0..5, 64, 16) };
                 let mut model = open(&file.path, &plan, 1);
                 let error = model.forward(&PROMPT, &mut go()).map(|logits| logits[0]);
                 let error = error.map_or_else(|error| error.to_string(), |logit| logit.to_string());
@@ -223,22 +209,13 @@ fn bad_files_are_refused_with_what_is_wrong() {
     let good = std::fs::read(&file.path).unwrap();
     assert_eq!(kind_of(&good), "fine");
     assert!(kind_of(b"").starts_with("it is not GGUF"), "{}", kind_of(b""));
-    assert_eq!(
-        kind_of(b"PK\x03\x04 a zip"),
-        r"it is not GGUF: it starts with `PK\x03\x04` instead of `GGUF`"
-    );
-    assert_eq!(
-        kind_of(b"GGUF\x01\0\0\0"),
-        "it is GGUF version 1; versions 2 and 3 are supported"
-    );
+    assert_eq!(kind_of(b"PK\x03\x04 a zip"), r"it is not GGUF: it starts with `PK\x03\x04` instead of `GGUF`");
+    assert_eq!(kind_of(b"GGUF\x01\0\0\0"), "it is GGUF version 1; versions 2 and 3 are supported");
     assert_eq!(
         kind_of(b"GGUF\0\0\0\x03"),
         "it is GGUF version 3 for big-endian processors; little-endian files are supported"
     );
-    assert_eq!(
-        kind_of(b"GGUF\x30\0\0\0"),
-        "it is GGUF version 48; versions 2 and 3 are supported"
-    );
+    assert_eq!(kind_of(b"GGUF\x30\0\0\0"), "it is GGUF version 48; versions 2 and 3 are supported");
 
     let end = good.len() - 1;
     let tail = kind_of(&good[..end]);
@@ -249,25 +226,13 @@ fn bad_files_are_refused_with_what_is_wrong() {
     // A header that lies: of tensors, of metadata, of the length of a text.
     let mut lies = good.clone();
     lies[8..16].copy_from_slice(&u64::MAX.to_le_bytes());
-    assert!(
-        kind_of(&lies).starts_with("tensor count is 18446744073709551615, at most"),
-        "{}",
-        kind_of(&lies)
-    );
+    assert!(kind_of(&lies).starts_with("tensor count is 18446744073709551615, at most"), "{}", kind_of(&lies));
     lies = good.clone();
     lies[16..24].copy_from_slice(&(1u64 << 40).to_le_bytes());
-    assert!(
-        kind_of(&lies).starts_with("metadata count is 1099511627776"),
-        "{}",
-        kind_of(&lies)
-    );
+    assert!(kind_of(&lies).starts_with("metadata count is 1099511627776"), "{}", kind_of(&lies));
     lies = good.clone();
     lies[24..32].copy_from_slice(&(1u64 << 33).to_le_bytes());
-    assert!(
-        kind_of(&lies).starts_with("metadata key is 8589934592"),
-        "{}",
-        kind_of(&lies)
-    );
+    assert!(kind_of(&lies).starts_with("metadata key is 8589934592"), "{}", kind_of(&lies));
 
     let renamed = replaced(&good, b"qwen35", b"gemma9");
     assert_eq!(
@@ -284,17 +249,10 @@ fn bad_files_are_refused_with_what_is_wrong() {
     let mut unknown = good.clone();
     unknown[at..at + 4].copy_from_slice(&23u32.to_le_bytes());
     let message = kind_of(&unknown);
-    assert!(
-        message.starts_with("tensor `blk.2.ffn_up.weight` has type IQ4_XS; supported are"),
-        "{message}"
-    );
+    assert!(message.starts_with("tensor `blk.2.ffn_up.weight` has type IQ4_XS; supported are"), "{message}");
     let mut outside = good.clone();
     outside[at + 4..at + 12].copy_from_slice(&(1u64 << 40).to_le_bytes());
-    assert!(
-        kind_of(&outside).starts_with("tensor `blk.2.ffn_up.weight` ends at byte 1099"),
-        "{}",
-        kind_of(&outside)
-    );
+    assert!(kind_of(&outside).starts_with("tensor `blk.2.ffn_up.weight` ends at byte 1099"), "{}", kind_of(&outside));
     // Where the tensor behind it in the file lies as well, or a little before its end.
     let place = |bytes: &[u8], name: &[u8]| {
         let at = find(bytes, name) + name.len() + 4 + 16 + 4;
@@ -307,16 +265,8 @@ fn bad_files_are_refused_with_what_is_wrong() {
         within[up..up + 8].copy_from_slice(&offset.to_le_bytes());
         let message = kind_of(&within);
         let (inner, outer) = message.split_once(", inside tensor ").unwrap();
-        assert!(
-            [inner, outer].iter().any(|text| text.contains("`blk.2.ffn_up.weight`")),
-            "{message}"
-        );
-        assert!(
-            [inner, outer]
-                .iter()
-                .any(|text| text.contains("`blk.2.ffn_down.weight`")),
-            "{message}"
-        );
+        assert!([inner, outer].iter().any(|text| text.contains("`blk.2.ffn_up.weight`")), "{message}");
+        assert!([inner, outer].iter().any(|text| text.contains("`blk.2.ffn_down.weight`")), "{message}");
     }
 
     // The number of a key follows its name and its type.
@@ -325,14 +275,8 @@ fn bad_files_are_refused_with_what_is_wrong() {
     for (tokens, expected) in [
         (1 << 20, "fine"),
         (1 << 24, "fine"),
-        (
-            (1 << 24) + 1,
-            "qwen35.context_length is 16777217, at most 16777216 is possible",
-        ),
-        (
-            u32::MAX,
-            "qwen35.context_length is 4294967295, at most 16777216 is possible",
-        ),
+        ((1 << 24) + 1, "qwen35.context_length is 16777217, at most 16777216 is possible"),
+        (u32::MAX, "qwen35.context_length is 4294967295, at most 16777216 is possible"),
         (0, "metadata `qwen35.context_length`: it is 0"),
     ] {
         let mut long = good.clone();
@@ -341,11 +285,7 @@ fn bad_files_are_refused_with_what_is_wrong() {
     }
     let mut wide = good;
     wide[at - 16..at - 8].copy_from_slice(&(1u64 << 62).to_le_bytes());
-    assert!(
-        kind_of(&wide).starts_with("tensor `blk.2.ffn_up.weight` has dimensions"),
-        "{}",
-        kind_of(&wide)
-    );
+    assert!(kind_of(&wide).starts_with("tensor `blk.2.ffn_up.weight` has dimensions"), "{}", kind_of(&wide));
 }
 
 fn find(bytes: &[u8], wanted: &[u8]) -> usize {
@@ -378,30 +318,20 @@ fn a_plan_for_another_model_is_refused() {
     );
     let mut model = open(&file.path, &plan(0..5, 64, 8), 1);
     let error = model.apply(&plan(0..5, 64, 0)).unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "cannot work with a prefill chunk of 0 tokens: it must be 1 to 4096"
-    );
+    assert_eq!(error.to_string(), "cannot work with a prefill chunk of 0 tokens: it must be 1 to 4096");
 }
 
 #[test]
 fn blocks_for_multi_token_prediction_are_left_alone() {
-    let with = Synthetic {
-        nextn: 1,
-        ..Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 7)
-    };
+    let with = Synthetic { nextn: 1, ..Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 7) };
     let file = write(&with);
     let (shape, _) = Model::inspect(&file.path, 1).unwrap();
     assert_eq!((shape.layer_count(), shape.layers.len()), (4, 5));
     let inspected = Engine::inspect_with(&file.path, None, 1).unwrap();
     assert_eq!(inspected.shape.layer_count(), 4);
-    let [unused] = &inspected.unused[..] else {
-        panic!("{:?}", inspected.unused)
-    };
+    let [unused] = &inspected.unused[..] else { panic!("{:?}", inspected.unused) };
     assert!(unused.starts_with("multi-token prediction ("), "{unused}");
-    open(&file.path, &plan(0..5, 64, 8), 1)
-        .forward(&PROMPT, &mut go())
-        .unwrap();
+    open(&file.path, &plan(0..5, 64, 8), 1).forward(&PROMPT, &mut go()).unwrap();
 }
 
 proptest! {

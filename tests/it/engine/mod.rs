@@ -63,10 +63,7 @@ fn open(path: &Path, plan: &EnginePlan, threads: usize) -> Model {
 
 /// A model whose capacity may grow to 4096 tokens.
 fn open_long(path: &Path, plan: &EnginePlan, threads: usize) -> Model {
-    let options = ModelOptions {
-        context: Some(Tokens::new(4096)),
-        ..options(threads)
-    };
+    let options = ModelOptions { context: Some(Tokens::new(4096)), ..options(threads) };
     Model::open(path, plan, &options).unwrap()
 }
 

@@ -35,19 +35,13 @@ async fn with_keys(keyless: Keyless) -> Open {
 }
 
 fn question() -> Vec<u8> {
-    json!({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9})
-        .to_string()
-        .into_bytes()
+    json!({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}).to_string().into_bytes()
 }
 
 #[tokio::test]
 async fn without_a_known_key_each_protocol_refuses_in_its_own_form() {
     let open = with_keys(Keyless::default()).await;
-    for headers in [
-        &[][..],
-        &[("authorization", "Bearer key-of-the-kitche")],
-        &[("x-api-key", "no")],
-    ] {
+    for headers in [&[][..], &[("authorization", "Bearer key-of-the-kitche")], &[("x-api-key", "no")]] {
         let openai = post(open.address, CHAT, headers, &question()).await;
         assert_eq!((openai.status, openai.error_code().as_str()), (401, "invalid_api_key"));
         assert_eq!(openai.json()["error"]["type"], "invalid_request_error");
@@ -58,19 +52,8 @@ async fn without_a_known_key_each_protocol_refuses_in_its_own_form() {
         assert_eq!(anthropic.json()["error"]["type"], "authentication_error");
         let ollama = post(open.address, "/api/chat", headers, b"{}").await;
         assert_eq!(ollama.status, 401);
-        assert!(
-            ollama.json()["error"].as_str().unwrap().contains("API key"),
-            "{ollama:?}"
-        );
-        for path in [
-            "/v1/models",
-            "/health",
-            "/metrics",
-            "/status.json",
-            "/",
-            "/v1/realtime",
-            "/nothing",
-        ] {
+        assert!(ollama.json()["error"].as_str().unwrap().contains("API key"), "{ollama:?}");
+        for path in ["/v1/models", "/health", "/metrics", "/status.json", "/", "/v1/realtime", "/nothing"] {
             assert_eq!(get(open.address, path).await.status, 401, "{path}");
         }
     }
@@ -81,19 +64,12 @@ async fn without_a_known_key_each_protocol_refuses_in_its_own_form() {
     let asked = open.script.chats.lock().unwrap();
     let clients: Vec<_> = asked.iter().map(|chat| chat.meta.client.as_ref().unwrap()).collect();
     assert_eq!((&*clients[0].name, clients[0].class), ("kitchen", Class::Batch));
-    assert_eq!(
-        (clients[0].tokens_max, &*clients[1].name),
-        (Some(Tokens::new(7)), "study")
-    );
+    assert_eq!((clients[0].tokens_max, &*clients[1].name), (Some(Tokens::new(7)), "study"));
 }
 
 #[tokio::test]
 async fn health_and_metrics_are_open_where_the_setting_says_so() {
-    let open = with_keys(Keyless {
-        health: true,
-        metrics: true,
-    })
-    .await;
+    let open = with_keys(Keyless { health: true, metrics: true }).await;
     assert_eq!(get(open.address, "/health").await.status, 200);
     assert_eq!(get(open.address, "/metrics").await.status, 200);
     assert_eq!(get(open.address, "/v1/models").await.status, 401);
@@ -109,10 +85,7 @@ async fn a_client_has_so_many_requests_at_once_and_others_have_their_own() {
         tokio::task::yield_now().await;
     }
     let second = post(open.address, CHAT, &[KEY], &question()).await;
-    assert_eq!(
-        (second.status, second.error_code().as_str()),
-        (429, "rate_limit_exceeded")
-    );
+    assert_eq!((second.status, second.error_code().as_str()), (429, "rate_limit_exceeded"));
     assert!(second.text().contains("client `kitchen`"), "{}", second.text());
     open.script.answer([started(), delta("done"), finished()]);
     let other = post(open.address, CHAT, &[("x-api-key", "key-of-the-study")], &question()).await;
@@ -124,16 +97,8 @@ async fn a_realtime_session_needs_a_key_in_a_header_or_as_browsers_send_it() {
     let open = with_keys(Keyless::default()).await;
     for (header, value, opens) in [
         ("authorization", "Bearer key-of-the-study", true),
-        (
-            "sec-websocket-protocol",
-            "realtime, openai-insecure-api-key.key-of-the-kitchen",
-            true,
-        ),
-        (
-            "sec-websocket-protocol",
-            "realtime, openai-insecure-api-key.wrong",
-            false,
-        ),
+        ("sec-websocket-protocol", "realtime, openai-insecure-api-key.key-of-the-kitchen", true),
+        ("sec-websocket-protocol", "realtime, openai-insecure-api-key.wrong", false),
         ("x-nothing", "1", false),
     ] {
         let stream = TcpStream::connect(open.address).await.unwrap();
@@ -150,10 +115,7 @@ async fn a_realtime_session_needs_a_key_in_a_header_or_as_browsers_send_it() {
 async fn what_a_proxy_with_tls_sends_is_served_under_its_host_name() {
     let open = with_keys(Keyless::default()).await;
     let document = include_str!("../../../docs/operating.md");
-    let set: Vec<&str> = document
-        .lines()
-        .filter_map(|line| line.trim().strip_prefix("proxy_set_header "))
-        .collect();
+    let set: Vec<&str> = document.lines().filter_map(|line| line.trim().strip_prefix("proxy_set_header ")).collect();
     let value = |value: &str| match value.trim_end_matches(';') {
         "$host" => "box.example".to_owned(),
         "$remote_addr" => "203.0.113.7".to_owned(),
@@ -166,12 +128,7 @@ async fn what_a_proxy_with_tls_sends_is_served_under_its_host_name() {
         .map(|(name, text)| (name, value(text)))
         .filter(|(_, value)| !value.is_empty())
         .collect();
-    assert!(
-        headers
-            .iter()
-            .any(|(name, value)| *name == "Host" && value == "box.example"),
-        "{headers:?}"
-    );
+    assert!(headers.iter().any(|(name, value)| *name == "Host" && value == "box.example"), "{headers:?}");
     let mut sent: Vec<(&str, &str)> = headers.iter().map(|(name, value)| (*name, value.as_str())).collect();
     sent.push(KEY);
     assert_eq!(post(open.address, CHAT, &sent, &question()).await.status, 200);

@@ -25,12 +25,8 @@ const LONG: Duration = Duration::from_secs(3600);
 
 fn wav(rate: u32, channels: u16, frames: usize) -> Vec<u8> {
     let mut file = std::io::Cursor::new(Vec::new());
-    let spec = hound::WavSpec {
-        channels,
-        sample_rate: rate,
-        bits_per_sample: 16,
-        sample_format: hound::SampleFormat::Int,
-    };
+    let spec =
+        hound::WavSpec { channels, sample_rate: rate, bits_per_sample: 16, sample_format: hound::SampleFormat::Int };
     let mut writer = hound::WavWriter::new(&mut file, spec).unwrap();
     for index in 0..frames {
         for _ in 0..channels {
@@ -52,30 +48,17 @@ async fn transcribe(open: &Open, file: &[u8], more: &[(&str, &str)]) -> Answer {
 async fn a_transcription_has_the_shape_that_was_asked_for() {
     let open = open().await;
     let file = wav(16_000, 1, 24_000);
-    let answer = transcribe(
-        &open,
-        &file,
-        &[("language", "en"), ("prompt", "lights"), ("temperature", "0")],
-    )
-    .await;
-    assert_eq!(
-        answer.json(),
-        json!({"text": "turn on the light", "usage": {"type": "duration", "seconds": 2.0}})
-    );
+    let answer = transcribe(&open, &file, &[("language", "en"), ("prompt", "lights"), ("temperature", "0")]).await;
+    assert_eq!(answer.json(), json!({"text": "turn on the light", "usage": {"type": "duration", "seconds": 2.0}}));
     let asked = open.script.transcriptions.lock().unwrap().pop().unwrap();
     assert_eq!((asked.audio.samples.len(), asked.model.as_str()), (24_000, "whisper-1"));
-    assert_eq!(
-        (asked.language.as_deref(), asked.prompt.as_deref()),
-        (Some("en"), Some("lights"))
-    );
+    assert_eq!((asked.language.as_deref(), asked.prompt.as_deref()), (Some("en"), Some("lights")));
 
     let answer = transcribe(&open, &file, &[("response_format", "text")]).await;
     assert_eq!((answer.text(), answer.status), ("turn on the light\n", 200));
     assert!(answer.header("content-type").starts_with("text/plain"));
 
-    let body = transcribe(&open, &file, &[("response_format", "verbose_json")])
-        .await
-        .json();
+    let body = transcribe(&open, &file, &[("response_format", "verbose_json")]).await.json();
     assert_eq!(
         (&body["task"], &body["language"], &body["duration"]),
         (&json!("transcribe"), &json!("english"), &json!(1.5))
@@ -85,10 +68,7 @@ async fn a_transcription_has_the_shape_that_was_asked_for() {
 
     let answer = transcribe(&open, &file, &[("stream", "true")]).await;
     let (payloads, _) = answer.events();
-    let payloads: Vec<Value> = payloads
-        .iter()
-        .map(|payload| serde_json::from_str(payload).unwrap())
-        .collect();
+    let payloads: Vec<Value> = payloads.iter().map(|payload| serde_json::from_str(payload).unwrap()).collect();
     assert_eq!(
         payloads,
         [
@@ -112,14 +92,7 @@ async fn audio_of_any_common_shape_reaches_the_recogniser_as_16_khz_mono() {
 #[tokio::test]
 async fn uploads_in_compressed_formats_reach_the_recogniser_as_16_khz_mono() {
     let open = open().await;
-    for name in [
-        "tone.mp3",
-        "tone.m4a",
-        "tone.ogg",
-        "tone.opus",
-        "tone.webm",
-        "tone.flac",
-    ] {
+    for name in ["tone.mp3", "tone.m4a", "tone.ogg", "tone.opus", "tone.webm", "tone.flac"] {
         let file = std::fs::read(crate::support::fixture("audio").join(name)).unwrap();
         let answer = transcribe(&open, &file, &[]).await;
         assert_eq!(answer.status, 200, "{name}: {}", answer.text());
@@ -134,12 +107,7 @@ async fn uploads_in_compressed_formats_reach_the_recogniser_as_16_khz_mono() {
 async fn a_file_whose_decoding_would_take_gigabytes_is_400() {
     let open = open().await;
     let answer = transcribe(&open, &vorbis_bomb(), &[]).await;
-    assert_eq!(
-        (answer.status, answer.error_code().as_str()),
-        (400, "invalid_audio"),
-        "{}",
-        answer.text()
-    );
+    assert_eq!((answer.status, answer.error_code().as_str()), (400, "invalid_audio"), "{}", answer.text());
     assert!(answer.text().contains("24 MiB of memory"), "{}", answer.text());
     let answer = transcribe(&open, &wav(16_000, 1, 16_000), &[]).await;
     assert_eq!(answer.status, 200);
@@ -169,10 +137,7 @@ fn vorbis_bomb() -> Vec<u8> {
         push(0, 1);
     }
     let mut setup = b"\x05vorbis".to_vec();
-    setup.extend(
-        bits.chunks(8)
-            .map(|byte| byte.iter().rev().fold(0, |sum, &bit| sum << 1 | u8::from(bit))),
-    );
+    setup.extend(bits.chunks(8).map(|byte| byte.iter().rev().fold(0, |sum, &bit| sum << 1 | u8::from(bit))));
     setup.extend([0; 64]);
     let mut file = Vec::new();
     for (number, packet) in [identification, comment, setup].iter().enumerate() {
@@ -195,11 +160,7 @@ fn ogg_page(number: u8, packet: &[u8]) -> Vec<u8> {
     for &byte in &page {
         sum ^= u32::from(byte) << 24;
         for _ in 0..8 {
-            sum = if sum & 1 << 31 == 0 {
-                sum << 1
-            } else {
-                sum << 1 ^ 0x04c1_1db7
-            };
+            sum = if sum & 1 << 31 == 0 { sum << 1 } else { sum << 1 ^ 0x04c1_1db7 };
         }
     }
     page[22..26].copy_from_slice(&sum.to_le_bytes());
@@ -208,24 +169,15 @@ fn ogg_page(number: u8, packet: &[u8]) -> Vec<u8> {
 
 #[tokio::test]
 async fn memory_for_decoding_is_set_aside_before() {
-    let limits = Limits {
-        bodies_max: Bytes::from_mib(25),
-        ..Limits::default()
-    };
+    let limits = Limits { bodies_max: Bytes::from_mib(25), ..Limits::default() };
     let open = open_with(limits, true).await;
     let file = std::fs::read(crate::support::fixture("audio").join("tone.mp3")).unwrap();
     let answer = transcribe(&open, &file, &[]).await;
     assert_eq!(answer.status, 200, "{}", answer.text());
-    let limits = Limits {
-        bodies_max: Bytes::from_mib(24),
-        ..Limits::default()
-    };
+    let limits = Limits { bodies_max: Bytes::from_mib(24), ..Limits::default() };
     let open = open_with(limits, true).await;
     let answer = transcribe(&open, &file, &[]).await;
-    assert_eq!(
-        (answer.status, answer.error_code().as_str()),
-        (429, "rate_limit_exceeded")
-    );
+    assert_eq!((answer.status, answer.error_code().as_str()), (429, "rate_limit_exceeded"));
 }
 
 #[tokio::test]
@@ -268,10 +220,7 @@ async fn audio_without_samples_is_an_empty_text_and_troubles_nobody() {
 
 #[tokio::test]
 async fn broken_audio_is_400_and_says_what_is_wrong() {
-    let limits = Limits {
-        audio_duration_max: Duration::from_secs(2),
-        ..Limits::default()
-    };
+    let limits = Limits { audio_duration_max: Duration::from_secs(2), ..Limits::default() };
     let open = open_with(limits, true).await;
     let mut cut = wav(16_000, 1, 16_000);
     cut.truncate(1000);
@@ -296,10 +245,7 @@ async fn a_broken_form_is_400() {
     let answer = post_form(open.address, TRANSCRIPTIONS, &[("model", None, b"whisper-1")]).await;
     assert_eq!((answer.status, &answer.json()["error"]["param"]), (400, &json!("file")));
     let answer = transcribe(&open, &wav(16_000, 1, 10), &[("response_format", "subtitles")]).await;
-    assert_eq!(
-        (answer.status, &answer.json()["error"]["param"]),
-        (400, &json!("response_format"))
-    );
+    assert_eq!((answer.status, &answer.json()["error"]["param"]), (400, &json!("response_format")));
     let answer = post_json(open.address, TRANSCRIPTIONS, &json!({})).await;
     assert_eq!((answer.status, answer.error_code().as_str()), (400, "invalid_form"));
     let headers = [("content-type", "multipart/form-data; boundary=B")];
@@ -309,10 +255,7 @@ async fn a_broken_form_is_400() {
 
 #[tokio::test]
 async fn a_refused_transcription_is_a_status_before_and_an_event_after_the_first_byte() {
-    let limits = Limits {
-        admission_timeout: Duration::from_millis(20),
-        ..Limits::default()
-    };
+    let limits = Limits { admission_timeout: Duration::from_millis(20), ..Limits::default() };
     let open = open_with(limits, true).await;
     let lost = || Refusal::WorkerLost {
         worker: "asr".to_owned(),
@@ -338,11 +281,8 @@ async fn pcm_is_24_khz_mono_whatever_the_voice_has() {
     let open = open().await;
     for rate in [16_000, 22_050, 24_000] {
         *open.script.speech_rate.lock().unwrap() = Some(rate);
-        *open.script.speech.lock().unwrap() = vec![
-            Ok(vec![1000; rate as usize / 2]),
-            Ok(Vec::new()),
-            Ok(vec![1000; rate as usize / 2]),
-        ];
+        *open.script.speech.lock().unwrap() =
+            vec![Ok(vec![1000; rate as usize / 2]), Ok(Vec::new()), Ok(vec![1000; rate as usize / 2])];
         let answer = post_json(
             open.address,
             SPEECH,
@@ -354,10 +294,7 @@ async fn pcm_is_24_khz_mono_whatever_the_voice_has() {
         assert_eq!(answer.body.len(), 48_000, "{rate} Hz");
     }
     let asked = open.script.speeches.lock().unwrap().pop().unwrap();
-    assert_eq!(
-        (asked.voice.as_deref(), asked.text.as_str(), asked.speed),
-        (Some("slt"), "hello", 1.0)
-    );
+    assert_eq!((asked.voice.as_deref(), asked.text.as_str(), asked.speed), (Some("slt"), "hello", 1.0));
 }
 
 #[tokio::test]
@@ -369,11 +306,7 @@ async fn flac_and_opus_are_encoded_as_the_sound_comes() {
         assert_eq!((answer.status, answer.header("content-type")), (200, kind));
         assert!(answer.complete && answer.body.starts_with(magic), "{format}");
         let audio = decode_whole_for_asr(&answer.body, LONG).unwrap();
-        assert!(
-            audio.samples.len().abs_diff(16_000) <= 400,
-            "{format}: {}",
-            audio.samples.len()
-        );
+        assert!(audio.samples.len().abs_diff(16_000) <= 400, "{format}: {}", audio.samples.len());
     }
     // The beginning is sent before the end is there, and a failure in between breaks the connection off.
     *open.script.speech.lock().unwrap() = vec![
@@ -385,12 +318,7 @@ async fn flac_and_opus_are_encoded_as_the_sound_comes() {
         }),
     ];
     for format in ["flac", "opus"] {
-        let answer = post_json(
-            open.address,
-            SPEECH,
-            &json!({"input": "hello", "response_format": format}),
-        )
-        .await;
+        let answer = post_json(open.address, SPEECH, &json!({"input": "hello", "response_format": format})).await;
         assert_eq!((answer.status, answer.complete), (200, false));
         assert!(answer.body.len() > 200, "{format}: {} bytes", answer.body.len());
     }
@@ -400,21 +328,9 @@ async fn flac_and_opus_are_encoded_as_the_sound_comes() {
 async fn what_cannot_be_encoded_is_refused_and_wav_is_sent_under_its_own_name() {
     let open = open().await;
     for format in ["mp3", "aac"] {
-        let answer = post_json(
-            open.address,
-            SPEECH,
-            &json!({"input": "hello", "response_format": format}),
-        )
-        .await;
-        assert_eq!(
-            (answer.status, &answer.json()["error"]["param"]),
-            (400, &json!("response_format"))
-        );
-        assert!(
-            answer.text().contains("`wav`, `pcm`, `flac`, `opus`"),
-            "{}",
-            answer.text()
-        );
+        let answer = post_json(open.address, SPEECH, &json!({"input": "hello", "response_format": format})).await;
+        assert_eq!((answer.status, &answer.json()["error"]["param"]), (400, &json!("response_format")));
+        assert!(answer.text().contains("`wav`, `pcm`, `flac`, `opus`"), "{}", answer.text());
     }
     assert!(open.script.speeches.lock().unwrap().is_empty());
     for (format, sent) in [(None, "wav"), (Some("wav"), "")] {
@@ -438,10 +354,7 @@ async fn speech_comes_as_events_too() {
     let body = |format: &str| json!({"model": "m", "input": "hi", "response_format": format, "stream_format": "sse"});
     let decoded = |answer: &Answer| {
         let (payloads, _) = answer.events();
-        let events: Vec<Value> = payloads
-            .iter()
-            .map(|payload| serde_json::from_str(payload).unwrap())
-            .collect();
+        let events: Vec<Value> = payloads.iter().map(|payload| serde_json::from_str(payload).unwrap()).collect();
         let (done, deltas) = events.split_last().unwrap();
         assert_eq!(done["type"], "speech.audio.done");
         assert_eq!(done["usage"]["total_tokens"], 0);
@@ -458,10 +371,7 @@ async fn speech_comes_as_events_too() {
     let answer = post_json(open.address, SPEECH, &body("wav")).await;
     let expected = MonoAudio::new(24_000, Vec::new());
     let audio = parse_wav(&decoded(&answer), LONG).unwrap();
-    assert_eq!(
-        (audio.sample_rate_hz, audio.samples.len()),
-        (expected.sample_rate_hz, 24_000)
-    );
+    assert_eq!((audio.sample_rate_hz, audio.samples.len()), (expected.sample_rate_hz, 24_000));
     // events would be decoded as mp3; a content type says what it is
     let answer = post_json(open.address, SPEECH, &json!({"input": "hi", "stream_format": "sse"})).await;
     assert_eq!(answer.header("content-type"), "audio/wav");
@@ -486,26 +396,15 @@ async fn a_synthesiser_that_fails_is_a_status_before_the_first_sound_and_a_broke
     *open.script.speech.lock().unwrap() = vec![Ok(vec![0; 16_000]), Err(hung())];
     let answer = post_json(open.address, SPEECH, &body).await;
     assert_eq!((answer.status, answer.complete), (200, false));
-    let answer = post_json(
-        open.address,
-        SPEECH,
-        &json!({"input": "hello", "response_format": "wav"}),
-    )
-    .await;
+    let answer = post_json(open.address, SPEECH, &json!({"input": "hello", "response_format": "wav"})).await;
     assert_eq!((answer.status, answer.error_code().as_str()), (503, "worker_lost"));
-    let answer = post_json(
-        open.address,
-        SPEECH,
-        &json!({"input": "hello", "response_format": "pcm", "stream_format": "sse"}),
-    )
-    .await;
+    let answer =
+        post_json(open.address, SPEECH, &json!({"input": "hello", "response_format": "pcm", "stream_format": "sse"}))
+            .await;
     // clients that ignore the event notice that the connection broke
     let (payloads, _) = answer.events();
     let error: Value = serde_json::from_str(payloads.last().unwrap()).unwrap();
-    assert_eq!(
-        (&error["type"], &error["error"]["code"]),
-        (&json!("error"), &json!("worker_lost"))
-    );
+    assert_eq!((&error["type"], &error["error"]["code"]), (&json!("error"), &json!("worker_lost")));
     assert!(!answer.complete);
 }
 
@@ -522,11 +421,7 @@ async fn a_wrong_speech_request_is_400_and_names_its_field() {
         (json!({"input": 7}), "input"),
     ] {
         let answer = post_json(open.address, SPEECH, &body).await;
-        assert_eq!(
-            (answer.status, &answer.json()["error"]["param"]),
-            (400, &json!(param)),
-            "{body}"
-        );
+        assert_eq!((answer.status, &answer.json()["error"]["param"]), (400, &json!(param)), "{body}");
     }
     assert!(open.script.speeches.lock().unwrap().is_empty());
 }
@@ -535,17 +430,9 @@ async fn a_wrong_speech_request_is_400_and_names_its_field() {
 async fn a_voice_that_there_is_not_is_the_default_one_and_a_header_names_it() {
     let open = open().await;
     for (wanted, voice) in [("darth", "slt"), ("echo", "kal"), ("slt", "slt")] {
-        let answer = post_json(
-            open.address,
-            SPEECH,
-            &json!({"input": "hi", "voice": wanted, "response_format": "pcm"}),
-        )
-        .await;
-        assert_eq!(
-            (answer.status, answer.header("x-cotenant-voice")),
-            (200, voice),
-            "{wanted}"
-        );
+        let answer =
+            post_json(open.address, SPEECH, &json!({"input": "hi", "voice": wanted, "response_format": "pcm"})).await;
+        assert_eq!((answer.status, answer.header("x-cotenant-voice")), (200, voice), "{wanted}");
         let asked = open.script.speeches.lock().unwrap().pop().unwrap();
         assert_eq!(asked.voice.as_deref(), Some(voice));
     }

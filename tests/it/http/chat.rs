@@ -35,19 +35,13 @@ fn short_of_memory() -> Refusal {
 }
 
 fn kv_reclaimed() -> Refusal {
-    Refusal::KvReclaimed {
-        generated: Tokens::new(2),
-        retry_after: Duration::from_millis(50),
-    }
+    Refusal::KvReclaimed { generated: Tokens::new(2), retry_after: Duration::from_millis(50) }
 }
 
 fn chunks(answer: &Answer) -> Vec<Value> {
     let (mut payloads, _) = answer.events();
     assert_eq!(payloads.pop().as_deref(), Some("[DONE]"));
-    payloads
-        .iter()
-        .map(|payload| serde_json::from_str(payload).unwrap())
-        .collect()
+    payloads.iter().map(|payload| serde_json::from_str(payload).unwrap()).collect()
 }
 
 #[tokio::test]
@@ -94,12 +88,9 @@ async fn an_answer_in_one_piece_has_openais_shape() {
 #[tokio::test]
 async fn a_stream_comes_in_order_with_the_usage_last() {
     let open = open().await;
-    let answer = post_json(
-        open.address,
-        PATH,
-        &question(&json!({"stream": true, "stream_options": {"include_usage": true}})),
-    )
-    .await;
+    let answer =
+        post_json(open.address, PATH, &question(&json!({"stream": true, "stream_options": {"include_usage": true}})))
+            .await;
     assert_eq!(answer.status, 200);
     assert!(answer.complete);
     assert_eq!(answer.header("cache-control"), "no-cache");
@@ -183,8 +174,7 @@ async fn a_refusal_before_the_first_byte_is_a_status_with_retry_headers() {
 #[tokio::test]
 async fn a_failure_after_the_first_byte_is_an_error_object_and_the_end() {
     let open = open().await;
-    open.script
-        .answer([started(), delta("It "), failed(engine_lost()), delta("never")]);
+    open.script.answer([started(), delta("It "), failed(engine_lost()), delta("never")]);
     let answer = post_json(open.address, PATH, &question(&json!({"stream": true}))).await;
     assert_eq!((answer.status, answer.complete), (200, true));
     let (payloads, _) = answer.events();
@@ -226,14 +216,10 @@ async fn reclaimed_kv_cuts_an_answer_short_and_refuses_one_that_has_not_begun() 
 
 #[tokio::test]
 async fn a_stalled_stream_is_kept_alive_by_comments() {
-    let limits = Limits {
-        keepalive: Duration::from_millis(20),
-        ..Limits::default()
-    };
+    let limits = Limits { keepalive: Duration::from_millis(20), ..Limits::default() };
     let open = open_with(limits, true).await;
     let stall = || Step::Stall(Duration::from_millis(200));
-    open.script
-        .answer([started(), stall(), delta("It is "), stall(), delta("done."), finished()]);
+    open.script.answer([started(), stall(), delta("It is "), stall(), delta("done."), finished()]);
     let answer = post_json(open.address, PATH, &question(&json!({"stream": true}))).await;
     assert!(answer.events().1 >= 4, "{}", answer.text());
     assert_eq!(chunks(&answer).len(), 4);
@@ -282,13 +268,7 @@ async fn the_clients_own_deadline_and_id_reach_the_backend() {
 
     for odd in ["-1", "nan", "inf", "1e99", "soon"] {
         let body = question(&json!({})).to_string();
-        let answer = post(
-            open.address,
-            PATH,
-            &[("x-stainless-read-timeout", odd)],
-            body.as_bytes(),
-        )
-        .await;
+        let answer = post(open.address, PATH, &[("x-stainless-read-timeout", odd)], body.as_bytes()).await;
         assert_eq!(answer.status, 200);
         assert_eq!(open.script.chats.lock().unwrap().pop().unwrap().meta.patience, None);
     }
@@ -319,17 +299,13 @@ fn call(name: &str) -> Step {
 }
 
 fn finished_by_calls() -> Step {
-    Step::Event(ChatEvent::Finished {
-        reason: FinishReason::ToolCalls,
-        usage: Usage::default(),
-    })
+    Step::Event(ChatEvent::Finished { reason: FinishReason::ToolCalls, usage: Usage::default() })
 }
 
 #[tokio::test]
 async fn thoughts_and_calls_have_places_of_their_own_in_an_answer() {
     let open = open().await;
-    open.script
-        .answer([started(), thought(), call("light"), call("fan"), finished_by_calls()]);
+    open.script.answer([started(), thought(), call("light"), call("fan"), finished_by_calls()]);
     let answer = post_json(open.address, PATH, &question(&json!({}))).await.json();
     let choice = &answer["choices"][0];
     assert_eq!(choice["finish_reason"], "tool_calls");
@@ -344,28 +320,17 @@ async fn thoughts_and_calls_have_places_of_their_own_in_an_answer() {
     );
     assert_ne!(calls[0]["id"], calls[1]["id"]);
 
-    let (payloads, _) = post_json(open.address, PATH, &question(&json!({"stream": true})))
-        .await
-        .events();
+    let (payloads, _) = post_json(open.address, PATH, &question(&json!({"stream": true}))).await.events();
     let deltas: Vec<Value> = payloads[..payloads.len() - 1]
         .iter()
         .map(|payload| serde_json::from_str::<Value>(payload).unwrap()["choices"][0].clone())
         .collect();
     assert_eq!(deltas[1]["delta"], json!({"reasoning_content": "It is dark."}));
     let pieces: Vec<&Value> = deltas.iter().map(|choice| &choice["delta"]["tool_calls"][0]).collect();
-    assert_eq!(
-        (&pieces[2]["index"], &pieces[2]["function"]["name"]),
-        (&json!(0), &json!("light"))
-    );
+    assert_eq!((&pieces[2]["index"], &pieces[2]["function"]["name"]), (&json!(0), &json!("light")));
     assert_eq!(pieces[2]["function"]["arguments"], "");
-    assert_eq!(
-        *pieces[3],
-        json!({"index": 0, "function": {"arguments": "{\"room\":\"hall\"}"}})
-    );
-    assert_eq!(
-        (&pieces[4]["index"], &pieces[4]["function"]["name"]),
-        (&json!(1), &json!("fan"))
-    );
+    assert_eq!(*pieces[3], json!({"index": 0, "function": {"arguments": "{\"room\":\"hall\"}"}}));
+    assert_eq!((&pieces[4]["index"], &pieces[4]["function"]["name"]), (&json!(1), &json!("fan")));
     assert_eq!(deltas.last().unwrap()["finish_reason"], "tool_calls");
 }
 
@@ -409,8 +374,7 @@ async fn two_requests_share_a_connection() {
 #[tokio::test]
 async fn the_first_text_is_sent_at_once_and_not_with_the_rest() {
     let open = open().await;
-    open.script
-        .answer([started(), delta("It is "), Step::Gate, delta("done."), finished()]);
+    open.script.answer([started(), delta("It is "), Step::Gate, delta("done."), finished()]);
     let mut connection = Connection::open(open.address).await;
     let body = question(&json!({"stream": true})).to_string();
     connection.send(&request("POST", PATH, &[], body.as_bytes())).await;

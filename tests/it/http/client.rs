@@ -38,9 +38,7 @@ impl Answer {
     /// `error.code` of the body, whose shape is checked.
     pub(crate) fn error_code(&self) -> String {
         let body = self.json();
-        let error = body["error"]
-            .as_object()
-            .unwrap_or_else(|| panic!("no error in {body}"));
+        let error = body["error"].as_object().unwrap_or_else(|| panic!("no error in {body}"));
         let mut names: Vec<&str> = error.keys().map(String::as_str).collect();
         names.sort_unstable();
         assert_eq!(names, ["code", "message", "param", "type"]);
@@ -71,10 +69,7 @@ impl Answer {
         let named = self.text().lines().filter_map(|line| line.strip_prefix("event: "));
         let named: Vec<&str> = named.collect();
         let payloads = self.events().0;
-        let events: Vec<Value> = payloads
-            .iter()
-            .map(|payload| serde_json::from_str(payload).unwrap())
-            .collect();
+        let events: Vec<Value> = payloads.iter().map(|payload| serde_json::from_str(payload).unwrap()).collect();
         let types: Vec<&str> = events.iter().map(|event| event["type"].as_str().unwrap()).collect();
         assert_eq!(named, types);
         events
@@ -83,10 +78,7 @@ impl Answer {
 
 /// A JSON object with more fields.
 pub(crate) fn with(mut object: Value, more: &Value) -> Value {
-    object
-        .as_object_mut()
-        .unwrap()
-        .extend(more.as_object().unwrap().clone());
+    object.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
     object
 }
 
@@ -119,11 +111,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Connection<T> {
     /// Waits until the answer so far contains `text`.
     pub(crate) async fn wait_for(&mut self, text: &str) {
         while !String::from_utf8_lossy(&self.seen).contains(text) {
-            assert!(
-                self.more().await,
-                "closed before `{text}`: {:?}",
-                String::from_utf8_lossy(&self.seen)
-            );
+            assert!(self.more().await, "closed before `{text}`: {:?}", String::from_utf8_lossy(&self.seen));
         }
     }
 
@@ -137,11 +125,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Connection<T> {
             if let Some(at) = find(&self.seen, b"\r\n\r\n") {
                 break at;
             }
-            assert!(
-                self.more().await,
-                "closed without an answer: {:?}",
-                String::from_utf8_lossy(&self.seen)
-            );
+            assert!(self.more().await, "closed without an answer: {:?}", String::from_utf8_lossy(&self.seen));
         };
         let head = String::from_utf8(self.seen[..end].to_vec()).unwrap();
         self.seen.drain(..end + 4);
@@ -157,17 +141,10 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Connection<T> {
         let (body, complete) = if headers.get("transfer-encoding").is_some_and(|value| value == "chunked") {
             self.chunked().await
         } else {
-            let length: usize = headers
-                .get("content-length")
-                .map_or(0, |length| length.parse().unwrap());
+            let length: usize = headers.get("content-length").map_or(0, |length| length.parse().unwrap());
             self.exactly(length).await
         };
-        Answer {
-            status,
-            headers,
-            body,
-            complete,
-        }
+        Answer { status, headers, body, complete }
     }
 
     async fn chunked(&mut self) -> (Vec<u8>, bool) {
@@ -205,9 +182,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Connection<T> {
 
     async fn more(&mut self) -> bool {
         let mut buffer = [0; 16 * 1024];
-        let read = timeout(HANG, self.io.read(&mut buffer))
-            .await
-            .expect("the server hangs");
+        let read = timeout(HANG, self.io.read(&mut buffer)).await.expect("the server hangs");
         let read = read.unwrap_or(0);
         self.seen.extend_from_slice(&buffer[..read]);
         read > 0
@@ -243,13 +218,7 @@ pub(crate) async fn get(address: SocketAddr, path: &str) -> Answer {
 }
 
 pub(crate) async fn post_json(address: SocketAddr, path: &str, body: &Value) -> Answer {
-    post(
-        address,
-        path,
-        &[("content-type", "application/json")],
-        body.to_string().as_bytes(),
-    )
-    .await
+    post(address, path, &[("content-type", "application/json")], body.to_string().as_bytes()).await
 }
 
 pub(crate) async fn post(address: SocketAddr, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Answer {
@@ -262,9 +231,7 @@ pub(crate) async fn post(address: SocketAddr, path: &str, headers: &[(&str, &str
 pub(crate) async fn post_form(address: SocketAddr, path: &str, fields: &[(&str, Option<&str>, &[u8])]) -> Answer {
     let mut body = Vec::new();
     for (name, file, value) in fields {
-        let file = file.map_or_else(String::new, |file| {
-            format!("; filename=\"{file}\"\r\ncontent-type: audio/wav")
-        });
+        let file = file.map_or_else(String::new, |file| format!("; filename=\"{file}\"\r\ncontent-type: audio/wav"));
         body.extend_from_slice(
             format!("--BOUNDARY\r\ncontent-disposition: form-data; name=\"{name}\"{file}\r\n\r\n").as_bytes(),
         );
@@ -272,11 +239,5 @@ pub(crate) async fn post_form(address: SocketAddr, path: &str, fields: &[(&str, 
         body.extend_from_slice(b"\r\n");
     }
     body.extend_from_slice(b"--BOUNDARY--\r\n");
-    post(
-        address,
-        path,
-        &[("content-type", "multipart/form-data; boundary=BOUNDARY")],
-        &body,
-    )
-    .await
+    post(address, path, &[("content-type", "multipart/form-data; boundary=BOUNDARY")], &body).await
 }

@@ -20,16 +20,9 @@ async fn run_client(script: &str, arguments: &[&str]) -> Option<()> {
         .args(arguments)
         .kill_on_drop(true)
         .output();
-    let output = tokio::time::timeout(Duration::from_secs(120), run)
-        .await
-        .expect("the client hangs")
-        .unwrap();
+    let output = tokio::time::timeout(Duration::from_secs(120), run).await.expect("the client hangs").unwrap();
     let said = String::from_utf8_lossy(&output.stdout);
-    assert!(
-        output.status.success(),
-        "{said}\n{}",
-        String::from_utf8_lossy(&output.stderr)
-    );
+    assert!(output.status.success(), "{said}\n{}", String::from_utf8_lossy(&output.stderr));
     eprintln!("{said}");
     Some(())
 }
@@ -53,11 +46,7 @@ async fn the_openai_package_works_unmodified_over_a_unix_socket() {
     let open = open().await;
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("http.sock");
-    let serving = tokio::spawn(serve(
-        UnixListener::bind(&path).unwrap(),
-        open.api.clone(),
-        open.shutdown.clone(),
-    ));
+    let serving = tokio::spawn(serve(UnixListener::bind(&path).unwrap(), open.api.clone(), open.shutdown.clone()));
     let uds = path.to_str().unwrap();
     run_client("openai_client.py", &["http://localhost/v1", "--uds", uds, "--scripted"]).await;
     serving.abort();

@@ -19,9 +19,7 @@ use super::{
 const CHAT: &str = "/v1/chat/completions";
 
 fn question() -> Vec<u8> {
-    json!({"messages": [{"role": "user", "content": "hi"}]})
-        .to_string()
-        .into_bytes()
+    json!({"messages": [{"role": "user", "content": "hi"}]}).to_string().into_bytes()
 }
 
 #[tokio::test]
@@ -29,9 +27,7 @@ async fn a_header_line_of_1_mib_is_431_and_others_go_on() {
     let open = open().await;
     let mut connection = Connection::open(open.address).await;
     let line = "a".repeat(1 << 20);
-    connection
-        .send_lossy(&request("GET", "/health", &[("x-long", &line)], b""))
-        .await;
+    connection.send_lossy(&request("GET", "/health", &[("x-long", &line)], b"")).await;
     assert_eq!(connection.answer().await.status, 431);
     assert!(connection.closed().await);
     assert_eq!(get(open.address, "/v1/models").await.status, 200);
@@ -51,9 +47,7 @@ async fn a_page_of_another_site_cannot_make_a_browser_ask() {
 async fn what_is_not_http_is_400() {
     let open = open().await;
     let mut connection = Connection::open(open.address).await;
-    connection
-        .send(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 hello\r\n\r\n")
-        .await;
+    connection.send(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 hello\r\n\r\n").await;
     assert_eq!(connection.answer().await.status, 400);
 }
 
@@ -62,10 +56,7 @@ async fn a_body_beyond_its_limit_is_413_whether_announced_or_not() {
     let open = open().await;
     let huge = vec![b' '; (1 << 20) + 1];
     let answer = post(open.address, CHAT, &[], &huge).await;
-    assert_eq!(
-        (answer.status, answer.error_code().as_str()),
-        (413, "request_too_large")
-    );
+    assert_eq!((answer.status, answer.error_code().as_str()), (413, "request_too_large"));
     assert!(answer.text().contains("the limit is 1 MiB"), "{}", answer.text());
 
     let mut connection = Connection::open(open.address).await;
@@ -79,10 +70,7 @@ async fn a_body_beyond_its_limit_is_413_whether_announced_or_not() {
         connection.send_lossy(b"\r\n").await;
     }
     let answer = connection.answer().await;
-    assert_eq!(
-        (answer.status, answer.error_code().as_str()),
-        (413, "request_too_large")
-    );
+    assert_eq!((answer.status, answer.error_code().as_str()), (413, "request_too_large"));
     // 26 MiB of audio
     let answer = post(
         open.address,
@@ -96,10 +84,7 @@ async fn a_body_beyond_its_limit_is_413_whether_announced_or_not() {
 
 #[tokio::test]
 async fn a_body_that_stops_coming_is_408() {
-    let limits = Limits {
-        body_idle_timeout: Duration::from_millis(50),
-        ..Limits::default()
-    };
+    let limits = Limits { body_idle_timeout: Duration::from_millis(50), ..Limits::default() };
     let open = open_with(limits, true).await;
     let mut connection = Connection::open(open.address).await;
     connection
@@ -111,10 +96,7 @@ async fn a_body_that_stops_coming_is_408() {
 
 #[tokio::test]
 async fn a_body_that_drips_for_too_long_is_408() {
-    let limits = Limits {
-        body_timeout: Duration::from_millis(100),
-        ..Limits::default()
-    };
+    let limits = Limits { body_timeout: Duration::from_millis(100), ..Limits::default() };
     let open = open_with(limits, true).await;
     let stream = TcpStream::connect(open.address).await.unwrap();
     let (read, mut write) = tokio::io::split(stream);
@@ -134,10 +116,7 @@ async fn a_body_that_drips_for_too_long_is_408() {
 
 #[tokio::test]
 async fn a_head_that_never_ends_is_given_up() {
-    let limits = Limits {
-        head_timeout: Duration::from_millis(50),
-        ..Limits::default()
-    };
+    let limits = Limits { head_timeout: Duration::from_millis(50), ..Limits::default() };
     let open = open_with(limits, true).await;
     let mut connection = Connection::open(open.address).await;
     connection.send(b"GET /health HTTP/1.1\r\nhost: ").await;
@@ -146,35 +125,22 @@ async fn a_head_that_never_ends_is_given_up() {
 
 #[tokio::test]
 async fn one_request_too_many_is_429_and_room_comes_back() {
-    let limits = Limits {
-        requests_max: 1,
-        ..Limits::default()
-    };
+    let limits = Limits { requests_max: 1, ..Limits::default() };
     let open = open_with(limits, true).await;
     open.script.answer([started(), delta("It"), Step::Gate, finished()]);
     let mut first = Connection::open(open.address).await;
     let body = json!({"messages": [{"role": "user", "content": "hi"}], "stream": true});
-    first
-        .send(&request("POST", CHAT, &[], body.to_string().as_bytes()))
-        .await;
+    first.send(&request("POST", CHAT, &[], body.to_string().as_bytes())).await;
     first.wait_for("It").await;
 
     let answer = post_json(open.address, CHAT, &body).await;
-    assert_eq!(
-        (answer.status, answer.error_code().as_str()),
-        (429, "rate_limit_exceeded")
-    );
+    assert_eq!((answer.status, answer.error_code().as_str()), (429, "rate_limit_exceeded"));
     assert_eq!(answer.header("x-should-retry"), "true");
     assert!(answer.text().contains("limit of 1"), "{}", answer.text());
     // looking is not working
     assert_eq!(get(open.address, "/health").await.status, 200);
     // and a chat keeps nobody from being spoken to
-    let speech = post_json(
-        open.address,
-        "/v1/audio/speech",
-        &json!({"input": "hi", "response_format": "pcm"}),
-    )
-    .await;
+    let speech = post_json(open.address, "/v1/audio/speech", &json!({"input": "hi", "response_format": "pcm"})).await;
     assert_eq!(speech.status, 200, "{}", speech.text());
 
     open.script.gate.notify_one();
@@ -196,10 +162,7 @@ async fn of_64_clients_at_once_nobody_waits_for_the_limit_of_another_kind() {
             let (kind, answer) = match number % 4 {
                 0 => {
                     let fields: [(&str, Option<&str>, &[u8]); 1] = [("file", Some("a.wav"), SILENT_WAV)];
-                    (
-                        "transcription",
-                        post_form(address, "/v1/audio/transcriptions", &fields).await,
-                    )
+                    ("transcription", post_form(address, "/v1/audio/transcriptions", &fields).await)
                 }
                 1 => {
                     let body = json!({"input": "hi", "response_format": "pcm"});
@@ -233,30 +196,21 @@ const SILENT_WAV: &[u8] = b"RIFF\x24\0\0\0WAVEfmt \x10\0\0\0\x01\0\x01\0\x80\x3e
 
 #[tokio::test]
 async fn one_connection_too_many_is_503() {
-    let limits = Limits {
-        connections_max: 1,
-        ..Limits::default()
-    };
+    let limits = Limits { connections_max: 1, ..Limits::default() };
     let open = open_with(limits, true).await;
     let mut first = Connection::open(open.address).await;
     first.send(&request("GET", "/health", &[], b"")).await;
     assert_eq!(first.answer().await.status, 200);
     let mut second = Connection::open(open.address).await;
     let answer = second.answer().await;
-    assert_eq!(
-        (answer.status, answer.error_code().as_str()),
-        (503, "too_many_connections")
-    );
+    assert_eq!((answer.status, answer.error_code().as_str()), (503, "too_many_connections"));
     first.send(&request("GET", "/health", &[], b"")).await;
     assert_eq!(first.answer().await.status, 200);
 }
 
 #[tokio::test]
 async fn bodies_together_have_a_limit_too() {
-    let limits = Limits {
-        bodies_max: Bytes::from_kib(4),
-        ..Limits::default()
-    };
+    let limits = Limits { bodies_max: Bytes::from_kib(4), ..Limits::default() };
     let open = open_with(limits, true).await;
     let mut waiting = Connection::open(open.address).await;
     waiting
@@ -268,10 +222,7 @@ async fn bodies_together_have_a_limit_too() {
     // the server reads the body only after it has set the memory aside
     waiting.wait_for("100 Continue").await;
     let answer = post(open.address, CHAT, &[], &question()).await;
-    assert_eq!(
-        (answer.status, answer.error_code().as_str()),
-        (429, "rate_limit_exceeded")
-    );
+    assert_eq!((answer.status, answer.error_code().as_str()), (429, "rate_limit_exceeded"));
     drop(waiting);
     while post(open.address, CHAT, &[], &question()).await.status != 200 {
         tokio::task::yield_now().await;
@@ -284,9 +235,7 @@ async fn shutdown_lets_the_running_answer_end_and_takes_nothing_new() {
     open.script.answer([started(), delta("It"), Step::Gate, finished()]);
     let mut first = Connection::open(open.address).await;
     let body = json!({"messages": [{"role": "user", "content": "hi"}], "stream": true});
-    first
-        .send(&request("POST", CHAT, &[], body.to_string().as_bytes()))
-        .await;
+    first.send(&request("POST", CHAT, &[], body.to_string().as_bytes())).await;
     first.wait_for("It").await;
     open.shutdown.cancel();
     while TcpStream::connect(open.address).await.is_ok() {
@@ -300,17 +249,12 @@ async fn shutdown_lets_the_running_answer_end_and_takes_nothing_new() {
 
 #[tokio::test]
 async fn shutdown_drops_what_does_not_end_in_time() {
-    let limits = Limits {
-        drain_timeout: Duration::from_millis(50),
-        ..Limits::default()
-    };
+    let limits = Limits { drain_timeout: Duration::from_millis(50), ..Limits::default() };
     let mut open = open_with(limits, true).await;
     open.script.answer([started(), delta("It"), Step::Hang]);
     let mut first = Connection::open(open.address).await;
     let body = json!({"messages": [{"role": "user", "content": "hi"}], "stream": true});
-    first
-        .send(&request("POST", CHAT, &[], body.to_string().as_bytes()))
-        .await;
+    first.send(&request("POST", CHAT, &[], body.to_string().as_bytes())).await;
     first.wait_for("It").await;
     open.shutdown.cancel();
     (&mut open.serving).await.unwrap();
@@ -335,16 +279,9 @@ async fn the_same_doors_open_on_a_unix_socket() {
 
 #[test]
 fn any_body_gets_an_answer_in_shape() {
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let open = runtime.block_on(open());
-    let mut runner = TestRunner::new(Config {
-        cases: 200,
-        failure_persistence: None,
-        ..Config::default()
-    });
+    let mut runner = TestRunner::new(Config { cases: 200, failure_persistence: None, ..Config::default() });
     let paths = prop::sample::select(vec![CHAT, "/v1/audio/speech", "/v1/audio/transcriptions"]);
     let body = prop_oneof![
         prop::collection::vec(any::<u8>(), 0..200),

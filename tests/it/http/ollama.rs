@@ -37,9 +37,7 @@ async fn the_time_of_an_answer_in_one_piece_is_that_of_its_tokens() {
     let open = open().await;
     let steps = [started(), delta("It "), Step::Stall(PAUSE), delta("is."), finished()];
     open.script.answer(steps);
-    let whole = post_json(open.address, CHAT, &question(&json!({"stream": false})))
-        .await
-        .json();
+    let whole = post_json(open.address, CHAT, &question(&json!({"stream": false}))).await.json();
     let of = |key: &str| Duration::from_nanos(whole[key].as_u64().unwrap());
     assert!(of("eval_duration") >= PAUSE, "{whole}");
     assert_eq!(of("prompt_eval_duration") + of("eval_duration"), of("total_duration"));
@@ -52,23 +50,15 @@ async fn an_answer_comes_in_lines_and_in_one_piece() {
     assert_eq!(answer.status, 200, "{}", answer.text());
     assert_eq!(answer.header("content-type"), "application/x-ndjson");
     let said = lines(answer.text());
-    let text: String = said
-        .iter()
-        .map(|line| line["message"]["content"].as_str().unwrap())
-        .collect();
+    let text: String = said.iter().map(|line| line["message"]["content"].as_str().unwrap()).collect();
     assert_eq!(text, "It is done.");
     let (last, before) = said.split_last().unwrap();
     assert!(before.iter().all(|line| line["done"] == false));
     assert_eq!((&last["done"], &last["done_reason"]), (&json!(true), &json!("stop")));
-    assert_eq!(
-        (&last["prompt_eval_count"], &last["eval_count"]),
-        (&json!(12), &json!(3))
-    );
+    assert_eq!((&last["prompt_eval_count"], &last["eval_count"]), (&json!(12), &json!(3)));
     assert!(last["total_duration"].as_u64().unwrap() > 0);
 
-    let whole = post_json(open.address, CHAT, &question(&json!({"stream": false})))
-        .await
-        .json();
+    let whole = post_json(open.address, CHAT, &question(&json!({"stream": false}))).await.json();
     assert_eq!(whole["message"], json!({"role": "assistant", "content": "It is done."}));
     assert_eq!((&whole["done"], &whole["model"]), (&json!(true), &json!("tiny")));
 
@@ -88,19 +78,11 @@ async fn wishes_are_wishes_and_nothing_asked_is_answered_at_once() {
     assert_eq!(answer.header("x-cotenant-ignored"), "keep_alive");
     let asked = open.script.chats.lock().unwrap().pop().unwrap();
     assert_eq!(asked.context_wanted, Some(Tokens::new(8192)));
-    assert!(matches!(
-        asked.form,
-        Some(AnswerForm::JsonSchema { field: "format", .. })
-    ));
+    assert!(matches!(asked.form, Some(AnswerForm::JsonSchema { field: "format", .. })));
 
-    let load = post_json(open.address, CHAT, &json!({"model": "tiny", "keep_alive": -1}))
-        .await
-        .json();
+    let load = post_json(open.address, CHAT, &json!({"model": "tiny", "keep_alive": -1})).await.json();
     assert_eq!((&load["done"], &load["done_reason"]), (&json!(true), &json!("load")));
-    assert!(
-        open.script.chats.lock().unwrap().is_empty(),
-        "the model was asked something"
-    );
+    assert!(open.script.chats.lock().unwrap().is_empty(), "the model was asked something");
 }
 
 #[tokio::test]
@@ -113,10 +95,7 @@ async fn thoughts_and_calls_are_in_the_message() {
             name: "light".to_owned(),
             arguments: r#"{"room":"hall"}"#.to_owned(),
         })),
-        Step::Event(ChatEvent::Finished {
-            reason: FinishReason::ToolCalls,
-            usage: Usage::default(),
-        }),
+        Step::Event(ChatEvent::Finished { reason: FinishReason::ToolCalls, usage: Usage::default() }),
     ]);
     let said = lines(post_json(open.address, CHAT, &question(&json!({}))).await.text());
     assert_eq!(said[0]["message"]["thinking"], "It is dark.");
@@ -129,22 +108,13 @@ async fn thoughts_and_calls_are_in_the_message() {
 
 #[tokio::test]
 async fn silence_is_broken_by_empty_pieces_and_failure_is_the_last_line() {
-    let limits = cotenant::http::Limits {
-        keepalive: Duration::from_millis(20),
-        ..cotenant::http::Limits::default()
-    };
+    let limits = cotenant::http::Limits { keepalive: Duration::from_millis(20), ..cotenant::http::Limits::default() };
     let open = open_with(limits, true).await;
     let stall = Step::Stall(Duration::from_millis(300));
-    open.script
-        .answer([started(), delta("It is "), stall, failed(engine_lost())]);
+    open.script.answer([started(), delta("It is "), stall, failed(engine_lost())]);
     let answer = post_json(open.address, CHAT, &question(&json!({}))).await;
     let said = lines(answer.text());
-    assert!(
-        said.iter()
-            .any(|line| line["message"]["content"] == "" && line["done"] == false),
-        "{}",
-        answer.text()
-    );
+    assert!(said.iter().any(|line| line["message"]["content"] == "" && line["done"] == false), "{}", answer.text());
     let error = said.last().unwrap()["error"].as_str().unwrap();
     assert!(error.contains("engine is lost"), "{error}");
 }
@@ -186,24 +156,8 @@ async fn every_refusal_is_its_status_with_a_text_and_retry_headers() {
             503,
             true,
         ),
-        (
-            Refusal::QuotaExceeded {
-                act: act(),
-                what: "the queue".to_owned(),
-                limit: 16,
-                retry_after,
-            },
-            429,
-            true,
-        ),
-        (
-            Refusal::Draining {
-                act: act(),
-                retry_after,
-            },
-            503,
-            true,
-        ),
+        (Refusal::QuotaExceeded { act: act(), what: "the queue".to_owned(), limit: 16, retry_after }, 429, true),
+        (Refusal::Draining { act: act(), retry_after }, 503, true),
         (engine_lost(), 503, true),
         (
             Refusal::Invalid {
@@ -220,16 +174,9 @@ async fn every_refusal_is_its_status_with_a_text_and_retry_headers() {
             open.script.refuse([refusal.clone()]);
             let answer = post_json(open.address, CHAT, &body).await;
             assert_eq!(answer.status, status, "{refusal}");
-            assert!(
-                answer.json()["error"].as_str().unwrap().contains(&refusal.to_string()),
-                "{}",
-                answer.text()
-            );
+            assert!(answer.json()["error"].as_str().unwrap().contains(&refusal.to_string()), "{}", answer.text());
             assert_eq!(answer.header("x-should-retry"), retried.to_string());
-            assert_eq!(
-                answer.headers.get("retry-after-ms").map(String::as_str),
-                retried.then_some("50")
-            );
+            assert_eq!(answer.headers.get("retry-after-ms").map(String::as_str), retried.then_some("50"));
         }
     }
 }
@@ -240,10 +187,7 @@ async fn what_was_said_stands_when_the_kv_cache_is_taken() {
     open.script.answer([
         started(),
         delta("It is "),
-        failed(Refusal::KvReclaimed {
-            generated: Tokens::new(2),
-            retry_after: Duration::from_millis(50),
-        }),
+        failed(Refusal::KvReclaimed { generated: Tokens::new(2), retry_after: Duration::from_millis(50) }),
     ]);
     let said = lines(post_json(open.address, CHAT, &question(&json!({}))).await.text());
     assert_eq!(said.last().unwrap()["done_reason"], "length");
@@ -253,19 +197,10 @@ async fn what_was_said_stands_when_the_kv_cache_is_taken() {
 async fn errors_are_texts_wherever_they_come_from() {
     let open = open().await;
     for (answer, status) in [
-        (
-            post_json(open.address, CHAT, &json!({"model": "no-such-model", "messages": []})).await,
-            404,
-        ),
-        (
-            post_json(open.address, CHAT, &question(&json!({"options": {"temperature": 9}}))).await,
-            400,
-        ),
+        (post_json(open.address, CHAT, &json!({"model": "no-such-model", "messages": []})).await, 404),
+        (post_json(open.address, CHAT, &question(&json!({"options": {"temperature": 9}}))).await, 400),
         (post_json(open.address, CHAT, &json!([])).await, 400),
-        (
-            post_json(open.address, "/api/pull", &json!({"model": "tiny"})).await,
-            404,
-        ),
+        (post_json(open.address, "/api/pull", &json!({"model": "tiny"})).await, 404),
         (get(open.address, CHAT).await, 405),
     ] {
         assert_eq!(answer.status, status, "{}", answer.text());
@@ -292,14 +227,7 @@ async fn what_there_is_and_what_it_holds_is_told_from_memory() {
     let shape = ModelShape {
         name: "tiny".to_owned(),
         architecture: "qwen3".to_owned(),
-        layers: vec![
-            LayerShape {
-                resident_bytes: Bytes::from_mib(2),
-                kind: LayerKind::Attention,
-                part: 0,
-            };
-            2
-        ],
+        layers: vec![LayerShape { resident_bytes: Bytes::from_mib(2), kind: LayerKind::Attention, part: 0 }; 2],
         kv: KvShape {
             attention_layers: 2,
             kv_heads: 1,
@@ -336,19 +264,9 @@ async fn what_there_is_and_what_it_holds_is_told_from_memory() {
     let ps = get(open.address, "/api/ps").await.json();
     let running = &ps["models"][0];
     assert_eq!(running["context_length"], 1024);
-    assert_eq!(
-        (&running["size_vram"], &running["size"]),
-        (&json!(held.get()), &json!(most.get()))
-    );
-    let show = post_json(open.address, "/api/show", &json!({"model": "tiny"}))
-        .await
-        .json();
+    assert_eq!((&running["size_vram"], &running["size"]), (&json!(held.get()), &json!(most.get())));
+    let show = post_json(open.address, "/api/show", &json!({"model": "tiny"})).await.json();
     assert_eq!(show["model_info"]["qwen3.context_length"], 4096);
     assert_eq!(show["capabilities"], json!(["completion", "tools"]));
-    assert_eq!(
-        post_json(open.address, "/api/show", &json!({"model": "x"}))
-            .await
-            .status,
-        404
-    );
+    assert_eq!(post_json(open.address, "/api/show", &json!({"model": "x"})).await.status, 404);
 }

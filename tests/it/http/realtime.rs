@@ -55,9 +55,7 @@ impl Client {
     /// The same, updated by this.
     async fn with(open: &Open, session: Value) -> Self {
         let mut client = Self::open(open).await;
-        client
-            .send(&json!({"type": "session.update", "session": session}))
-            .await;
+        client.send(&json!({"type": "session.update", "session": session})).await;
         assert_eq!(client.next().await["type"], "session.updated");
         client
     }
@@ -110,16 +108,14 @@ impl Client {
 
     async fn append(&mut self, samples: &[i16]) {
         for piece in samples.chunks(2400) {
-            self.send(&json!({"type": "input_audio_buffer.append", "audio": encoded(piece)}))
-                .await;
+            self.send(&json!({"type": "input_audio_buffer.append", "audio": encoded(piece)})).await;
         }
     }
 
     async fn say(&mut self, text: &str) {
         let content = json!([{"type": "input_text", "text": text}]);
         let item = json!({"type": "message", "role": "user", "content": content});
-        self.send(&json!({"type": "conversation.item.create", "item": item}))
-            .await;
+        self.send(&json!({"type": "conversation.item.create", "item": item})).await;
         self.until("conversation.item.done").await;
     }
 
@@ -209,20 +205,11 @@ async fn a_written_conversation_comes_in_order() {
     assert_eq!(events[0]["response"]["metadata"], json!({"a": "b"}));
     assert_eq!(events[6]["text"], "It is done.");
     let response = &events[10]["response"];
-    assert_eq!(
-        (&response["status"], &response["status_details"]),
-        (&json!("completed"), &Value::Null)
-    );
+    assert_eq!((&response["status"], &response["status_details"]), (&json!("completed"), &Value::Null));
     assert_eq!(response["output"][0], events[9]["item"]);
-    assert_eq!(
-        response["output"][0]["content"],
-        json!([{"type": "output_text", "text": "It is done."}])
-    );
+    assert_eq!(response["output"][0]["content"], json!([{"type": "output_text", "text": "It is done."}]));
     let usage = &response["usage"];
-    assert_eq!(
-        (&usage["input_tokens"], &usage["output_tokens"]),
-        (&json!(12), &json!(3))
-    );
+    assert_eq!((&usage["input_tokens"], &usage["output_tokens"]), (&json!(12), &json!(3)));
     assert_eq!(usage["input_token_details"]["cached_tokens"], 8);
     let asked = open.script.chats.lock().unwrap().pop().unwrap();
     assert_eq!(asked.max_tokens, Some(Tokens::new(20)));
@@ -234,18 +221,9 @@ async fn a_written_conversation_comes_in_order() {
     client.respond().await;
     client.until("response.done").await;
     let asked = open.script.chats.lock().unwrap().pop().unwrap();
-    assert_eq!(
-        contents(&asked),
-        ["be brief", "turn on the light", "It is done.", "and now off"]
-    );
-    assert_eq!(
-        open.script.ended.lock().unwrap().pop(),
-        Some(("/v1/realtime".to_owned(), 101))
-    );
-    let end = CloseFrame {
-        code: CloseCode::Normal,
-        reason: "".into(),
-    };
+    assert_eq!(contents(&asked), ["be brief", "turn on the light", "It is done.", "and now off"]);
+    assert_eq!(open.script.ended.lock().unwrap().pop(), Some(("/v1/realtime".to_owned(), 101)));
+    let end = CloseFrame { code: CloseCode::Normal, reason: "".into() };
     client.socket.close(Some(end)).await.unwrap();
     assert_eq!(client.closed().await, 1000);
 }
@@ -262,10 +240,7 @@ async fn a_spoken_turn_is_heard_answered_and_spoken() {
     let events = client.until("response.done").await;
     let mut order = types(&events);
     order.dedup();
-    let order: Vec<&str> = order
-        .into_iter()
-        .filter(|kind| !kind.ends_with("audio.delta"))
-        .collect();
+    let order: Vec<&str> = order.into_iter().filter(|kind| !kind.ends_with("audio.delta")).collect();
     assert_eq!(
         order,
         [
@@ -298,10 +273,7 @@ async fn a_spoken_turn_is_heard_answered_and_spoken() {
         "turn on the light"
     );
     let (start, end) = (&events[0]["audio_start_ms"], &events[1]["audio_end_ms"]);
-    assert!(
-        start.as_u64().unwrap() <= 200 && (1200..1500).contains(&end.as_u64().unwrap()),
-        "{start} {end}"
-    );
+    assert!(start.as_u64().unwrap() <= 200 && (1200..1500).contains(&end.as_u64().unwrap()), "{start} {end}");
     // one second at 16 kHz is one at 24 kHz
     let bytes: usize = of_type(&events, "response.output_audio.delta")
         .iter()
@@ -309,10 +281,7 @@ async fn a_spoken_turn_is_heard_answered_and_spoken() {
         .sum();
     assert_eq!(bytes, 2 * 24_000);
     let response = &events.last().unwrap()["response"];
-    assert_eq!(
-        response["output"][0]["content"],
-        json!([{"type": "output_audio", "transcript": "It is done."}])
-    );
+    assert_eq!(response["output"][0]["content"], json!([{"type": "output_audio", "transcript": "It is done."}]));
 
     let heard = open.script.transcriptions.lock().unwrap().pop().unwrap();
     assert_eq!(heard.language.as_deref(), Some("en"));
@@ -321,10 +290,7 @@ async fn a_spoken_turn_is_heard_answered_and_spoken() {
     let asked = open.script.chats.lock().unwrap().pop().unwrap();
     assert_eq!(asked.prompt.messages()[0].content, "turn on the light");
     let spoken = open.script.speeches.lock().unwrap().pop().unwrap();
-    assert_eq!(
-        (spoken.text.as_str(), spoken.voice.as_deref()),
-        ("It is done.", Some("kal"))
-    );
+    assert_eq!((spoken.text.as_str(), spoken.voice.as_deref()), ("It is done.", Some("kal")));
 
     // what was heard of the answer is what stays of it
     let id = response["output"][0]["id"].clone();
@@ -333,9 +299,7 @@ async fn a_spoken_turn_is_heard_answered_and_spoken() {
     client.error("item_truncate_invalid_audio_end", None).await;
     client.send(&truncate(600)).await;
     assert_eq!(client.next().await["type"], "conversation.item.truncated");
-    client
-        .send(&json!({"type": "conversation.item.retrieve", "item_id": id}))
-        .await;
+    client.send(&json!({"type": "conversation.item.retrieve", "item_id": id})).await;
     assert_eq!(client.next().await["item"]["content"][0]["transcript"], "It is");
 }
 
@@ -363,9 +327,7 @@ async fn somebody_who_speaks_cancels_the_answer_and_so_does_the_client() {
 
     client.append(&quiet(700)).await;
     client.until("response.output_audio_transcript.delta").await;
-    client
-        .send(&json!({"type": "response.cancel", "response_id": "resp_other"}))
-        .await;
+    client.send(&json!({"type": "response.cancel", "response_id": "resp_other"})).await;
     client.error("response_cancel_not_active", None).await;
     client.send(&json!({"type": "response.cancel"})).await;
     let done = client.until("response.done").await.pop().unwrap();
@@ -373,12 +335,7 @@ async fn somebody_who_speaks_cancels_the_answer_and_so_does_the_client() {
     open.script.all_dropped().await;
     client.send(&json!({"type": "response.cancel"})).await;
     let error = client.error("response_cancel_not_active", None).await;
-    assert!(
-        error["error"]["message"]
-            .as_str()
-            .unwrap()
-            .starts_with("Cancellation failed")
-    );
+    assert!(error["error"]["message"].as_str().unwrap().starts_with("Cancellation failed"));
 }
 
 #[tokio::test]
@@ -389,9 +346,7 @@ async fn turns_of_the_clients_own_wait_for_the_recogniser() {
         json!({"type": "realtime", "output_modalities": ["text"], "audio": {"input": {"turn_detection": null}}});
     let mut client = Client::with(&open, session).await;
     client.append(&loud(50)).await;
-    client
-        .send(&json!({"type": "input_audio_buffer.commit", "event_id": "mine"}))
-        .await;
+    client.send(&json!({"type": "input_audio_buffer.commit", "event_id": "mine"})).await;
     let error = client.error("input_audio_buffer_commit_empty", None).await;
     assert_eq!(error["error"]["event_id"], "mine");
     client.append(&loud(950)).await;
@@ -425,9 +380,7 @@ async fn a_session_of_transcription_writes_down_and_answers_nothing() {
     let mut client = Client::connect(open.address, "?intent=transcription").await;
     assert_eq!(client.next().await["session"]["type"], "transcription");
     let session = json!({"type": "transcription", "audio": {"input": {"transcription": {"model": "pocketsphinx"}}}});
-    client
-        .send(&json!({"type": "session.update", "session": session}))
-        .await;
+    client.send(&json!({"type": "session.update", "session": session})).await;
     client.next().await;
     client.append(&[loud(400), quiet(700)].concat()).await;
     let kind = "conversation.item.input_audio_transcription.completed";
@@ -447,19 +400,10 @@ async fn tools_are_called_and_their_outcomes_go_back() {
     session["tools"] = json!([tool]);
     let mut client = Client::with(&open, session).await;
     let call = |arguments: &str| {
-        Step::Event(ChatEvent::Part(AnswerPart::ToolCall {
-            name: "light".to_owned(),
-            arguments: arguments.to_owned(),
-        }))
+        Step::Event(ChatEvent::Part(AnswerPart::ToolCall { name: "light".to_owned(), arguments: arguments.to_owned() }))
     };
-    let ended = |reason| {
-        Step::Event(ChatEvent::Finished {
-            reason,
-            usage: Usage::default(),
-        })
-    };
-    open.script
-        .answer([started(), call("{\"on\":true}"), ended(FinishReason::ToolCalls)]);
+    let ended = |reason| Step::Event(ChatEvent::Finished { reason, usage: Usage::default() });
+    open.script.answer([started(), call("{\"on\":true}"), ended(FinishReason::ToolCalls)]);
     client.say("turn on the light").await;
     client
         .send(&json!({"type": "response.create", "response": {"tool_choice": {"type": "function", "name": "light"}}}))
@@ -483,24 +427,16 @@ async fn tools_are_called_and_their_outcomes_go_back() {
     assert!(matches!(asked.form, Some(AnswerForm::ToolCall { name: Some(name) }) if name == "light"));
 
     let item = json!({"type": "function_call_output", "call_id": called["call_id"], "output": "it is on"});
-    client
-        .send(&json!({"type": "conversation.item.create", "item": item}))
-        .await;
-    open.script
-        .answer([started(), call("{\"on\":"), ended(FinishReason::Length)]);
+    client.send(&json!({"type": "conversation.item.create", "item": item})).await;
+    open.script.answer([started(), call("{\"on\":"), ended(FinishReason::Length)]);
     client.respond().await;
     let done = client.until("response.done").await.pop().unwrap();
     assert_eq!(done["response"]["status_details"]["reason"], "max_output_tokens");
     assert_eq!(done["response"]["output"][0]["status"], "incomplete");
     let asked = open.script.chats.lock().unwrap().pop().unwrap();
-    let [.., calling, outcome] = asked.prompt.messages() else {
-        panic!("{:?}", asked.prompt)
-    };
+    let [.., calling, outcome] = asked.prompt.messages() else { panic!("{:?}", asked.prompt) };
     assert_eq!((calling.tool_calls.len(), calling.role), (1, Role::Assistant));
-    assert_eq!(
-        (outcome.content.as_str(), outcome.name.as_deref()),
-        ("it is on", Some("light"))
-    );
+    assert_eq!((outcome.content.as_str(), outcome.name.as_deref()), ("it is on", Some("light")));
 }
 
 #[tokio::test]
@@ -515,31 +451,11 @@ async fn a_wrong_event_is_an_error_with_its_field_and_the_session_goes_on() {
         (json!({}), "invalid_value", "type"),
         (json!({"type": "conversation.item.invent"}), "invalid_value", "type"),
         (json!({"type": "input_audio_buffer.append"}), "invalid_type", ""),
-        (
-            json!({"type": "input_audio_buffer.append", "audio": "?"}),
-            "invalid_value",
-            "audio",
-        ),
-        (
-            json!({"type": "input_audio_buffer.append", "audio": "AAAA"}),
-            "invalid_value",
-            "audio",
-        ),
-        (
-            json!({"type": "input_audio_buffer.commit"}),
-            "input_audio_buffer_commit_empty",
-            "",
-        ),
-        (
-            json!({"type": "conversation.item.delete", "item_id": "x"}),
-            "item_delete_invalid_item_id",
-            "",
-        ),
-        (
-            json!({"type": "conversation.item.retrieve", "item_id": "x"}),
-            "item_retrieve_invalid_item_id",
-            "",
-        ),
+        (json!({"type": "input_audio_buffer.append", "audio": "?"}), "invalid_value", "audio"),
+        (json!({"type": "input_audio_buffer.append", "audio": "AAAA"}), "invalid_value", "audio"),
+        (json!({"type": "input_audio_buffer.commit"}), "input_audio_buffer_commit_empty", ""),
+        (json!({"type": "conversation.item.delete", "item_id": "x"}), "item_delete_invalid_item_id", ""),
+        (json!({"type": "conversation.item.retrieve", "item_id": "x"}), "item_retrieve_invalid_item_id", ""),
         (
             json!({"type": "conversation.item.truncate", "item_id": "x", "audio_end_ms": 1}),
             "item_truncate_invalid_item_id",
@@ -553,36 +469,12 @@ async fn a_wrong_event_is_an_error_with_its_field_and_the_session_goes_on() {
         (update(json!({"model": "gpt-9"})), "model_not_found", "model"),
         (update(json!({"colour": "red"})), "invalid_value", "session.colour"),
         (update(json!({"type": "video"})), "invalid_value", "session.type"),
-        (
-            update(json!({"output_modalities": ["text", "audio"]})),
-            "invalid_value",
-            "session.output_modalities",
-        ),
-        (
-            update(json!({"tools": [{"type": "web_search"}]})),
-            "invalid_value",
-            "session.tools[0].type",
-        ),
-        (
-            update(json!({"max_output_tokens": 0})),
-            "invalid_value",
-            "session.max_output_tokens",
-        ),
-        (
-            update(json!({"prompt": {"id": "x"}})),
-            "invalid_value",
-            "session.prompt",
-        ),
-        (
-            input(json!({"format": {"type": "audio/pcmu"}})),
-            "invalid_value",
-            "session.audio.input.format",
-        ),
-        (
-            input(json!({"format": {"type": "audio/pcm", "rate": 16000}})),
-            "invalid_value",
-            "session.audio.input.format",
-        ),
+        (update(json!({"output_modalities": ["text", "audio"]})), "invalid_value", "session.output_modalities"),
+        (update(json!({"tools": [{"type": "web_search"}]})), "invalid_value", "session.tools[0].type"),
+        (update(json!({"max_output_tokens": 0})), "invalid_value", "session.max_output_tokens"),
+        (update(json!({"prompt": {"id": "x"}})), "invalid_value", "session.prompt"),
+        (input(json!({"format": {"type": "audio/pcmu"}})), "invalid_value", "session.audio.input.format"),
+        (input(json!({"format": {"type": "audio/pcm", "rate": 16000}})), "invalid_value", "session.audio.input.format"),
         (
             input(json!({"turn_detection": {"type": "server_vad", "threshold": 2}})),
             "invalid_value",
@@ -593,16 +485,8 @@ async fn a_wrong_event_is_an_error_with_its_field_and_the_session_goes_on() {
             "invalid_value",
             "session.audio.input.turn_detection.idle_timeout_ms",
         ),
-        (
-            create(json!({"type": "message", "role": "robot"})),
-            "invalid_value",
-            "item.role",
-        ),
-        (
-            create(json!({"type": "message", "role": "user", "id": "root"})),
-            "invalid_value",
-            "item.id",
-        ),
+        (create(json!({"type": "message", "role": "robot"})), "invalid_value", "item.role"),
+        (create(json!({"type": "message", "role": "user", "id": "root"})), "invalid_value", "item.id"),
         (
             create(json!({"type": "message", "role": "user", "content": [{"type": "input_image", "image_url": "x"}]})),
             "invalid_value",
@@ -618,21 +502,9 @@ async fn a_wrong_event_is_an_error_with_its_field_and_the_session_goes_on() {
             "item_create_invalid_previous_item_id",
             "previous_item_id",
         ),
-        (
-            respond(json!({"conversation": "other"})),
-            "invalid_value",
-            "response.conversation",
-        ),
-        (
-            respond(json!({"input": [{"type": "item_reference", "id": "x"}]})),
-            "item_reference_invalid_item_id",
-            "",
-        ),
-        (
-            respond(json!({"tool_choice": {"type": "function", "name": "f"}})),
-            "invalid_value",
-            "tool_choice",
-        ),
+        (respond(json!({"conversation": "other"})), "invalid_value", "response.conversation"),
+        (respond(json!({"input": [{"type": "item_reference", "id": "x"}]})), "item_reference_invalid_item_id", ""),
+        (respond(json!({"tool_choice": {"type": "function", "name": "f"}})), "invalid_value", "tool_choice"),
     ] {
         let mut event = event;
         event["event_id"] = json!("mine");
@@ -665,9 +537,7 @@ async fn a_response_beside_the_conversation_leaves_it_as_it_is() {
     let mut client = Client::with(&open, text_only()).await;
     client.say("turn on the light").await;
     let input = json!([{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "aside"}]}]);
-    client
-        .send(&json!({"type": "response.create", "response": {"conversation": "none", "input": input}}))
-        .await;
+    client.send(&json!({"type": "response.create", "response": {"conversation": "none", "input": input}})).await;
     let events = client.until("response.done").await;
     assert!(of_type(&events, "conversation.item.added").is_empty());
     let asked = open.script.chats.lock().unwrap().pop().unwrap();
@@ -680,10 +550,7 @@ async fn a_response_beside_the_conversation_leaves_it_as_it_is() {
 
 #[tokio::test]
 async fn pressure_that_stays_is_a_failed_response_and_the_next_one_is_given() {
-    let limits = Limits {
-        session_patience: Duration::ZERO,
-        ..Limits::default()
-    };
+    let limits = Limits { session_patience: Duration::ZERO, ..Limits::default() };
     let open = open_with(limits, true).await;
     let mut client = Client::open(&open).await;
     client.say("turn on the light").await;
@@ -692,10 +559,7 @@ async fn pressure_that_stays_is_a_failed_response_and_the_next_one_is_given() {
     let done = client.until("response.done").await.pop().unwrap();
     assert_eq!(done["response"]["status"], "failed");
     let error = &done["response"]["status_details"]["error"];
-    assert_eq!(
-        (&error["code"], &error["type"]),
-        (&json!("memory_pressure"), &json!("server_error"))
-    );
+    assert_eq!((&error["code"], &error["type"]), (&json!("memory_pressure"), &json!("server_error")));
 
     open.script.answer([started(), delta("It "), failed(engine_lost())]);
     client.respond().await;
@@ -757,52 +621,29 @@ async fn a_conversation_longer_than_the_context_loses_its_oldest_where_it_may() 
     assert_eq!(done["response"]["status"], "completed");
     let asked = open.script.chats.lock().unwrap().pop().unwrap();
     let messages = asked.prompt.messages();
-    assert_eq!(
-        (messages[0].role, messages.last().unwrap().content.as_str()),
-        (Role::System, "this is message 7")
-    );
+    assert_eq!((messages[0].role, messages.last().unwrap().content.as_str()), (Role::System, "this is message 7"));
     assert!((3..5).contains(&messages.len()), "{messages:?}");
 
-    client
-        .send(&json!({"type": "session.update", "session": {"truncation": "disabled"}}))
-        .await;
+    client.send(&json!({"type": "session.update", "session": {"truncation": "disabled"}})).await;
     client.next().await;
     open.script.refuse([too_long()]);
     client.respond().await;
     let done = client.until("response.done").await.pop().unwrap();
-    assert_eq!(
-        done["response"]["status_details"]["error"]["code"],
-        "context_length_exceeded"
-    );
+    assert_eq!(done["response"]["status_details"]["error"]["code"], "context_length_exceeded");
 }
 
 #[tokio::test]
 async fn what_cannot_be_a_session_is_refused_before_it_is_one() {
-    let open = open_with(
-        Limits {
-            sessions_max: 1,
-            ..Limits::default()
-        },
-        true,
-    )
-    .await;
+    let open = open_with(Limits { sessions_max: 1, ..Limits::default() }, true).await;
     async fn refused(open: &Open, query: &str, headers: &[(&'static str, &'static str)]) -> (u16, String) {
         let stream = TcpStream::connect(open.address).await.unwrap();
-        let mut request = format!("ws://{}/v1/realtime{query}", open.address)
-            .into_client_request()
-            .unwrap();
+        let mut request = format!("ws://{}/v1/realtime{query}", open.address).into_client_request().unwrap();
         for (name, value) in headers {
             request.headers_mut().insert(*name, value.parse().unwrap());
         }
         match client_async(request, stream).await {
             Err(WsError::Http(response)) => {
-                let code = response
-                    .headers()
-                    .get("x-should-retry")
-                    .unwrap()
-                    .to_str()
-                    .unwrap()
-                    .to_owned();
+                let code = response.headers().get("x-should-retry").unwrap().to_str().unwrap().to_owned();
                 (response.status().as_u16(), code)
             }
             other => panic!("{other:?}"),
@@ -812,25 +653,16 @@ async fn what_cannot_be_a_session_is_refused_before_it_is_one() {
     assert_eq!(refused(&open, "?model=flite", &[]).await, (404, "false".to_owned()));
     let foreign = [("origin", "https://evil.example")];
     assert_eq!(refused(&open, "", &foreign).await, (403, "false".to_owned()));
-    assert_eq!(
-        refused(&open, "", &[("host", "evil.example")]).await,
-        (421, "false".to_owned())
-    );
+    assert_eq!(refused(&open, "", &[("host", "evil.example")]).await, (421, "false".to_owned()));
     let cross = [("sec-fetch-site", "cross-site")];
     assert_eq!(refused(&open, "", &cross).await, (403, "false".to_owned()));
     let answer = get(open.address, "/v1/realtime").await;
-    assert_eq!(
-        (answer.status, answer.error_code().as_str()),
-        (400, "websocket_required")
-    );
+    assert_eq!((answer.status, answer.error_code().as_str()), (400, "websocket_required"));
 
     let client = Client::open(&open).await;
     assert_eq!(refused(&open, "?model=tiny", &[]).await, (429, "true".to_owned()));
     drop(client);
-    let draining = Snapshot {
-        draining: true,
-        ..Snapshot::default()
-    };
+    let draining = Snapshot { draining: true, ..Snapshot::default() };
     *open.script.snapshot.lock().unwrap() = draining;
     loop {
         match refused(&open, "?model=tiny", &[]).await {
@@ -848,17 +680,12 @@ async fn a_message_beyond_its_limit_ends_the_session_with_a_reason() {
     let open = open().await;
     let mut client = Client::open(&open).await;
     let audio = "A".repeat(1 << 20);
-    client
-        .send(&json!({"type": "input_audio_buffer.append", "audio": audio}))
-        .await;
+    client.send(&json!({"type": "input_audio_buffer.append", "audio": audio})).await;
     client.error("invalid_message", None).await;
     assert_eq!(client.closed().await, 1009);
-    let answer = post_json(
-        open.address,
-        "/v1/chat/completions",
-        &json!({"messages": [{"role": "user", "content": "hi"}]}),
-    )
-    .await;
+    let answer =
+        post_json(open.address, "/v1/chat/completions", &json!({"messages": [{"role": "user", "content": "hi"}]}))
+            .await;
     assert_eq!(answer.status, 200);
 }
 
@@ -876,10 +703,7 @@ async fn audio_beyond_its_limit_is_an_error_and_what_was_said_stays() {
     client.append(&loud(900)).await;
     client.append(&loud(200)).await;
     let error = client.error("invalid_value", Some("audio")).await;
-    assert!(
-        error["error"]["message"].as_str().unwrap().contains("limit of 1 s"),
-        "{error}"
-    );
+    assert!(error["error"]["message"].as_str().unwrap().contains("limit of 1 s"), "{error}");
     // and the audio of all sessions together has a limit too
     let mut other = Client::with(&open, session).await;
     other.append(&loud(500)).await;
@@ -899,10 +723,7 @@ async fn audio_beyond_its_limit_is_an_error_and_what_was_said_stays() {
 
 #[tokio::test]
 async fn a_conversation_has_a_limit_and_its_oldest_items_are_deleted() {
-    let limits = Limits {
-        session_items_max: Bytes::from_kib(2),
-        ..Limits::default()
-    };
+    let limits = Limits { session_items_max: Bytes::from_kib(2), ..Limits::default() };
     let open = open_with(limits, true).await;
     let mut client = Client::with(&open, text_only()).await;
     client.say(&"a".repeat(900)).await;
@@ -914,28 +735,20 @@ async fn a_conversation_has_a_limit_and_its_oldest_items_are_deleted() {
     assert!(asked.prompt.messages()[1].content.starts_with('b'));
     let content = json!([{"type": "input_text", "text": "c".repeat(3000)}]);
     let item = json!({"type": "message", "role": "user", "content": content});
-    client
-        .send(&json!({"type": "conversation.item.create", "item": item}))
-        .await;
+    client.send(&json!({"type": "conversation.item.create", "item": item})).await;
     client.error("invalid_value", Some("item")).await;
 }
 
 #[tokio::test]
 async fn a_session_that_does_not_read_is_given_up_and_its_answer_with_it() {
-    let limits = Limits {
-        write_stall_timeout: Duration::from_millis(200),
-        sessions_max: 1,
-        ..Limits::default()
-    };
+    let limits = Limits { write_stall_timeout: Duration::from_millis(200), sessions_max: 1, ..Limits::default() };
     let open = open_with(limits, true).await;
     let mut client = Client::open(&open).await;
     let mut steps = vec![started()];
     steps.extend((0..20_000).map(|_| delta(&"word ".repeat(200))));
     steps.push(Step::Hang);
     open.script.answer(steps);
-    client
-        .send(&json!({"type": "session.update", "session": text_only()}))
-        .await;
+    client.send(&json!({"type": "session.update", "session": text_only()})).await;
     client.say("turn on the light").await;
     client.respond().await;
     client.until("response.created").await;
@@ -945,10 +758,7 @@ async fn a_session_that_does_not_read_is_given_up_and_its_answer_with_it() {
 
 #[tokio::test]
 async fn a_session_without_an_event_ends_with_a_reason() {
-    let limits = Limits {
-        session_idle_timeout: Duration::from_millis(300),
-        ..Limits::default()
-    };
+    let limits = Limits { session_idle_timeout: Duration::from_millis(300), ..Limits::default() };
     let open = open_with(limits, true).await;
     let mut client = Client::open(&open).await;
     client.error("session_expired", None).await;
@@ -960,8 +770,7 @@ async fn shutdown_lets_the_answer_end_and_closes_the_session() {
     let open = open().await;
     let mut idle = Client::open(&open).await;
     let mut client = Client::with(&open, text_only()).await;
-    open.script
-        .answer([started(), delta("It is "), Step::Gate, delta("done."), finished()]);
+    open.script.answer([started(), delta("It is "), Step::Gate, delta("done."), finished()]);
     client.say("turn on the light").await;
     client.respond().await;
     client.until("response.output_text.delta").await;

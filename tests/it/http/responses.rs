@@ -28,17 +28,11 @@ fn types(events: &[Value]) -> Vec<&str> {
 }
 
 fn ended(reason: FinishReason) -> Step {
-    Step::Event(ChatEvent::Finished {
-        reason,
-        usage: Usage::default(),
-    })
+    Step::Event(ChatEvent::Finished { reason, usage: Usage::default() })
 }
 
 fn call(arguments: &str) -> Step {
-    Step::Event(ChatEvent::Part(AnswerPart::ToolCall {
-        name: "light".to_owned(),
-        arguments: arguments.to_owned(),
-    }))
+    Step::Event(ChatEvent::Part(AnswerPart::ToolCall { name: "light".to_owned(), arguments: arguments.to_owned() }))
 }
 
 #[tokio::test]
@@ -119,24 +113,16 @@ async fn a_stream_comes_in_order() {
 async fn calls_are_items_and_what_its_length_cuts_is_incomplete() {
     let open = open().await;
     let thought = Step::Event(ChatEvent::Part(AnswerPart::Reasoning("hm".to_owned())));
-    open.script
-        .answer([started(), thought, call(r#"{"a":1}"#), ended(FinishReason::ToolCalls)]);
+    open.script.answer([started(), thought, call(r#"{"a":1}"#), ended(FinishReason::ToolCalls)]);
     let body = post_json(open.address, PATH, &question(&json!({}))).await.json();
     assert_eq!(body["output"][0]["type"], "reasoning");
     assert_eq!(body["output"][0]["content"][0]["text"], "hm");
     let called = &body["output"][1];
-    assert_eq!(
-        (&called["type"], &called["status"]),
-        (&json!("function_call"), &json!("completed"))
-    );
-    assert_eq!(
-        (&called["name"], &called["arguments"]),
-        (&json!("light"), &json!("{\"a\":1}"))
-    );
+    assert_eq!((&called["type"], &called["status"]), (&json!("function_call"), &json!("completed")));
+    assert_eq!((&called["name"], &called["arguments"]), (&json!("light"), &json!("{\"a\":1}")));
     assert!(called["call_id"].as_str().unwrap().starts_with("call_"));
 
-    open.script
-        .answer([started(), call(r#"{"a":"#), ended(FinishReason::Length)]);
+    open.script.answer([started(), call(r#"{"a":"#), ended(FinishReason::Length)]);
     let events = events(&post_json(open.address, PATH, &question(&json!({"stream": true}))).await);
     assert_eq!(
         types(&events)[2..],
@@ -162,23 +148,8 @@ async fn a_form_and_a_tool_reach_the_engine() {
     let asked = open.script.chats.lock().unwrap().pop().unwrap();
     assert!(matches!(asked.form, Some(AnswerForm::JsonSchema { schema, .. }) if schema == json!({"type": "null"})));
     let tool = json!({"type": "function", "name": "f", "parameters": {"type": "object"}});
-    post_json(
-        open.address,
-        PATH,
-        &question(&json!({"tools": [tool], "tool_choice": "none"})),
-    )
-    .await;
-    assert!(
-        open.script
-            .chats
-            .lock()
-            .unwrap()
-            .pop()
-            .unwrap()
-            .prompt
-            .tools()
-            .is_empty()
-    );
+    post_json(open.address, PATH, &question(&json!({"tools": [tool], "tool_choice": "none"}))).await;
+    assert!(open.script.chats.lock().unwrap().pop().unwrap().prompt.tools().is_empty());
 }
 
 #[tokio::test]
@@ -186,19 +157,11 @@ async fn a_failure_after_the_first_byte_is_told_in_both_ways_that_clients_look_f
     let open = open().await;
     open.script.answer([started(), delta("It "), failed(engine_lost())]);
     let events = events(&post_json(open.address, PATH, &question(&json!({"stream": true}))).await);
-    let [.., response, error] = &events[..] else {
-        panic!("{events:?}")
-    };
-    assert_eq!(
-        (&response["type"], &response["response"]["status"]),
-        (&json!("response.failed"), &json!("failed"))
-    );
+    let [.., response, error] = &events[..] else { panic!("{events:?}") };
+    assert_eq!((&response["type"], &response["response"]["status"]), (&json!("response.failed"), &json!("failed")));
     assert_eq!(response["response"]["error"]["code"], "server_error");
     assert_eq!(response["response"]["output"][0]["status"], "incomplete");
-    assert_eq!(
-        (&error["type"], &error["code"]),
-        (&json!("error"), &json!("engine_lost"))
-    );
+    assert_eq!((&error["type"], &error["code"]), (&json!("error"), &json!("engine_lost")));
     assert_eq!(error["error"]["code"], "engine_lost");
 }
 
@@ -208,11 +171,7 @@ async fn a_wrong_request_names_its_field() {
     for (more, code, param) in [
         (json!({"input": []}), "invalid_value", "input"),
         (json!({"max_output_tokens": "x"}), "invalid_type", "max_output_tokens"),
-        (
-            json!({"previous_response_id": "resp_1"}),
-            "invalid_value",
-            "previous_response_id",
-        ),
+        (json!({"previous_response_id": "resp_1"}), "invalid_value", "previous_response_id"),
         (
             json!({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
             "invalid_value",
@@ -224,22 +183,15 @@ async fn a_wrong_request_names_its_field() {
         assert_eq!(answer.error_code(), code, "{more}");
         assert_eq!(answer.json()["error"]["param"], param);
     }
-    open.script
-        .refuse([cotenant::policy::refusal::Refusal::ContextLengthExceeded {
-            model: "tiny".to_owned(),
-            prompt: cotenant::units::Tokens::new(9000),
-            limit: cotenant::units::Tokens::new(4096),
-        }]);
+    open.script.refuse([cotenant::policy::refusal::Refusal::ContextLengthExceeded {
+        model: "tiny".to_owned(),
+        prompt: cotenant::units::Tokens::new(9000),
+        limit: cotenant::units::Tokens::new(4096),
+    }]);
     let answer = post_json(open.address, PATH, &question(&json!({}))).await;
-    assert_eq!(
-        (answer.status, answer.json()["error"]["param"].clone()),
-        (400, json!("input"))
-    );
+    assert_eq!((answer.status, answer.json()["error"]["param"].clone()), (400, json!("input")));
     let answer = post_json(open.address, "/v1/responses/input_tokens", &question(&json!({}))).await;
-    assert_eq!(
-        answer.json(),
-        json!({"object": "response.input_tokens", "input_tokens": 17})
-    );
+    assert_eq!(answer.json(), json!({"object": "response.input_tokens", "input_tokens": 17}));
 }
 
 #[tokio::test]
@@ -247,12 +199,7 @@ async fn a_completion_goes_on_with_a_text_without_a_template() {
     let open = open().await;
     let path = "/v1/completions";
     let body = |more: Value| with(json!({"model": "tiny", "prompt": "once "}), &more);
-    let answer = post_json(
-        open.address,
-        path,
-        &body(json!({"max_tokens": 9, "echo": true, "stop": "."})),
-    )
-    .await;
+    let answer = post_json(open.address, path, &body(json!({"max_tokens": 9, "echo": true, "stop": "."}))).await;
     let mut answered = answer.json();
     assert!(answered["id"].as_str().unwrap().starts_with("cmpl-"), "{answered}");
     (answered["id"], answered["created"]) = (json!(""), json!(0));
@@ -273,14 +220,8 @@ async fn a_completion_goes_on_with_a_text_without_a_template() {
     let streamed = json!({"prompt": [[1, 2]], "stream": true, "stream_options": {"include_usage": true}});
     let (mut payloads, _) = post_json(open.address, path, &body(streamed)).await.events();
     assert_eq!(payloads.pop().as_deref(), Some("[DONE]"));
-    let chunks: Vec<Value> = payloads
-        .iter()
-        .map(|payload| serde_json::from_str(payload).unwrap())
-        .collect();
-    let text: String = chunks
-        .iter()
-        .filter_map(|chunk| chunk["choices"][0]["text"].as_str())
-        .collect();
+    let chunks: Vec<Value> = payloads.iter().map(|payload| serde_json::from_str(payload).unwrap()).collect();
+    let text: String = chunks.iter().filter_map(|chunk| chunk["choices"][0]["text"].as_str()).collect();
     assert_eq!(text, "It is done.");
     assert_eq!(chunks.last().unwrap()["usage"]["total_tokens"], 15);
     let asked = open.script.chats.lock().unwrap().pop().unwrap();

@@ -119,10 +119,7 @@ impl Drop for Live {
 }
 
 pub(super) fn started() -> Step {
-    Step::Event(ChatEvent::Started {
-        prompt_tokens: Tokens::new(12),
-        cached_tokens: Tokens::new(8),
-    })
+    Step::Event(ChatEvent::Started { prompt_tokens: Tokens::new(12), cached_tokens: Tokens::new(8) })
 }
 
 pub(super) fn delta(text: &str) -> Step {
@@ -146,10 +143,7 @@ pub(super) fn failed(refusal: Refusal) -> Step {
 }
 
 pub(super) fn engine_lost() -> Refusal {
-    Refusal::EngineLost {
-        reason: "its thread ended".to_owned(),
-        retry_after: Duration::from_millis(50),
-    }
+    Refusal::EngineLost { reason: "its thread ended".to_owned(), retry_after: Duration::from_millis(50) }
 }
 
 struct Scripted(Arc<Script>);
@@ -235,14 +229,7 @@ fn said_in_prompt(script: &Script, prompt: &str) -> Option<Vec<Step>> {
         "stall" => {
             // longer than the client waits for a byte
             let stall = || Step::Stall(Duration::from_millis(1600));
-            Some(vec![
-                started(),
-                stall(),
-                delta("It is "),
-                stall(),
-                delta("done."),
-                finished(),
-            ])
+            Some(vec![started(), stall(), delta("It is "), stall(), delta("done."), finished()])
         }
         other => panic!("no such script: {other}"),
     }
@@ -259,10 +246,7 @@ impl SpeechBackend for Scripted {
             }
             match script.refusal() {
                 Some(refusal) => Err(refusal),
-                None => Ok(Transcript {
-                    text: "turn on the light".to_owned(),
-                    language: Some("en".to_owned()),
-                }),
+                None => Ok(Transcript { text: "turn on the light".to_owned(), language: Some("en".to_owned()) }),
             }
         }
         .boxed()
@@ -313,11 +297,7 @@ impl StatusBackend for ScriptedStatus {
         ]
         .map(|(id, kind)| ModelInfo {
             id: id.to_owned(),
-            aliases: if id == "tiny" {
-                vec!["gpt-small".to_owned()]
-            } else {
-                Vec::new()
-            },
+            aliases: if id == "tiny" { vec!["gpt-small".to_owned()] } else { Vec::new() },
             kind,
             created: 1_700_000_000,
             bytes: Bytes::from_mib(5),
@@ -327,14 +307,8 @@ impl StatusBackend for ScriptedStatus {
 
     fn voices(&self) -> Vec<Voice> {
         vec![
-            Voice {
-                name: "slt".to_owned(),
-                aliases: vec!["alloy".to_owned(), "nova".to_owned()],
-            },
-            Voice {
-                name: "kal".to_owned(),
-                aliases: vec!["echo".to_owned()],
-            },
+            Voice { name: "slt".to_owned(), aliases: vec!["alloy".to_owned(), "nova".to_owned()] },
+            Voice { name: "kal".to_owned(), aliases: vec!["echo".to_owned()] },
         ]
     }
 
@@ -386,20 +360,12 @@ pub(super) async fn open_to(limits: Limits, with_models: bool, access: Access) -
         tokenizer: with_models.then(|| Arc::clone(&scripted) as Arc<dyn TokenizerBackend>),
         decoder: Decoder::new(env!("CARGO_BIN_EXE_cotenant").into()),
         speech: with_models.then_some(scripted as Arc<dyn SpeechBackend>),
-        status: Arc::new(ScriptedStatus {
-            script: Arc::clone(&script),
-        }),
+        status: Arc::new(ScriptedStatus { script: Arc::clone(&script) }),
     };
     let api = Api::with_access(backends, limits, watch::Sender::new(Arc::new(access)).subscribe());
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
     let address = listener.local_addr().unwrap();
     let shutdown = CancellationToken::new();
     let serving = tokio::spawn(serve(listener, api.clone(), shutdown.clone()));
-    Open {
-        address,
-        script,
-        api,
-        shutdown,
-        serving,
-    }
+    Open { address, script, api, shutdown, serving }
 }

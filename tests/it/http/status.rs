@@ -28,14 +28,8 @@ async fn models_are_listed_and_found_by_id() {
     (tiny["id"], tiny["display_name"]) = (json!("gpt-small"), json!("gpt-small"));
     assert_eq!(list["data"][1], tiny);
     assert_eq!(get(open.address, "/v1/models/gpt-small").await.json(), tiny);
-    assert_eq!(
-        get(open.address, "/v1/models/org/other").await.json()["id"],
-        "org/other"
-    );
-    assert_eq!(
-        get(open.address, "/v1/models/org%2Fother").await.json()["id"],
-        "org/other"
-    );
+    assert_eq!(get(open.address, "/v1/models/org/other").await.json()["id"], "org/other");
+    assert_eq!(get(open.address, "/v1/models/org%2Fother").await.json()["id"], "org/other");
     let answer = get(open.address, "/v1/models/gpt-9").await;
     assert_eq!((answer.status, answer.error_code().as_str()), (404, "model_not_found"));
     assert_eq!(answer.json()["error"]["param"], "model");
@@ -45,18 +39,12 @@ async fn models_are_listed_and_found_by_id() {
 async fn an_alias_is_answered_by_its_model_in_every_api() {
     let open = open().await;
     let said = json!([{"role": "user", "content": "hi"}]);
-    for (path, model) in [
-        ("/v1/chat/completions", "gpt-small"),
-        ("/v1/messages", "gpt-small"),
-        ("/api/chat", "gpt-small:latest"),
-    ] {
+    for (path, model) in
+        [("/v1/chat/completions", "gpt-small"), ("/v1/messages", "gpt-small"), ("/api/chat", "gpt-small:latest")]
+    {
         let body = json!({"model": model, "messages": said, "max_tokens": 9, "stream": false});
         let answer = post_json(open.address, path, &body).await;
-        assert_eq!(
-            (answer.status, &answer.json()["model"]),
-            (200, &json!("tiny")),
-            "{path}"
-        );
+        assert_eq!((answer.status, &answer.json()["model"]), (200, &json!("tiny")), "{path}");
     }
     let tags = get(open.address, "/api/tags").await.json();
     assert_eq!(tags["models"][1]["name"], "gpt-small");
@@ -79,10 +67,7 @@ async fn a_page_of_a_foreign_site_reaches_nothing() {
     let answer = ask("/api/tags", "host: evil.example\r\n").await;
     assert!(answer.json()["error"].is_string(), "{}", answer.text());
     let answer = ask("/v1/models", "host: localhost\r\norigin: https://evil.example\r\n").await;
-    assert_eq!(
-        (answer.status, answer.error_code().as_str()),
-        (403, "origin_not_allowed")
-    );
+    assert_eq!((answer.status, answer.error_code().as_str()), (403, "origin_not_allowed"));
     let answer = ask("/v1/models", "host: localhost\r\nhost: evil.example\r\n").await;
     assert_eq!(answer.status, 421);
     let answer = ask("/v1/models", "host: localhost\r\norigin: http://localhost:3000\r\n").await;
@@ -96,10 +81,7 @@ async fn an_unknown_place_and_a_wrong_method_answer_in_shape() {
     assert_eq!((answer.status, answer.error_code().as_str()), (404, "unknown_url"));
     assert!(!answer.header("x-request-id").is_empty());
     let answer = get(open.address, "/v1/chat/completions").await;
-    assert_eq!(
-        (answer.status, answer.error_code().as_str()),
-        (405, "method_not_supported")
-    );
+    assert_eq!((answer.status, answer.error_code().as_str()), (405, "method_not_supported"));
     let answer = post(open.address, "/health", &[], b"").await;
     assert_eq!(answer.status, 405);
 }
@@ -108,10 +90,7 @@ async fn an_unknown_place_and_a_wrong_method_answer_in_shape() {
 async fn health_says_whether_a_request_would_be_taken() {
     let open = open().await;
     let answer = get(open.address, "/health").await;
-    assert_eq!(
-        (answer.status, answer.json()),
-        (200, json!({"status": "ok", "pressure": "normal"}))
-    );
+    assert_eq!((answer.status, answer.json()), (200, json!({"status": "ok", "pressure": "normal"})));
     for (state, status, says) in [
         (EngineState::Loading, 503, "loading model"),
         (EngineState::Ready, 200, "ok"),
@@ -119,10 +98,7 @@ async fn health_says_whether_a_request_would_be_taken() {
     ] {
         open.script.snapshot.lock().unwrap().engine.state = state;
         let answer = get(open.address, "/health").await;
-        assert_eq!(
-            (answer.status, answer.json()["status"].as_str().unwrap()),
-            (status, says)
-        );
+        assert_eq!((answer.status, answer.json()["status"].as_str().unwrap()), (status, says));
     }
     open.script.snapshot.lock().unwrap().draining = true;
     assert_eq!(get(open.address, "/health").await.json()["status"], "draining");
@@ -134,17 +110,10 @@ async fn running_names_the_engine_and_the_workers() {
     {
         let mut snapshot = open.script.snapshot.lock().unwrap();
         snapshot.engine.state = EngineState::Ready;
-        for (name, state) in [
-            ("asr", WorkerState::Ready),
-            ("tts", WorkerState::BackingOff),
-            ("x", WorkerState::Stopped),
-        ] {
-            snapshot.workers.push(WorkerView {
-                name: name.to_owned(),
-                state,
-                pid: Some(7),
-                ..WorkerView::default()
-            });
+        for (name, state) in
+            [("asr", WorkerState::Ready), ("tts", WorkerState::BackingOff), ("x", WorkerState::Stopped)]
+        {
+            snapshot.workers.push(WorkerView { name: name.to_owned(), state, pid: Some(7), ..WorkerView::default() });
         }
     }
     let body = get(open.address, "/running").await.json();
@@ -154,15 +123,7 @@ async fn running_names_the_engine_and_the_workers() {
         .iter()
         .map(|running| (running["model"].as_str().unwrap(), running["state"].as_str().unwrap()))
         .collect();
-    assert_eq!(
-        states,
-        [
-            ("tiny", "ready"),
-            ("org/other", "ready"),
-            ("asr", "ready"),
-            ("tts", "starting")
-        ]
-    );
+    assert_eq!(states, [("tiny", "ready"), ("org/other", "ready"), ("asr", "ready"), ("tts", "starting")]);
 }
 
 #[tokio::test]
@@ -173,18 +134,11 @@ async fn requests_are_measured_by_route_and_code() {
     assert!(answer.header("content-type").starts_with("text/plain; version=0.0.4"));
     assert!(!answer.text().contains("# EOF"));
     assert_eq!(open.script.next_ended().await, ("/metrics".to_owned(), 200));
-    let accept = [(
-        "accept",
-        "application/openmetrics-text;version=1.0.0;q=0.6,text/plain;q=0.3",
-    )];
+    let accept = [("accept", "application/openmetrics-text;version=1.0.0;q=0.6,text/plain;q=0.3")];
     let mut connection = Connection::open(open.address).await;
     connection.send(&request("GET", "/metrics", &accept, b"")).await;
     let answer = connection.answer().await;
-    assert!(
-        answer
-            .header("content-type")
-            .starts_with("application/openmetrics-text")
-    );
+    assert!(answer.header("content-type").starts_with("application/openmetrics-text"));
     assert!(answer.text().ends_with("# EOF\n"));
     assert_eq!(open.script.next_ended().await, ("/metrics".to_owned(), 200));
     get(open.address, "/v1/models/tiny").await;
@@ -205,9 +159,7 @@ async fn a_request_whose_client_went_away_is_measured_as_499() {
     open.script.answer([Step::Hang]);
     let mut connection = Connection::open(open.address).await;
     let question = json!({"messages": [{"role": "user", "content": "hi"}]}).to_string();
-    connection
-        .send(&request("POST", "/v1/chat/completions", &[], question.as_bytes()))
-        .await;
+    connection.send(&request("POST", "/v1/chat/completions", &[], question.as_bytes())).await;
     while open.script.chats.lock().unwrap().is_empty() {
         tokio::task::yield_now().await;
     }
@@ -242,10 +194,7 @@ async fn the_page_runs_its_own_script_and_style_only() {
         let (text, rest) = rest.split_once(&format!("</{tag}>")).unwrap();
         assert!(!rest.contains(&format!("<{tag}")), "one {tag}");
         let hash = BASE64.encode(digest(&SHA256, text.as_bytes()));
-        assert!(
-            policy.contains(&format!("{tag}-src 'sha256-{hash}'")),
-            "{tag} is {hash}: {policy}"
-        );
+        assert!(policy.contains(&format!("{tag}-src 'sha256-{hash}'")), "{tag} is {hash}: {policy}");
     }
     assert!(!page.contains(" style=") && !page.contains(" onclick="));
 }

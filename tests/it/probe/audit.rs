@@ -36,14 +36,8 @@ impl Audited for Machine {
 fn orin_nx() -> Machine {
     Machine::new()
         .with_capture("proc/meminfo", "meminfo/orin-nx-16g_r36.4_idle.RECONSTRUCTED.txt")
-        .with_capture(
-            "proc/device-tree/model",
-            "device-tree/orin-nx-16g.model.RECONSTRUCTED.bin",
-        )
-        .with_capture(
-            "proc/device-tree/compatible",
-            "device-tree/orin-nx-16g.compatible.RECONSTRUCTED.bin",
-        )
+        .with_capture("proc/device-tree/model", "device-tree/orin-nx-16g.model.RECONSTRUCTED.bin")
+        .with_capture("proc/device-tree/compatible", "device-tree/orin-nx-16g.compatible.RECONSTRUCTED.bin")
         .with_capture("etc/nv_tegra_release", "nv_tegra_release/r36.4.7.txt")
         .with_capture("proc/swaps", "zram/proc_swaps_orin-nx-16g.RECONSTRUCTED.txt")
         .with("proc/sys/kernel/osrelease", "5.15.148-tegra\n")
@@ -58,20 +52,14 @@ fn a_stock_orin_nx_has_what_memory_audits_name_with_figures() {
         .process(12, "ollama", 2560)
         .process(13, "dockerd", 2560)
         .process(14, "systemd-oomd", 256)
-        .with(
-            "etc/nvpmodel.conf",
-            "< POWER_MODEL ID=0 NAME=MAXN >\nCPU 1\n< POWER_MODEL ID=2 NAME=15W >\n",
-        )
+        .with("etc/nvpmodel.conf", "< POWER_MODEL ID=0 NAME=MAXN >\nCPU 1\n< POWER_MODEL ID=2 NAME=15W >\n")
         .with("var/lib/nvpmodel/status", "pmode:0002\nfmode:fanNull\n")
         .with("sys/devices/system/cpu/online", "0-3\n")
         .with("sys/devices/system/cpu/present", "0-7\n")
         .with("sys/devices/system/cpu/cpu0/cpufreq/scaling_max_freq", "1420800\n")
         .with("sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq", "1984000\n")
         .with("sys/class/devfreq/17000000.gpu/max_freq", "612000000\n")
-        .with(
-            "sys/class/devfreq/17000000.gpu/available_frequencies",
-            "306000000 612000000 918000000\n",
-        )
+        .with("sys/class/devfreq/17000000.gpu/available_frequencies", "306000000 612000000 918000000\n")
         .with("sys/kernel/debug/bpmp/debug/clk/emc/rate", "2133000000\n")
         .with("sys/kernel/debug/bpmp/debug/clk/emc/max_rate", "3199000000\n")
         .with("sys/class/thermal/thermal_zone0/temp", "97000\n")
@@ -92,10 +80,7 @@ fn a_stock_orin_nx_has_what_memory_audits_name_with_figures() {
     assert_eq!(board.found("memory_clock").cost, Cost::Speed(33));
     assert_eq!(board.found("power_mode").text, "power mode is 15W, not MAXN");
     assert!(board.found("thermal").text.starts_with("tj-thermal has 97 °C, 2 °C"));
-    assert_eq!(
-        board.found("huge_pages_reserved").cost,
-        Cost::Memory(Bytes::from_mib(200))
-    );
+    assert_eq!(board.found("huge_pages_reserved").cost, Cost::Memory(Bytes::from_mib(200)));
     let rules = board.rules();
     for rule in [
         "zram_size",
@@ -116,13 +101,7 @@ fn a_stock_orin_nx_has_what_memory_audits_name_with_figures() {
         assert!(rules.contains(rule), "{rule} in {rules:?}");
     }
     assert!(rules.len() >= 20, "{rules:?}");
-    for rule in [
-        "carve_outs",
-        "cma_size",
-        "kernel_release",
-        "l4t_package",
-        "cuda_release",
-    ] {
+    for rule in ["carve_outs", "cma_size", "kernel_release", "l4t_package", "cuda_release"] {
         assert!(!rules.contains(rule), "{rule}");
     }
 }
@@ -136,40 +115,17 @@ fn versions_that_do_not_belong_together_are_named_and_those_that_do_are_not() {
              Package: nvidia-jetpack\nVersion: {jetpack}\n"
         )
     };
-    let versions = [
-        "l4t_package",
-        "cuda_release",
-        "tensorrt_release",
-        "cudnn_release",
-        "jetpack_package",
-        "kernel_release",
-    ];
+    let versions =
+        ["l4t_package", "cuda_release", "tensorrt_release", "cudnn_release", "jetpack_package", "kernel_release"];
     let fine = orin_nx().with(
         "var/lib/dpkg/status",
-        status(
-            "36.4.7-20250918154033",
-            "12.6.68-1",
-            "10.3.0.30-1+cuda12.5",
-            "9.3.0.75-1+cuda12.6",
-            "6.2.1+b38",
-        ),
+        status("36.4.7-20250918154033", "12.6.68-1", "10.3.0.30-1+cuda12.5", "9.3.0.75-1+cuda12.6", "6.2.1+b38"),
     );
-    assert!(
-        versions.iter().all(|rule| !fine.rules().contains(rule)),
-        "{:?}",
-        fine.rules()
-    );
+    assert!(versions.iter().all(|rule| !fine.rules().contains(rule)), "{:?}", fine.rules());
     let mixed = orin_nx()
-        .with(
-            "var/lib/dpkg/status",
-            status("36.5.0-20260101", "11.4.1", "8.5.2", "8.6.0", "5.1.2"),
-        )
+        .with("var/lib/dpkg/status", status("36.5.0-20260101", "11.4.1", "8.5.2", "8.6.0", "5.1.2"))
         .with("proc/sys/kernel/osrelease", "5.10.104-tegra");
-    assert!(
-        versions.iter().all(|rule| mixed.rules().contains(rule)),
-        "{:?}",
-        mixed.rules()
-    );
+    assert!(versions.iter().all(|rule| mixed.rules().contains(rule)), "{:?}", mixed.rules());
 }
 
 #[test]
@@ -205,10 +161,8 @@ fn settings_of_the_unit_that_take_something_from_the_daemon_are_named() {
         edited.found("unit_sandbox").text,
         "the unit of cotenant has PrivateDevices=yes hides /dev/nvmap and sound; MemoryMax=4G has the kernel kill the LLM at that size"
     );
-    let undone = edited.with(
-        "etc/systemd/system/cotenant.service.d/z.conf",
-        "[Service]\nPrivateDevices=no\nMemoryMax=infinity\n",
-    );
+    let undone = edited
+        .with("etc/systemd/system/cotenant.service.d/z.conf", "[Service]\nPrivateDevices=no\nMemoryMax=infinity\n");
     assert!(!undone.rules().contains("unit_sandbox"), "the last setting counts");
 }
 
@@ -216,24 +170,15 @@ fn settings_of_the_unit_that_take_something_from_the_daemon_are_named() {
 fn rights_and_controllers_that_are_missing_are_named() {
     let board = |capabilities: &str, controllers: &str| {
         orin_nx()
-            .with(
-                "proc/self/status",
-                format!("Name:\tcotenant\nCapEff:\t{capabilities}\n"),
-            )
+            .with("proc/self/status", format!("Name:\tcotenant\nCapEff:\t{capabilities}\n"))
             .with("sys/fs/cgroup/cgroup.controllers", format!("{controllers}\n"))
     };
     // Bits 24 and 34.
     let all = board("0000000401000000", "cpuset cpu io memory hugetlb pids");
     assert!(!all.rules().contains("rights") && !all.rules().contains("cgroup_controllers"));
     let some = board("0000000001000000", "cpuset cpu io");
-    assert_eq!(
-        some.found("rights").text,
-        "as run here, without CAP_SYSLOG (why a worker was killed)"
-    );
-    assert_eq!(
-        some.found("cgroup_controllers").text,
-        "control groups are there without memory, pids"
-    );
+    assert_eq!(some.found("rights").text, "as run here, without CAP_SYSLOG (why a worker was killed)");
+    assert_eq!(some.found("cgroup_controllers").text, "control groups are there without memory, pids");
 }
 
 /// One board for each generation, as far as captures go: what each has the audit name, and at what cost.
@@ -245,18 +190,12 @@ fn each_board_has_its_findings() {
     };
     let module = |part: &str| format!("nvidia,{part}\0nvidia,tegra234\0");
     let packages = |all: &[(&str, &str)]| -> String {
-        let stanzas = all
-            .iter()
-            .map(|(name, version)| format!("Package: {name}\nVersion: {version}\n\n"));
+        let stanzas = all.iter().map(|(name, version)| format!("Package: {name}\nVersion: {version}\n\n"));
         stanzas.collect()
     };
     // `MemTotal` of boards whose meminfo nobody has captured, by their line of tegrastats.
     let memory = |mib: u64| {
-        format!(
-            "MemTotal: {} kB\nMemAvailable: {} kB\nCmaTotal: 262144 kB\nCmaFree: 200000 kB\n",
-            mib << 10,
-            mib << 9
-        )
+        format!("MemTotal: {} kB\nMemAvailable: {} kB\nCmaTotal: 262144 kB\nCmaFree: 200000 kB\n", mib << 10, mib << 9)
     };
     let zram = |devices: u64, mib: u64| {
         let lines = (0..devices).map(|device| format!("/dev/zram{device} partition {} 0 5\n", mib << 10));
@@ -306,10 +245,7 @@ fn each_board_has_its_findings() {
             Machine::new()
                 .with_capture("proc/meminfo", "meminfo/orin-nano-8g_r36.4.x_5.15.148.txt")
                 .with("proc/device-tree/compatible", module("p3767-0005"))
-                .with_capture(
-                    "etc/nv_tegra_release",
-                    "nv_tegra_release/r36.4.4_fields.RECONSTRUCTED.txt",
-                )
+                .with_capture("etc/nv_tegra_release", "nv_tegra_release/r36.4.4_fields.RECONSTRUCTED.txt")
                 .with("proc/sys/kernel/osrelease", "5.15.148-tegra")
                 .with("proc/swaps", zram(6, 635)),
         ),
@@ -317,10 +253,7 @@ fn each_board_has_its_findings() {
             "Orin NX 16 GB, L4T 36.4.7, full voice stack",
             Machine::orin_nx("orin-nx-16g_r36.4_voice-stack-tight.RECONSTRUCTED", 500_999)
                 .with("proc/sys/kernel/osrelease", "5.15.148-tegra")
-                .with_capture(
-                    "proc/buddyinfo",
-                    "vmstat/buddyinfo_orin-nx-16g_lfb-1x2MB.RECONSTRUCTED.txt",
-                ),
+                .with_capture("proc/buddyinfo", "vmstat/buddyinfo_orin-nx-16g_lfb-1x2MB.RECONSTRUCTED.txt"),
         ),
         (
             "AGX Orin 64 GB, L4T 36.4.7",

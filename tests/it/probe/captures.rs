@@ -35,11 +35,7 @@ const PARSERS: [Parser; 27] = [
     ("nvmap/pagepool_", "nvmap::PagePool", page_pool),
     ("nvmap/stats_total_memory", "nvmap::Nvmap", total_memory),
     ("nvmap/nvmap_sysfs_parameters", "nvmap::Nvmap", nvmap_paths),
-    (
-        "nvmap/iovmm_free_size_",
-        "not read: MemAvailable less CmaFree",
-        free_size,
-    ),
+    ("nvmap/iovmm_free_size_", "not read: MemAvailable less CmaFree", free_size),
     ("nvmap/handles_by_pid_", "not read: a diagnosis by hand", handles),
     ("nvmap/orphan_handles_", "not read: a diagnosis by hand", handles),
     ("vmstat/vmstat_", "vmstat::Vmstat", vmstat),
@@ -69,10 +65,7 @@ struct Capture {
 
 impl Capture {
     fn of(path: &str) -> Self {
-        Self {
-            path: path.to_owned(),
-            bytes: fs::read(folder().join(path)).unwrap(),
-        }
+        Self { path: path.to_owned(), bytes: fs::read(folder().join(path)).unwrap() }
     }
 
     fn text(&self) -> &str {
@@ -126,9 +119,7 @@ fn every_capture_has_a_parser_that_reads_it() {
         check(&Capture::of(path));
     }
     for (prefix, parser, _) in &PARSERS {
-        let used = paths
-            .iter()
-            .any(|path| parser_of(path).is_some_and(|found| found.0 == *prefix));
+        let used = paths.iter().any(|path| parser_of(path).is_some_and(|found| found.0 == *prefix));
         assert!(used, "no capture for {prefix}, which {parser} reads");
     }
     assert!(parser_of("tegra/new.txt").is_none());
@@ -158,19 +149,11 @@ fn figures_of_meminfo_are_those_worked_out_by_hand() {
         // 16031988 − (13100344 + 62480 + 1198044 + 0 + 208640 + 231800 + 24000 + 10240 + 65480 + 5440)
         ("orin-nx-16g_r36.4_idle.RECONSTRUCTED", 14_250_120 - 245_760, 1_125_520),
         // 16031988 − (2177024 + 410200 + 9612400 + 9120 + 1366000 + 640200 + 31200 + 10240 + 65480 + 5440)
-        (
-            "orin-nx-16g_r36.4_pagecache-full.RECONSTRUCTED",
-            12_377_088 - 1024,
-            1_704_684,
-        ),
+        ("orin-nx-16g_r36.4_pagecache-full.RECONSTRUCTED", 12_377_088 - 1024, 1_704_684),
         // 16031988 − (612340 + 10240 + 2752800 + 88040 + 6750200 + 402600 + 78800 + 24320 + 65480 + 5440)
         ("orin-nx-16g_r36.4_voice-stack-tight.RECONSTRUCTED", 440_320, 5_241_728),
         // 16031988 − (3120400 + 120300 + 3012200 + 0 + 752300 + 342200 + 24000 + 10240 + 65480 + 5440)
-        (
-            "orin-nx-16g_r36.4_after-gpu-free-pool-full.RECONSTRUCTED",
-            6_020_800 - 12_288,
-            8_579_428,
-        ),
+        ("orin-nx-16g_r36.4_after-gpu-free-pool-full.RECONSTRUCTED", 6_020_800 - 12_288, 8_579_428),
     ] {
         let info = meminfo_of(board);
         assert_eq!(info.available_low(), kib(low), "{board}");
@@ -200,41 +183,25 @@ fn figures_of_the_page_pool_are_those_worked_out_by_hand() {
     // CUDA's free memory fell by 60 375 707 648 − 52 034 760 704 when as much was allocated and freed: the pool, and 94 MiB.
     assert_eq!(8_340_946_944 - pool.bytes().get(), 99_438_592);
     let info = meminfo_of("orin-nx-16g_r36.4_after-gpu-free-pool-full.RECONSTRUCTED");
-    let full = PagePool {
-        available_pages: 500_000,
-        to_zero_pages: 999,
-        ..PagePool::default()
-    };
+    let full = PagePool { available_pages: 500_000, to_zero_pages: 999, ..PagePool::default() };
     // 6008512 + 500999 × 4
     assert_eq!(info.available_low() + full.bytes(), kib(8_012_508));
 }
 
 fn meminfo(capture: &Capture) {
     let info = Meminfo::parse(&capture.bytes).unwrap();
-    assert!(
-        info.residual() < info.total && info.available_low() <= info.available,
-        "{}",
-        capture.path
-    );
+    assert!(info.residual() < info.total && info.available_low() <= info.available, "{}", capture.path);
     assert!(info.cma_free.is_some() && info.free.is_some(), "{}", capture.path);
 }
 
 fn clients(capture: &Capture) {
     let found = Clients::parse(&capture.bytes);
-    let lines = capture
-        .text()
-        .lines()
-        .filter(|line| line.starts_with("user") || line.starts_with("kernel"));
+    let lines = capture.text().lines().filter(|line| line.starts_with("user") || line.starts_with("kernel"));
     assert_eq!(found.rows.len(), lines.count(), "{}", capture.path);
     let sum: Bytes = found.rows.iter().map(|row| row.size).sum();
     let total = found.total.unwrap();
     // One was cut by its author.
-    assert_eq!(
-        sum == total,
-        !capture.path.contains("vllm"),
-        "{}: {sum} of {total}",
-        capture.path
-    );
+    assert_eq!(sum == total, !capture.path.contains("vllm"), "{}: {sum} of {total}", capture.path);
 }
 
 /// The same rows with mappings below them, which are no clients.
@@ -246,11 +213,9 @@ fn maps(capture: &Capture) {
 
 fn pool_machine(capture: &Capture) -> Machine {
     let pairs = capture.text().lines().filter_map(|line| line.split_once('\t'));
-    pairs
-        .filter(|(key, _)| key.starts_with("page_pool"))
-        .fold(Machine::new(), |machine, (key, value)| {
-            machine.with(&format!("sys/kernel/debug/nvmap/pagepool/{key}"), format!("{value}\n"))
-        })
+    pairs.filter(|(key, _)| key.starts_with("page_pool")).fold(Machine::new(), |machine, (key, value)| {
+        machine.with(&format!("sys/kernel/debug/nvmap/pagepool/{key}"), format!("{value}\n"))
+    })
 }
 
 fn page_pool(capture: &Capture) {
@@ -303,12 +268,7 @@ fn buddyinfo(capture: &Capture) {
         // 402 + 2110 of order 10
         None => (2512, Bytes::from_mib(4)),
     };
-    assert_eq!(
-        FreeBlocks::parse(&capture.bytes),
-        Some(FreeBlocks { count, size }),
-        "{}",
-        capture.path
-    );
+    assert_eq!(FreeBlocks::parse(&capture.bytes), Some(FreeBlocks { count, size }), "{}", capture.path);
 }
 
 /// `53x1MB` or `1x512kB`.
@@ -387,10 +347,7 @@ fn board(l4t: &str) -> Machine {
     let (major, revision) = l4t.split_once('.').unwrap();
     Machine::new()
         .with_capture("proc/meminfo", "meminfo/orin-nx-16g_r36.4_idle.RECONSTRUCTED.txt")
-        .with(
-            "etc/nv_tegra_release",
-            format!("# R{major} (release), REVISION: {revision}, GCID: 1, BOARD: generic\n"),
-        )
+        .with("etc/nv_tegra_release", format!("# R{major} (release), REVISION: {revision}, GCID: 1, BOARD: generic\n"))
 }
 
 fn rules(machine: &Machine) -> Vec<&'static str> {
@@ -399,14 +356,8 @@ fn rules(machine: &Machine) -> Vec<&'static str> {
 
 /// Rules about releases and packages that find something.
 fn misfits(machine: &Machine) -> Vec<&'static str> {
-    let about = [
-        "l4t_package",
-        "jetpack_package",
-        "kernel_release",
-        "cuda_release",
-        "tensorrt_release",
-        "cudnn_release",
-    ];
+    let about =
+        ["l4t_package", "jetpack_package", "kernel_release", "cuda_release", "tensorrt_release", "cudnn_release"];
     rules(machine).into_iter().filter(|rule| about.contains(rule)).collect()
 }
 
@@ -422,37 +373,22 @@ fn packages(capture: &Capture) {
         "dpkg/versions_seen.tsv" => {
             for row in capture.rows() {
                 let cell = |column: usize| row.get(column).copied().unwrap_or_default();
-                let installed: Vec<_> = [
-                    ("nvidia-l4t-core", cell(2)),
-                    ("nvidia-jetpack", cell(3)),
-                    ("libnvinfer10", cell(4)),
-                ]
-                .into_iter()
-                .filter(|(_, version)| version.starts_with(|c: char| c.is_ascii_digit()))
-                .collect();
+                let installed: Vec<_> =
+                    [("nvidia-l4t-core", cell(2)), ("nvidia-jetpack", cell(3)), ("libnvinfer10", cell(4))]
+                        .into_iter()
+                        .filter(|(_, version)| version.starts_with(|c: char| c.is_ascii_digit()))
+                        .collect();
                 let kernel = if cell(6).is_empty() { "5.15.148-tegra" } else { cell(6) };
                 let machine = with_packages(board(cell(1)).with("proc/sys/kernel/osrelease", kernel), &installed);
                 assert_eq!(misfits(&machine), Vec::<&str>::new(), "{row:?}");
             }
         }
         path => {
-            let lines = capture
-                .text()
-                .lines()
-                .map(|line| line.trim_start_matches("ii").split_whitespace());
-            let installed: Vec<_> = lines
-                .map(|mut words| (words.next().unwrap(), words.next().unwrap()))
-                .collect();
-            assert_eq!(
-                misfits(&with_packages(board("36.4.7"), &installed)),
-                Vec::<&str>::new(),
-                "{path}"
-            );
+            let lines = capture.text().lines().map(|line| line.trim_start_matches("ii").split_whitespace());
+            let installed: Vec<_> = lines.map(|mut words| (words.next().unwrap(), words.next().unwrap())).collect();
+            assert_eq!(misfits(&with_packages(board("36.4.7"), &installed)), Vec::<&str>::new(), "{path}");
             // The same on JetPack 5 does not belong together.
-            assert!(
-                misfits(&with_packages(board("35.4.1"), &installed)).contains(&"tensorrt_release"),
-                "{path}"
-            );
+            assert!(misfits(&with_packages(board("35.4.1"), &installed)).contains(&"tensorrt_release"), "{path}");
         }
     }
 }
@@ -464,11 +400,7 @@ fn models(capture: &Capture) {
             .with("proc/device-tree/compatible", row[2].replace('|', "\0") + "\0");
         let found = Board::read(&machine.root);
         assert_eq!(found.model.unwrap_or_default(), row[1]);
-        assert_eq!(
-            found.compatible.len(),
-            row[2].split('|').filter(|name| !name.is_empty()).count(),
-            "{row:?}"
-        );
+        assert_eq!(found.compatible.len(), row[2].split('|').filter(|name| !name.is_empty()).count(), "{row:?}");
     }
 }
 
@@ -477,10 +409,7 @@ fn modules(capture: &Capture) {
     // Of the module with 4 GB nobody has published what Linux gets.
     for row in capture.rows().iter().filter(|row| row[0] != "p3767-0004") {
         let machine = board("36.4.7")
-            .with(
-                "proc/device-tree/compatible",
-                format!("nvidia,{}\0nvidia,tegra234\0", row[0]),
-            )
+            .with("proc/device-tree/compatible", format!("nvidia,{}\0nvidia,tegra234\0", row[0]))
             .with("proc/meminfo", "MemTotal: 1048576 kB\nMemAvailable: 524288 kB\n");
         assert!(rules(&machine).contains(&"carve_outs"), "{row:?}");
     }
@@ -493,12 +422,7 @@ fn device_tree(capture: &Capture) {
     let found = Board::read(&machine.root);
     let is_super = capture.path.contains("super");
     if capture.path.contains("compatible") {
-        assert_eq!(
-            (found.is_jetson(), found.is_super()),
-            (true, is_super),
-            "{}",
-            capture.path
-        );
+        assert_eq!((found.is_jetson(), found.is_super()), (true, is_super), "{}", capture.path);
     } else {
         assert_eq!(found.model.unwrap().ends_with(" Super"), is_super, "{}", capture.path);
     }
@@ -509,10 +433,7 @@ fn jetpacks(capture: &Capture) {
         let version = |jetpack: &str| [("nvidia-jetpack", jetpack.to_owned())];
         let installed = |jetpack: &str| {
             let versions = version(jetpack);
-            let names: Vec<_> = versions
-                .iter()
-                .map(|(name, version)| (*name, version.as_str()))
-                .collect();
+            let names: Vec<_> = versions.iter().map(|(name, version)| (*name, version.as_str())).collect();
             misfits(&with_packages(board(row[0]), &names))
         };
         assert_eq!(installed(row[1]), Vec::<&str>::new(), "{row:?}");
@@ -522,23 +443,15 @@ fn jetpacks(capture: &Capture) {
 
 fn release(capture: &Capture) {
     let found = L4tRelease::parse(&capture.bytes).unwrap().to_string();
-    assert!(
-        capture.path.contains(&format!("/r{found}")),
-        "{}: {found}",
-        capture.path
-    );
+    assert!(capture.path.contains(&format!("/r{found}")), "{}: {found}", capture.path);
 }
 
 /// Whether the audit warns of a mode that is chosen, out of these.
 fn warns_of(chosen: &str, modes: &[(String, String)]) -> bool {
-    let conf: String = modes
-        .iter()
-        .map(|(id, name)| format!("< POWER_MODEL ID={id} NAME={name} >\nCPU_ONLINE CORE_0 1\n"))
-        .collect();
+    let conf: String =
+        modes.iter().map(|(id, name)| format!("< POWER_MODEL ID={id} NAME={name} >\nCPU_ONLINE CORE_0 1\n")).collect();
     let status = format!("pmode:{chosen:0>4}\nfmode:fanNull\n");
-    let machine = Machine::new()
-        .with("etc/nvpmodel.conf", conf)
-        .with("var/lib/nvpmodel/status", status);
+    let machine = Machine::new().with("etc/nvpmodel.conf", conf).with("var/lib/nvpmodel/status", status);
     rules(&machine).contains(&"power_mode")
 }
 
@@ -559,12 +472,7 @@ fn power_modes(capture: &Capture) {
     }
     assert!(!modes.is_empty(), "{}", capture.path);
     for (id, name) in &modes {
-        assert_eq!(
-            warns_of(id, &modes),
-            !name.starts_with("MAXN"),
-            "{}: {name}",
-            capture.path
-        );
+        assert_eq!(warns_of(id, &modes), !name.starts_with("MAXN"), "{}: {name}", capture.path);
     }
 }
 
@@ -574,19 +482,10 @@ fn mode_limits(capture: &Capture) {
         let mhz: u64 = row[3].parse().unwrap();
         let most = mhz.max(918) * 1_000_000;
         let machine = Machine::new()
-            .with(
-                "sys/class/devfreq/17000000.gpu/max_freq",
-                format!("{}\n", mhz * 1_000_000),
-            )
-            .with(
-                "sys/class/devfreq/17000000.gpu/available_frequencies",
-                format!("306000000 {most}\n"),
-            );
+            .with("sys/class/devfreq/17000000.gpu/max_freq", format!("{}\n", mhz * 1_000_000))
+            .with("sys/class/devfreq/17000000.gpu/available_frequencies", format!("306000000 {most}\n"));
         let found = audit::audit(&machine.root);
-        let cost = found
-            .iter()
-            .find(|found| found.rule == "gpu_clock")
-            .map(|found| found.cost);
+        let cost = found.iter().find(|found| found.rule == "gpu_clock").map(|found| found.cost);
         // (918 − 612) / 918 and (918 − 408) / 918
         assert_eq!(cost, gpu_percent.map(Cost::Speed), "{row:?}");
     }
@@ -597,10 +496,7 @@ fn sysfs(capture: &Capture) {
         let machine = Machine::new()
             .with("sys/class/thermal/thermal_zone3/type", "tj-thermal\n")
             .with("sys/class/thermal/thermal_zone3/temp", format!("{celsius}000\n"))
-            .with(
-                "sys/class/thermal/thermal_zone3/trip_point_0_temp",
-                format!("{trip}000\n"),
-            );
+            .with("sys/class/thermal/thermal_zone3/trip_point_0_temp", format!("{trip}000\n"));
         rules(&machine).contains(&"thermal")
     };
     match capture.path.strip_prefix("sysfs/").unwrap() {
@@ -613,10 +509,7 @@ fn sysfs(capture: &Capture) {
         "thermal_types_agx-orin_r36.4.7.txt" => {
             for line in capture.text().lines() {
                 let (name, celsius) = line.trim_end_matches(" C").split_once(' ').unwrap();
-                assert!(
-                    name.ends_with("-thermal") && !zone(celsius.trim().parse().unwrap(), "70"),
-                    "{line}"
-                );
+                assert!(name.ends_with("-thermal") && !zone(celsius.trim().parse().unwrap(), "70"), "{line}");
             }
         }
         _ => {
@@ -648,10 +541,7 @@ fn tegrastats(capture: &Capture) {
         assert!(used < total, "{line}");
         if let Some(block) = after("(lfb ") {
             let (count, size) = lfb(block.split_once(')').unwrap().0);
-            assert!(
-                count > 0 && size.get().is_power_of_two() && size <= Bytes::from_mib(4),
-                "{line}"
-            );
+            assert!(count > 0 && size.get().is_power_of_two() && size <= Bytes::from_mib(4), "{line}");
         }
         if let Some(swap) = after("SWAP ") {
             let (used, total) = pair(swap);
@@ -674,10 +564,7 @@ fn table(capture: &Capture) {
             let info = meminfo_of("orin-nx-16g_r36.4_pagecache-full.RECONSTRUCTED");
             let (available, free) = (info.available.whole_mib(), info.free.unwrap().whole_mib());
             let first = capture.text().lines().next().unwrap();
-            assert!(
-                first.contains(&format!("mem_available_mb={available} mem_free_mb={free} ")),
-                "{first}"
-            );
+            assert!(first.contains(&format!("mem_available_mb={available} mem_free_mb={free} ")), "{first}");
         }
         "r36.4.7_cudamalloc_limit_orin-nano-8g.tsv" => {
             let rows = capture.rows();
@@ -689,15 +576,9 @@ fn table(capture: &Capture) {
             let free: f64 = rows[0][2].parse().unwrap();
             let found = audit::audit(&board("36.4.7").root);
             let fault = found.iter().find(|found| found.rule == "l4t_known_fault").unwrap();
-            let Cost::Memory(cost) = fault.cost else {
-                panic!("{fault:?}")
-            };
+            let Cost::Memory(cost) = fault.cost else { panic!("{fault:?}") };
             // (5.36 − 3) × 1024
-            #[expect(
-                clippy::cast_possible_truncation,
-                clippy::cast_sign_loss,
-                reason = "a figure of thousands"
-            )]
+            #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a figure of thousands")]
             let expected = ((free - largest) * 1024.0) as u64;
             assert_eq!(cost, Bytes::from_mib(expected));
         }

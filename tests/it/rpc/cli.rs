@@ -17,15 +17,11 @@ async fn run(daemon: &Daemon, arguments: &[&str]) -> Output {
 async fn run_as(daemon: &Daemon, uid: Option<u32>, arguments: &[&str]) -> Output {
     use std::os::unix::process::CommandExt;
     let mut command = Command::new(env!("CARGO_BIN_EXE_cotenant"));
-    command
-        .args(arguments)
-        .env("COTENANT_ENDPOINT", format!("unix-abstract:{}", daemon.abstract_name));
+    command.args(arguments).env("COTENANT_ENDPOINT", format!("unix-abstract:{}", daemon.abstract_name));
     if let Some(uid) = uid {
         command.uid(uid).gid(uid);
     }
-    tokio::task::spawn_blocking(move || command.output().unwrap())
-        .await
-        .unwrap()
+    tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap()
 }
 
 fn code(output: &Output) -> i32 {
@@ -67,23 +63,14 @@ async fn status_leases_and_events_tell_what_is_there_and_what_happened() {
 
     let events = run(&daemon, &["events"]).await;
     assert_eq!(code(&events), 0, "{events:?}");
-    assert!(
-        stdout(&events).contains("`camera` (interactive) asks for 100 MiB"),
-        "{}",
-        stdout(&events)
-    );
+    assert!(stdout(&events).contains("`camera` (interactive) asks for 100 MiB"), "{}", stdout(&events));
 
     let released = run(&daemon, &["leases", "release", &lease.name]).await;
     assert_eq!(code(&released), 0, "{released:?}");
-    daemon
-        .state(|snapshot| !snapshot.leases.iter().any(|view| view.tenant == "camera"))
-        .await;
+    daemon.state(|snapshot| !snapshot.leases.iter().any(|view| view.tenant == "camera")).await;
     let unknown = run(&daemon, &["leases", "release", &lease.name]).await;
     assert_eq!(code(&unknown), 4);
-    assert!(
-        stderr(&unknown).contains("hint: `cotenant leases` lists them"),
-        "{unknown:?}"
-    );
+    assert!(stderr(&unknown).contains("hint: `cotenant leases` lists them"), "{unknown:?}");
     daemon.end().await;
 }
 
@@ -111,15 +98,8 @@ async fn a_pipe_that_closes_early_is_no_error() {
 async fn generate_streams_the_text_to_stdout() {
     let daemon = Daemon::start().await;
     let said = run(&daemon, &["generate", "turn on the light", "--seed", "1"]).await;
-    assert_eq!(
-        (code(&said), stdout(&said).as_str()),
-        (0, "turn on the light\n"),
-        "{said:?}"
-    );
-    assert!(
-        stderr(&said).starts_with("4 prompt and 4 completion tokens"),
-        "{said:?}"
-    );
+    assert_eq!((code(&said), stdout(&said).as_str()), (0, "turn on the light\n"), "{said:?}");
+    assert!(stderr(&said).starts_with("4 prompt and 4 completion tokens"), "{said:?}");
     let json = run(&daemon, &["generate", "hello you", "-o", "json"]).await;
     let json: serde_json::Value = serde_json::from_str(&stdout(&json)).unwrap();
     assert_eq!(json["text"], "hello you");
@@ -194,9 +174,7 @@ async fn a_journal_replays_from_the_command_line_and_a_forged_one_does_not() {
     let kept = tempfile::tempdir().unwrap();
     let journal = daemon.folder.path().join("journal.ndjson");
     let copy = kept.path().join("journal.ndjson");
-    daemon
-        .state(|snapshot| snapshot.leases.iter().any(|view| view.tenant == "camera"))
-        .await;
+    daemon.state(|snapshot| snapshot.leases.iter().any(|view| view.tenant == "camera")).await;
     // The writer flushes when it has nothing to do; the denial is the last thing that matters here.
     let mut text = String::new();
     while !text.contains("exceeds_budget") {
@@ -235,19 +213,12 @@ async fn another_user_has_the_role_it_is_given_and_no_more() {
         println!("left out: the program cannot be run by another user here");
         return;
     }
-    for (others, status, shed, release) in [
-        (None, 4, 4, 4),
-        (Some(Role::Viewer), 0, 4, 4),
-        (Some(Role::Tenant), 0, 4, 4),
-        (Some(Role::Operator), 0, 0, 0),
-    ] {
+    for (others, status, shed, release) in
+        [(None, 4, 4, 4), (Some(Role::Viewer), 0, 4, 4), (Some(Role::Tenant), 0, 4, 4), (Some(Role::Operator), 0, 0, 0)]
+    {
         let mut roles = Roles::new(0);
         roles.others = others;
-        let daemon = Daemon::start_with(Settings {
-            roles,
-            ..Settings::default()
-        })
-        .await;
+        let daemon = Daemon::start_with(Settings { roles, ..Settings::default() }).await;
         let mut client = daemon.leases().await;
         let lease = granted(&mut client, request("one", "camera", 100)).await;
         daemon.state(|snapshot| snapshot.leases.len() == 2).await;

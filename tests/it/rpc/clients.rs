@@ -17,9 +17,7 @@ async fn unmodified_grpcio_does_what_a_tenant_does() {
         .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/clients/grpc_client.py"))
         .arg(daemon.socket())
         .arg(&daemon.abstract_name);
-    let output = tokio::task::spawn_blocking(move || command.output().unwrap())
-        .await
-        .unwrap();
+    let output = tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap();
     println!("{}", String::from_utf8_lossy(&output.stdout));
     assert!(
         output.status.success(),

@@ -48,16 +48,12 @@ pub(super) const TOTAL: Bytes = Bytes::from_mib(1152);
 pub(super) const RESERVE: Bytes = Bytes::from_mib(128);
 
 /// How a text ends whose last word is `reclaim`.
-const KV_RECLAIMED: fn() -> Refusal = || Refusal::KvReclaimed {
-    generated: cotenant::units::Tokens::new(2),
-    retry_after: Duration::from_millis(50),
-};
+const KV_RECLAIMED: fn() -> Refusal =
+    || Refusal::KvReclaimed { generated: cotenant::units::Tokens::new(2), retry_after: Duration::from_millis(50) };
 
 /// How a text ends whose last word is `break`.
-const ENGINE_LOST: fn() -> Refusal = || Refusal::EngineLost {
-    reason: "it panicked".into(),
-    retry_after: Duration::from_millis(50),
-};
+const ENGINE_LOST: fn() -> Refusal =
+    || Refusal::EngineLost { reason: "it panicked".into(), retry_after: Duration::from_millis(50) };
 
 /// Says a text word by word, and counts the generations that run.
 #[derive(Default)]
@@ -95,10 +91,7 @@ impl Generator for Parrot {
             running.send_modify(|running| *running += 1);
             tokio::spawn(async move {
                 let talk = async {
-                    let started = GenerateEvent::Started {
-                        model: "parrot".into(),
-                        prompt: words,
-                    };
+                    let started = GenerateEvent::Started { model: "parrot".into(), prompt: words };
                     events.send(started).await.ok()?;
                     // Asked to talk for ever, it does.
                     for word in text.split_inclusive(' ').cycle().take(if text == "forever" {
@@ -111,11 +104,7 @@ impl Generator for Parrot {
                     if let Some(refusal) = fails {
                         return events.send(GenerateEvent::Failed(refusal)).await.ok();
                     }
-                    let usage = Usage {
-                        prompt_tokens: words,
-                        completion_tokens: words,
-                        ..Usage::default()
-                    };
+                    let usage = Usage { prompt_tokens: words, completion_tokens: words, ..Usage::default() };
                     let reason = FinishReason::Stop;
                     let times = Times::default();
                     events.send(GenerateEvent::Finished { reason, usage, times }).await.ok()
@@ -138,11 +127,7 @@ pub(super) struct Settings {
 
 impl Default for Settings {
     fn default() -> Self {
-        Self {
-            limits: Limits::default(),
-            roles: Roles::new(nix::unistd::getuid().as_raw()),
-            events_kept: 1000,
-        }
+        Self { limits: Limits::default(), roles: Roles::new(nix::unistd::getuid().as_raw()), events_kept: 1000 }
     }
 }
 
@@ -265,11 +250,7 @@ impl Daemon {
     pub(super) async fn state(&self, fits: impl Fn(&Snapshot) -> bool) -> Arc<Snapshot> {
         let mut snapshots = self.handle.snapshot();
         let waiting = snapshots.wait_for(|snapshot| fits(snapshot));
-        tokio::time::timeout(PATIENCE, waiting)
-            .await
-            .expect("the state never came")
-            .unwrap()
-            .clone()
+        tokio::time::timeout(PATIENCE, waiting).await.expect("the state never came").unwrap().clone()
     }
 
     pub(super) fn last_sequence(&self) -> u64 {
@@ -284,10 +265,7 @@ impl Daemon {
     pub(super) async fn end(self) {
         let (socket, journal) = (self.socket(), self.folder.path().join("journal.ndjson"));
         self.stop.cancel();
-        tokio::time::timeout(PATIENCE, self.server)
-            .await
-            .expect("the server does not end")
-            .unwrap();
+        tokio::time::timeout(PATIENCE, self.server).await.expect("the server does not end").unwrap();
         self.control_loop.await.unwrap();
         assert!(!socket.exists(), "the socket is left behind");
         let contents = journal::read(&journal).unwrap();
@@ -381,14 +359,12 @@ impl Perform for Device {
             let checkpoint = Content::Checkpoint(Box::new(arbiter.checkpoint()));
             self.journal.record(now, SystemTime::now(), checkpoint);
         }
-        self.journal
-            .record(now, SystemTime::now(), Content::Event(event.clone()));
+        self.journal.record(now, SystemTime::now(), Content::Event(event.clone()));
     }
 
     fn record_actions(&mut self, now: Timestamp, actions: &[Action]) {
         for action in actions {
-            self.journal
-                .record(now, SystemTime::now(), Content::Action(action.clone()));
+            self.journal.record(now, SystemTime::now(), Content::Action(action.clone()));
         }
     }
 
@@ -401,38 +377,21 @@ impl Perform for Device {
     fn perform(&mut self, action: Action) {
         let submit = |event| self.handle.submit(event, None).unwrap();
         match action {
-            Action::SetTarget {
-                lease,
-                nonce,
-                bytes,
-                deadline,
-                reason,
-            } => self.handle.notify(Notice::Target {
-                lease,
-                nonce,
-                bytes,
-                deadline,
-                reason: reason.to_string(),
-            }),
-            Action::EndLease { lease, end } => self.handle.notify(Notice::Ended {
-                lease: lease.id,
-                reason: render_lease_end(&lease, &end),
-            }),
+            Action::SetTarget { lease, nonce, bytes, deadline, reason } => {
+                self.handle.notify(Notice::Target { lease, nonce, bytes, deadline, reason: reason.to_string() })
+            }
+            Action::EndLease { lease, end } => {
+                self.handle.notify(Notice::Ended { lease: lease.id, reason: render_lease_end(&lease, &end) })
+            }
             Action::Measure { tenant } => {
                 let used = self.uses.lock().unwrap().get(&tenant).copied().unwrap_or_default();
-                submit(Event::Measured {
-                    tenant,
-                    used: Some(used),
-                    taken_at: self.handle.now().0,
-                });
+                submit(Event::Measured { tenant, used: Some(used), taken_at: self.handle.now().0 });
             }
             Action::SampleAfter { wait } => drop(self.interval.send_replace(wait)),
             Action::StartWorker { worker, .. } => submit(Event::WorkerReady { worker, pid: 4242 }),
-            Action::StopWorker { worker, .. } => submit(Event::WorkerExited {
-                worker,
-                intended: true,
-                cause: "exit code 0".into(),
-            }),
+            Action::StopWorker { worker, .. } => {
+                submit(Event::WorkerExited { worker, intended: true, cause: "exit code 0".into() })
+            }
             _ => {}
         }
     }
@@ -460,26 +419,14 @@ pub(crate) async fn granted(client: &mut LeaseServiceClient<Channel>, request: v
 
 /// The code and the reason of an error that must have both.
 pub(super) fn reason(status: &Status) -> (Code, String) {
-    let info = status
-        .get_details_error_info()
-        .unwrap_or_else(|| panic!("no ErrorInfo in {status:?}"));
+    let info = status.get_details_error_info().unwrap_or_else(|| panic!("no ErrorInfo in {status:?}"));
     assert_eq!(info.domain, "cotenant");
-    assert!(
-        info.reason.len() <= 63
-            && info
-                .reason
-                .bytes()
-                .all(|byte| byte.is_ascii_uppercase() || byte == b'_')
-    );
+    assert!(info.reason.len() <= 63 && info.reason.bytes().all(|byte| byte.is_ascii_uppercase() || byte == b'_'));
     (status.code(), info.reason)
 }
 
 /// Bounds that nobody reaches.
-pub(super) const WIDE: Bounds = Bounds {
-    per_process: 10_000,
-    per_user: 10_000,
-    total: 10_000,
-};
+pub(super) const WIDE: Bounds = Bounds { per_process: 10_000, per_user: 10_000, total: 10_000 };
 
 impl Daemon {
     /// How many events or actions of a name there have been, once the journal shows `after`.
@@ -496,8 +443,6 @@ impl Daemon {
                 last.changed().await.unwrap();
             }
         };
-        tokio::time::timeout(PATIENCE, counting)
-            .await
-            .unwrap_or_else(|_| panic!("{after} never came"))
+        tokio::time::timeout(PATIENCE, counting).await.unwrap_or_else(|_| panic!("{after} never came"))
     }
 }

@@ -11,10 +11,7 @@ use tonic::{Code, Streaming};
 use super::daemon::{Daemon, PATIENCE, Settings, reason};
 
 fn prompt(text: &str) -> v1::GenerateRequest {
-    v1::GenerateRequest {
-        input: Some(Input::Prompt(text.into())),
-        ..v1::GenerateRequest::default()
-    }
+    v1::GenerateRequest { input: Some(Input::Prompt(text.into())), ..v1::GenerateRequest::default() }
 }
 
 async fn next(stream: &mut Streaming<v1::GenerateResponse>) -> Message {
@@ -35,10 +32,7 @@ async fn text_comes_in_pieces_and_ends_with_what_it_took() {
     let mut client = daemon.llm().await;
     let conversation = v1::GenerateRequest {
         input: Some(Input::Conversation(v1::Conversation {
-            messages: vec![v1::ChatMessage {
-                role: v1::ChatRole::User.into(),
-                content: "turn on the light".into(),
-            }],
+            messages: vec![v1::ChatMessage { role: v1::ChatRole::User.into(), content: "turn on the light".into() }],
         })),
         ..v1::GenerateRequest::default()
     };
@@ -74,10 +68,7 @@ async fn a_client_that_goes_away_stops_the_generation() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_client_that_does_not_read_is_given_up() {
     let daemon = Daemon::start_with(Settings {
-        limits: Limits {
-            reader_patience: Duration::from_millis(200),
-            ..Limits::default()
-        },
+        limits: Limits { reader_patience: Duration::from_millis(200), ..Limits::default() },
         ..Settings::default()
     })
     .await;
@@ -122,10 +113,9 @@ async fn a_prompt_beyond_the_context_and_a_bad_request_are_refused_with_their_fi
 async fn what_breaks_off_in_mid_stream_is_the_last_thing_in_it() {
     let daemon = Daemon::start().await;
     let mut client = daemon.llm().await;
-    for (text, expected) in [
-        ("now reclaim", (Code::Aborted, "KV_RECLAIMED")),
-        ("now break", (Code::Internal, "ENGINE_LOST")),
-    ] {
+    for (text, expected) in
+        [("now reclaim", (Code::Aborted, "KV_RECLAIMED")), ("now break", (Code::Internal, "ENGINE_LOST"))]
+    {
         let mut stream = client.generate(prompt(text)).await.unwrap().into_inner();
         let mut said = String::new();
         let status = loop {

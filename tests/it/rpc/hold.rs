@@ -113,26 +113,10 @@ async fn a_target_is_told_answered_and_credited_once_it_is_measured() {
     assert!(target.deadline_in.is_some() && !target.reason.is_empty(), "{target:?}");
 
     // Says so and does nothing: not credited.
-    held.answer(
-        target.nonce,
-        target.target_bytes,
-        TargetState::Applied,
-        Bytes::new(target.target_bytes),
-    )
-    .await;
-    assert_eq!(
-        held.receipt().await,
-        (target.nonce, TargetState::Applied, String::new())
-    );
+    held.answer(target.nonce, target.target_bytes, TargetState::Applied, Bytes::new(target.target_bytes)).await;
+    assert_eq!(held.receipt().await, (target.nonce, TargetState::Applied, String::new()));
     assert!(!urgent.is_finished());
-    daemon
-        .state(|snapshot| {
-            snapshot
-                .leases
-                .iter()
-                .any(|lease| lease.tenant == "index" && lease.used.is_some())
-        })
-        .await;
+    daemon.state(|snapshot| snapshot.leases.iter().any(|lease| lease.tenant == "index" && lease.used.is_some())).await;
     assert!(!urgent.is_finished(), "granted on the holder's word");
 
     daemon.set_used("index", Bytes::new(target.target_bytes));
@@ -189,24 +173,12 @@ async fn a_stream_that_is_lost_leaves_the_lease_and_its_target() {
 async fn the_end_of_a_lease_is_told_on_its_stream() {
     let daemon = Daemon::start().await;
     let mut client = daemon.leases().await;
-    let lease = granted(
-        &mut client,
-        v1::CreateLeaseRequest {
-            term: seconds(2),
-            ..request("one", "camera", 10)
-        },
-    )
-    .await;
+    let lease = granted(&mut client, v1::CreateLeaseRequest { term: seconds(2), ..request("one", "camera", 10) }).await;
     // It is not renewed after the opening, and its term is two seconds.
     let mut held = Held::open(&mut client, lease.clone()).await;
-    let Message::Ended(ended) = held.next().await else {
-        panic!("not the end")
-    };
+    let Message::Ended(ended) = held.next().await else { panic!("not the end") };
     assert_eq!(ended.name, lease.name);
-    assert!(
-        held.hear.message().await.unwrap().is_none(),
-        "the stream ends with the lease"
-    );
+    assert!(held.hear.message().await.unwrap().is_none(), "the stream ends with the lease");
     let mut held = {
         let (say, said) = mpsc::channel(1);
         let hear = client.hold_lease(ReceiverStream::new(said)).await.unwrap().into_inner();
@@ -225,42 +197,20 @@ async fn a_stream_keeps_one_lease_and_refuses_what_makes_no_sense() {
     let one = granted(&mut client, request("one", "camera", 10)).await;
     let two = granted(&mut client, request("two", "radio", 10)).await;
     for (break_it, expected) in [
+        (v1::HoldLeaseRequest { name: two.name.clone(), ..v1::HoldLeaseRequest::default() }, "name"),
         (
-            v1::HoldLeaseRequest {
-                name: two.name.clone(),
-                ..v1::HoldLeaseRequest::default()
-            },
-            "name",
-        ),
-        (
-            v1::HoldLeaseRequest {
-                nonce: 1,
-                state: TargetState::Stale.into(),
-                ..v1::HoldLeaseRequest::default()
-            },
+            v1::HoldLeaseRequest { nonce: 1, state: TargetState::Stale.into(), ..v1::HoldLeaseRequest::default() },
             "state",
         ),
         (
-            v1::HoldLeaseRequest {
-                nonce: 1,
-                state: TargetState::Deferred.into(),
-                ..v1::HoldLeaseRequest::default()
-            },
+            v1::HoldLeaseRequest { nonce: 1, state: TargetState::Deferred.into(), ..v1::HoldLeaseRequest::default() },
             "used_bytes",
         ),
     ] {
         let mut held = Held::open(&mut client, one.clone()).await;
-        let name = if break_it.name.is_empty() {
-            one.name.clone()
-        } else {
-            break_it.name.clone()
-        };
-        let message = v1::HoldLeaseRequest {
-            name,
-            boot_id: one.boot_id.clone(),
-            generation: one.generation,
-            ..break_it
-        };
+        let name = if break_it.name.is_empty() { one.name.clone() } else { break_it.name.clone() };
+        let message =
+            v1::HoldLeaseRequest { name, boot_id: one.boot_id.clone(), generation: one.generation, ..break_it };
         held.say.send(message).await.unwrap();
         let status = held.hear.message().await.unwrap_err();
         assert_eq!(reason(&status), (Code::InvalidArgument, "INVALID_FIELD".into()));
@@ -275,14 +225,7 @@ async fn a_stream_keeps_one_lease_and_refuses_what_makes_no_sense() {
 async fn a_holder_that_never_reads_stops_being_heard_and_loses_the_lease_at_its_term() {
     let daemon = Daemon::start().await;
     let mut client = LeaseServiceClient::new(daemon.narrow_channel().await);
-    let lease = granted(
-        &mut client,
-        v1::CreateLeaseRequest {
-            term: seconds(2),
-            ..request("one", "camera", 10)
-        },
-    )
-    .await;
+    let lease = granted(&mut client, v1::CreateLeaseRequest { term: seconds(2), ..request("one", "camera", 10) }).await;
     let held = Held::open(&mut client, lease).await;
     let flood = async {
         // The supervisor stops taking messages once its own are not read; then sending waits.

@@ -19,20 +19,13 @@ async fn a_lease_is_created_renewed_resized_listed_and_released() {
     let lease = granted(&mut client, request("one", "camera", 100)).await;
     assert_eq!(lease.held_bytes, Bytes::from_mib(100).get());
     assert_eq!(lease.state(), v1::LeaseState::Granted);
-    assert!(
-        lease.expires_in.unwrap().seconds >= 28,
-        "a term of 30 s unless asked otherwise"
-    );
+    assert!(lease.expires_in.unwrap().seconds >= 28, "a term of 30 s unless asked otherwise");
     assert_eq!(daemon.held(), before + Bytes::from_mib(100));
 
     let named = |lease: &v1::Lease| (lease.name.clone(), lease.boot_id.clone(), lease.generation);
     let (name, boot_id, generation) = named(&lease);
     let renewed = client
-        .renew_lease(v1::RenewLeaseRequest {
-            name: name.clone(),
-            boot_id: boot_id.clone(),
-            generation,
-        })
+        .renew_lease(v1::RenewLeaseRequest { name: name.clone(), boot_id: boot_id.clone(), generation })
         .await
         .unwrap()
         .into_inner()
@@ -56,11 +49,7 @@ async fn a_lease_is_created_renewed_resized_listed_and_released() {
         .unwrap();
     assert_eq!(grown.held_bytes, Bytes::from_mib(150).get());
 
-    let listed = client
-        .list_leases(v1::ListLeasesRequest::default())
-        .await
-        .unwrap()
-        .into_inner();
+    let listed = client.list_leases(v1::ListLeasesRequest::default()).await.unwrap().into_inner();
     assert!(listed.leases.iter().any(|lease| lease.name == name));
     assert!(listed.leases.iter().any(|lease| lease.kind() == v1::LeaseKind::Worker));
 
@@ -73,14 +62,7 @@ async fn a_lease_is_created_renewed_resized_listed_and_released() {
         .await
         .unwrap();
     daemon.state(|snapshot| snapshot.held == before).await;
-    let late = client
-        .renew_lease(v1::RenewLeaseRequest {
-            name,
-            boot_id,
-            generation,
-        })
-        .await
-        .unwrap_err();
+    let late = client.renew_lease(v1::RenewLeaseRequest { name, boot_id, generation }).await.unwrap_err();
     assert_eq!(reason(&late), (Code::NotFound, "UNKNOWN_LEASE".into()));
     daemon.end().await;
 }
@@ -112,147 +94,27 @@ async fn the_same_request_id_books_once() {
 /// What cannot be asked for, with the field that is wrong; `good` is a request that can.
 pub(crate) fn bad_requests(good: &v1::CreateLeaseRequest) -> Vec<(&'static str, v1::CreateLeaseRequest)> {
     vec![
-        (
-            "min_bytes",
-            v1::CreateLeaseRequest {
-                min_bytes: 0,
-                ..good.clone()
-            },
-        ),
-        (
-            "min_bytes",
-            v1::CreateLeaseRequest {
-                min_bytes: u64::MAX,
-                ..good.clone()
-            },
-        ),
+        ("min_bytes", v1::CreateLeaseRequest { min_bytes: 0, ..good.clone() }),
+        ("min_bytes", v1::CreateLeaseRequest { min_bytes: u64::MAX, ..good.clone() }),
         // What a signed -1 looks like.
-        (
-            "max_bytes",
-            v1::CreateLeaseRequest {
-                max_bytes: (-1i64).cast_unsigned(),
-                ..good.clone()
-            },
-        ),
-        (
-            "max_bytes",
-            v1::CreateLeaseRequest {
-                max_bytes: 5,
-                ..good.clone()
-            },
-        ),
-        (
-            "request_id",
-            v1::CreateLeaseRequest {
-                request_id: String::new(),
-                ..good.clone()
-            },
-        ),
-        (
-            "request_id",
-            v1::CreateLeaseRequest {
-                request_id: "x".repeat(65),
-                ..good.clone()
-            },
-        ),
-        (
-            "tenant",
-            v1::CreateLeaseRequest {
-                tenant: String::new(),
-                ..good.clone()
-            },
-        ),
-        (
-            "tenant",
-            v1::CreateLeaseRequest {
-                tenant: "a\nb".into(),
-                ..good.clone()
-            },
-        ),
-        (
-            "tenant",
-            v1::CreateLeaseRequest {
-                tenant: "x".repeat(64),
-                ..good.clone()
-            },
-        ),
-        (
-            "tenant",
-            v1::CreateLeaseRequest {
-                tenant: "asr".into(),
-                ..good.clone()
-            },
-        ),
-        (
-            "lease_class",
-            v1::CreateLeaseRequest {
-                lease_class: 0,
-                ..good.clone()
-            },
-        ),
-        (
-            "lease_class",
-            v1::CreateLeaseRequest {
-                lease_class: 77,
-                ..good.clone()
-            },
-        ),
-        (
-            "kind",
-            v1::CreateLeaseRequest {
-                kind: v1::LeaseKind::Engine.into(),
-                ..good.clone()
-            },
-        ),
-        (
-            "kind",
-            v1::CreateLeaseRequest {
-                kind: -1,
-                ..good.clone()
-            },
-        ),
-        (
-            "term",
-            v1::CreateLeaseRequest {
-                term: seconds(-1),
-                ..good.clone()
-            },
-        ),
-        (
-            "term",
-            v1::CreateLeaseRequest {
-                term: seconds(0),
-                ..good.clone()
-            },
-        ),
-        (
-            "term",
-            v1::CreateLeaseRequest {
-                term: seconds(i64::MIN),
-                ..good.clone()
-            },
-        ),
-        (
-            "term",
-            v1::CreateLeaseRequest {
-                term: seconds(i64::MAX),
-                ..good.clone()
-            },
-        ),
-        (
-            "max_wait",
-            v1::CreateLeaseRequest {
-                max_wait: seconds(-1),
-                ..good.clone()
-            },
-        ),
-        (
-            "max_wait",
-            v1::CreateLeaseRequest {
-                max_wait: seconds(61),
-                ..good.clone()
-            },
-        ),
+        ("max_bytes", v1::CreateLeaseRequest { max_bytes: (-1i64).cast_unsigned(), ..good.clone() }),
+        ("max_bytes", v1::CreateLeaseRequest { max_bytes: 5, ..good.clone() }),
+        ("request_id", v1::CreateLeaseRequest { request_id: String::new(), ..good.clone() }),
+        ("request_id", v1::CreateLeaseRequest { request_id: "x".repeat(65), ..good.clone() }),
+        ("tenant", v1::CreateLeaseRequest { tenant: String::new(), ..good.clone() }),
+        ("tenant", v1::CreateLeaseRequest { tenant: "a\nb".into(), ..good.clone() }),
+        ("tenant", v1::CreateLeaseRequest { tenant: "x".repeat(64), ..good.clone() }),
+        ("tenant", v1::CreateLeaseRequest { tenant: "asr".into(), ..good.clone() }),
+        ("lease_class", v1::CreateLeaseRequest { lease_class: 0, ..good.clone() }),
+        ("lease_class", v1::CreateLeaseRequest { lease_class: 77, ..good.clone() }),
+        ("kind", v1::CreateLeaseRequest { kind: v1::LeaseKind::Engine.into(), ..good.clone() }),
+        ("kind", v1::CreateLeaseRequest { kind: -1, ..good.clone() }),
+        ("term", v1::CreateLeaseRequest { term: seconds(-1), ..good.clone() }),
+        ("term", v1::CreateLeaseRequest { term: seconds(0), ..good.clone() }),
+        ("term", v1::CreateLeaseRequest { term: seconds(i64::MIN), ..good.clone() }),
+        ("term", v1::CreateLeaseRequest { term: seconds(i64::MAX), ..good.clone() }),
+        ("max_wait", v1::CreateLeaseRequest { max_wait: seconds(-1), ..good.clone() }),
+        ("max_wait", v1::CreateLeaseRequest { max_wait: seconds(61), ..good.clone() }),
     ]
 }
 
@@ -263,11 +125,7 @@ async fn bad_requests_are_refused_with_a_reason_and_leave_the_book_alone() {
     let held = daemon.held();
     for (field, request) in bad_requests(&request("one", "camera", 10)) {
         let status = client.create_lease(request.clone()).await.unwrap_err();
-        assert_eq!(
-            reason(&status),
-            (Code::InvalidArgument, "INVALID_FIELD".into()),
-            "{request:?}"
-        );
+        assert_eq!(reason(&status), (Code::InvalidArgument, "INVALID_FIELD".into()), "{request:?}");
         let bad = status.get_details_bad_request().unwrap();
         assert_eq!(bad.field_violations[0].field, field, "{status:?}");
     }
@@ -282,44 +140,15 @@ async fn leases_that_are_unknown_of_another_run_or_of_an_old_generation_are_told
     let lease = granted(&mut client, request("one", "camera", 10)).await;
     let held = daemon.held();
     for (name, boot_id, generation, expected) in [
-        (
-            "camera#999999",
-            lease.boot_id.as_str(),
-            1,
-            (Code::NotFound, "UNKNOWN_LEASE"),
-        ),
+        ("camera#999999", lease.boot_id.as_str(), 1, (Code::NotFound, "UNKNOWN_LEASE")),
         ("camera", &lease.boot_id, 1, (Code::InvalidArgument, "INVALID_FIELD")),
-        (
-            &lease.name.replace("camera", "radio"),
-            &lease.boot_id,
-            lease.generation,
-            (Code::NotFound, "UNKNOWN_LEASE"),
-        ),
-        (
-            &lease.name,
-            "another-run",
-            lease.generation,
-            (Code::FailedPrecondition, "BOOT_ID_CHANGED"),
-        ),
-        (
-            &lease.name,
-            "",
-            lease.generation,
-            (Code::InvalidArgument, "INVALID_FIELD"),
-        ),
-        (
-            &lease.name,
-            &lease.boot_id,
-            lease.generation + 1,
-            (Code::FailedPrecondition, "STALE_GENERATION"),
-        ),
+        (&lease.name.replace("camera", "radio"), &lease.boot_id, lease.generation, (Code::NotFound, "UNKNOWN_LEASE")),
+        (&lease.name, "another-run", lease.generation, (Code::FailedPrecondition, "BOOT_ID_CHANGED")),
+        (&lease.name, "", lease.generation, (Code::InvalidArgument, "INVALID_FIELD")),
+        (&lease.name, &lease.boot_id, lease.generation + 1, (Code::FailedPrecondition, "STALE_GENERATION")),
     ] {
         let status = client
-            .release_lease(v1::ReleaseLeaseRequest {
-                name: name.to_owned(),
-                boot_id: boot_id.to_owned(),
-                generation,
-            })
+            .release_lease(v1::ReleaseLeaseRequest { name: name.to_owned(), boot_id: boot_id.to_owned(), generation })
             .await
             .unwrap_err();
         let (code, told) = reason(&status);
@@ -350,10 +179,7 @@ async fn what_never_fits_is_told_apart_from_what_does_not_fit_now() {
 
     granted(&mut client, request("two", "camera", 800)).await;
     let not_now = client.create_lease(request("three", "radio", 800)).await.unwrap_err();
-    assert_eq!(
-        reason(&not_now),
-        (Code::ResourceExhausted, "INSUFFICIENT_MEMORY".into())
-    );
+    assert_eq!(reason(&not_now), (Code::ResourceExhausted, "INSUFFICIENT_MEMORY".into()));
     let details = not_now.get_error_details();
     let quota = &details.quota_failure().unwrap().violations[0];
     assert_eq!(quota.subject, "pools/unified");
@@ -364,10 +190,7 @@ async fn what_never_fits_is_told_apart_from_what_does_not_fit_now() {
     assert_eq!(figures["asked_bytes"], Bytes::from_mib(800).get().to_string());
     assert!(figures["holders"].contains("camera#"), "{figures:?}");
 
-    let asked = v1::CreateLeaseRequest {
-        validate_only: true,
-        ..request("four", "radio", 50)
-    };
+    let asked = v1::CreateLeaseRequest { validate_only: true, ..request("four", "radio", 50) };
     let held = daemon.held();
     let would = client.create_lease(asked).await.unwrap().into_inner();
     assert!(would.lease.is_none());
@@ -381,10 +204,8 @@ async fn a_request_that_waits_is_answered_with_its_reason_before_the_clients_dea
     let daemon = Daemon::start().await;
     let mut client = daemon.leases().await;
     granted(&mut client, request("one", "camera", 900)).await;
-    let mut waits = tonic::Request::new(v1::CreateLeaseRequest {
-        max_wait: seconds(30),
-        ..request("two", "radio", 800)
-    });
+    let mut waits =
+        tonic::Request::new(v1::CreateLeaseRequest { max_wait: seconds(30), ..request("two", "radio", 800) });
     waits.set_timeout(Duration::from_millis(600));
     let status = client.create_lease(waits).await.unwrap_err();
     assert_eq!(reason(&status), (Code::ResourceExhausted, "INSUFFICIENT_MEMORY".into()));
@@ -399,10 +220,7 @@ async fn a_caller_that_goes_away_leaves_the_queue() {
     granted(&mut client, request("one", "camera", 900)).await;
     let mut waiting_client = client.clone();
     let waiting = tokio::spawn(async move {
-        let waits = v1::CreateLeaseRequest {
-            max_wait: seconds(50),
-            ..request("two", "radio", 800)
-        };
+        let waits = v1::CreateLeaseRequest { max_wait: seconds(50), ..request("two", "radio", 800) };
         waiting_client.create_lease(waits).await
     });
     daemon.state(|snapshot| snapshot.waiting == 1).await;
@@ -426,9 +244,7 @@ async fn a_lease_ends_with_the_process_that_holds_it() {
     let output = child.await.unwrap();
     assert!(output.status.success(), "{output:?}");
     daemon.state(|snapshot| snapshot.held == before).await;
-    daemon
-        .state(|snapshot| !snapshot.leases.iter().any(|lease| lease.tenant == "child"))
-        .await;
+    daemon.state(|snapshot| !snapshot.leases.iter().any(|lease| lease.tenant == "child")).await;
     assert_eq!(daemon.count("holder_lost", "holder_lost").await, 1);
     daemon.end().await;
 }
@@ -446,11 +262,7 @@ async fn child_that_takes_a_lease_and_ends() {
 async fn a_watcher_sees_every_state_that_stays() {
     let daemon = Daemon::start().await;
     let mut client = daemon.leases().await;
-    let mut watch = client
-        .watch_leases(v1::WatchLeasesRequest::default())
-        .await
-        .unwrap()
-        .into_inner();
+    let mut watch = client.watch_leases(v1::WatchLeasesRequest::default()).await.unwrap().into_inner();
     let first = watch.message().await.unwrap().unwrap();
     assert!(!first.boot_id.is_empty());
     granted(&mut client, request("one", "camera", 100)).await;
@@ -487,24 +299,15 @@ async fn a_watch_that_was_lost_goes_on_where_it_was() {
     drop(watch);
     assert!(!state.leases.is_empty() && last.sequence > 0);
     // Of another run: the state, at once.
-    let foreign = v1::WatchLeasesRequest {
-        after_sequence: u64::MAX,
-        boot_id: "another".into(),
-    };
+    let foreign = v1::WatchLeasesRequest { after_sequence: u64::MAX, boot_id: "another".into() };
     let stream = client.watch_leases(foreign).await.unwrap().into_inner();
     assert_eq!(first(stream).await.0.leases.len(), last.leases.len());
     // Behind: the state, at once.
-    let behind = v1::WatchLeasesRequest {
-        after_sequence: 1,
-        boot_id: last.boot_id.clone(),
-    };
+    let behind = v1::WatchLeasesRequest { after_sequence: 1, boot_id: last.boot_id.clone() };
     let stream = client.watch_leases(behind).await.unwrap().into_inner();
     assert_eq!(first(stream).await.0.leases.len(), last.leases.len());
     // Up to date: nothing until something changes, and then that.
-    let current = v1::WatchLeasesRequest {
-        after_sequence: daemon.last_sequence(),
-        boot_id: last.boot_id.clone(),
-    };
+    let current = v1::WatchLeasesRequest { after_sequence: daemon.last_sequence(), boot_id: last.boot_id.clone() };
     let resumed = client.watch_leases(current).await.unwrap().into_inner();
     granted(&mut client, request("two", "radio", 7)).await;
     let (state, _watch) = first(resumed).await;
@@ -522,14 +325,7 @@ async fn pages_join_without_gap_or_repetition() {
     let mut names = Vec::new();
     let mut page_token = String::new();
     loop {
-        let page = client
-            .list_leases(v1::ListLeasesRequest {
-                page_size: 2,
-                page_token,
-            })
-            .await
-            .unwrap()
-            .into_inner();
+        let page = client.list_leases(v1::ListLeasesRequest { page_size: 2, page_token }).await.unwrap().into_inner();
         assert!(page.leases.len() <= 2);
         names.extend(page.leases.into_iter().map(|lease| lease.name));
         page_token = page.next_page_token;
@@ -540,13 +336,8 @@ async fn pages_join_without_gap_or_repetition() {
     assert_eq!(names.len(), 6, "five tenants and a worker: {names:?}");
     let unique: std::collections::BTreeSet<_> = names.iter().collect();
     assert_eq!(unique.len(), names.len());
-    let status = client
-        .list_leases(v1::ListLeasesRequest {
-            page_size: 0,
-            page_token: "nonsense".into(),
-        })
-        .await
-        .unwrap_err();
+    let status =
+        client.list_leases(v1::ListLeasesRequest { page_size: 0, page_token: "nonsense".into() }).await.unwrap_err();
     assert_eq!(reason(&status).0, Code::InvalidArgument);
     daemon.end().await;
 }

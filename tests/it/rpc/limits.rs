@@ -11,27 +11,19 @@ use tonic::Code;
 use super::daemon::{Daemon, PATIENCE, Settings, WIDE, granted, reason, request};
 
 fn limited(limits: Limits) -> Settings {
-    Settings {
-        limits,
-        ..Settings::default()
-    }
+    Settings { limits, ..Settings::default() }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_message_above_the_limit_is_refused_and_the_connection_goes_on() {
     let daemon = Daemon::start().await;
     let mut client = daemon.llm().await;
-    let large = v1::GenerateRequest {
-        input: Some(Input::Prompt("x".repeat(2 << 20))),
-        ..v1::GenerateRequest::default()
-    };
+    let large =
+        v1::GenerateRequest { input: Some(Input::Prompt("x".repeat(2 << 20))), ..v1::GenerateRequest::default() };
     let status = client.generate(large).await.unwrap_err();
     assert_eq!(status.code(), Code::OutOfRange, "{status:?}");
     assert!(status.message().contains("limit"), "{status:?}");
-    let small = v1::GenerateRequest {
-        input: Some(Input::Prompt("hello".into())),
-        ..v1::GenerateRequest::default()
-    };
+    let small = v1::GenerateRequest { input: Some(Input::Prompt("hello".into())), ..v1::GenerateRequest::default() };
     client.generate(small).await.unwrap();
     daemon.end().await;
 }
@@ -39,21 +31,14 @@ async fn a_message_above_the_limit_is_refused_and_the_connection_goes_on() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn streams_of_one_process_are_limited_and_a_closed_one_counts_no_more() {
     let streams = Bounds { per_process: 3, ..WIDE };
-    let daemon = Daemon::start_with(limited(Limits {
-        streams,
-        ..Limits::default()
-    }))
-    .await;
+    let daemon = Daemon::start_with(limited(Limits { streams, ..Limits::default() })).await;
     let mut client = daemon.operator().await;
     let mut open = Vec::new();
     for _ in 0..3 {
         let stream = client.watch_events(v1::WatchEventsRequest::default()).await.unwrap();
         open.push(stream.into_inner());
     }
-    let status = client
-        .watch_events(v1::WatchEventsRequest::default())
-        .await
-        .unwrap_err();
+    let status = client.watch_events(v1::WatchEventsRequest::default()).await.unwrap_err();
     assert_eq!(reason(&status), (Code::ResourceExhausted, "QUOTA_EXCEEDED".into()));
     // Other calls are not streams.
     client.get_status(v1::GetStatusRequest {}).await.unwrap();
@@ -71,11 +56,7 @@ async fn streams_of_one_process_are_limited_and_a_closed_one_counts_no_more() {
 async fn a_watcher_that_never_reads_is_cut_off_with_a_reason_and_leaves_its_place() {
     let streams = Bounds { per_process: 1, ..WIDE };
     let daemon = Daemon::start_with(Settings {
-        limits: Limits {
-            streams,
-            reader_patience: std::time::Duration::from_millis(200),
-            ..Limits::default()
-        },
+        limits: Limits { streams, reader_patience: std::time::Duration::from_millis(200), ..Limits::default() },
         events_kept: 100_000,
         ..Settings::default()
     })
@@ -83,10 +64,8 @@ async fn a_watcher_that_never_reads_is_cut_off_with_a_reason_and_leaves_its_plac
     let mut client = daemon.leases().await;
     // More events than the window of a connection takes.
     for number in 0..300 {
-        let asked = v1::CreateLeaseRequest {
-            validate_only: true,
-            ..request(&format!("r{number}"), &"t".repeat(63), 1)
-        };
+        let asked =
+            v1::CreateLeaseRequest { validate_only: true, ..request(&format!("r{number}"), &"t".repeat(63), 1) };
         client.create_lease(asked).await.unwrap();
     }
     let mut narrow = v1::operator_service_client::OperatorServiceClient::new(daemon.narrow_channel().await);
@@ -113,11 +92,7 @@ async fn a_watcher_that_never_reads_is_cut_off_with_a_reason_and_leaves_its_plac
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn ten_thousand_connections_leave_others_served() {
     let connections = Bounds { per_process: 8, ..WIDE };
-    let daemon = Daemon::start_with(limited(Limits {
-        connections,
-        ..Limits::default()
-    }))
-    .await;
+    let daemon = Daemon::start_with(limited(Limits { connections, ..Limits::default() })).await;
     let mut client = daemon.leases().await;
     let lease = granted(&mut client, request("one", "camera", 10)).await;
     let socket = daemon.socket();
@@ -140,11 +115,7 @@ async fn ten_thousand_connections_leave_others_served() {
     .unwrap();
     assert_eq!(closed, 10_000 - 7);
     let renewed = client
-        .renew_lease(v1::RenewLeaseRequest {
-            name: lease.name,
-            boot_id: lease.boot_id,
-            generation: lease.generation,
-        })
+        .renew_lease(v1::RenewLeaseRequest { name: lease.name, boot_id: lease.boot_id, generation: lease.generation })
         .await;
     assert!(renewed.is_ok(), "{renewed:?}");
     daemon.end().await;

@@ -33,9 +33,7 @@ async fn child_client() -> LeaseServiceClient<Channel> {
 
 fn child(daemon: &Daemon, test: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command
-        .args(["--exact", test, "--ignored", "--nocapture"])
-        .env("COTENANT_ENDPOINT", daemon.endpoint());
+    command.args(["--exact", test, "--ignored", "--nocapture"]).env("COTENANT_ENDPOINT", daemon.endpoint());
     command
 }
 
@@ -103,9 +101,7 @@ async fn a_process_that_looks_on_neither_speaks_for_the_holder_nor_ends_its_leas
     assert!(output.status.success(), "{output:?}");
     // Its end is known by that of its own lease.
     assert_eq!(daemon.count("holder_lost", "holder_lost").await, 1);
-    daemon
-        .state(|snapshot| !snapshot.leases.iter().any(|lease| lease.tenant == "onlooker"))
-        .await;
+    daemon.state(|snapshot| !snapshot.leases.iter().any(|lease| lease.tenant == "onlooker")).await;
     let mut held = Held::open(&mut client, lease).await;
     held.renew().await;
     assert!(matches!(held.next().await, Message::Renewed(_)));
@@ -192,9 +188,5 @@ async fn child_that_takes_a_lease_and_waits() {
     let lease = granted(&mut child_client().await, asks).await;
     println!("{MARK}{}", text_of(&lease));
     let waiting = tokio::task::spawn_blocking(|| std::io::stdin().read_to_end(&mut Vec::new()));
-    tokio::time::timeout(PATIENCE * 3, waiting)
-        .await
-        .unwrap()
-        .unwrap()
-        .unwrap();
+    tokio::time::timeout(PATIENCE * 3, waiting).await.unwrap().unwrap().unwrap();
 }

@@ -41,10 +41,7 @@ async fn said(channel: &Channel, uid: u32) -> [String; 6] {
         input: Some(v1::generate_request::Input::Prompt("hello".into())),
         ..v1::GenerateRequest::default()
     };
-    let asked = v1::CreateLeaseRequest {
-        validate_only: true,
-        ..request(&format!("r{uid}"), &format!("t{uid}"), 10)
-    };
+    let asked = v1::CreateLeaseRequest { validate_only: true, ..request(&format!("r{uid}"), &format!("t{uid}"), 10) };
     [
         word(operator.get_status(v1::GetStatusRequest {}).await),
         word(leases.list_leases(v1::ListLeasesRequest::default()).await),
@@ -57,11 +54,7 @@ async fn said(channel: &Channel, uid: u32) -> [String; 6] {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn each_role_does_what_it_may_and_a_stranger_nothing() {
-    let daemon = Daemon::start_with(Settings {
-        roles: roles(),
-        ..Settings::default()
-    })
-    .await;
+    let daemon = Daemon::start_with(Settings { roles: roles(), ..Settings::default() }).await;
     let (ok, no) = ("ok", "ROLE_MISSING");
     // What else a call is refused for, as a shed without a model, is not for who asks.
     for (uid, [status, list, create, generate, shed, regrow]) in [
@@ -84,11 +77,7 @@ async fn each_role_does_what_it_may_and_a_stranger_nothing() {
     daemon.end().await;
     let mut roles = roles();
     roles.others = Some(Role::Viewer);
-    let daemon = Daemon::start_with(Settings {
-        roles,
-        ..Settings::default()
-    })
-    .await;
+    let daemon = Daemon::start_with(Settings { roles, ..Settings::default() }).await;
     let channel = channel_of(&daemon.abstract_name, STRANGER).await.unwrap();
     let mut operator = OperatorServiceClient::new(channel);
     operator.get_status(v1::GetStatusRequest {}).await.unwrap();
@@ -97,15 +86,10 @@ async fn each_role_does_what_it_may_and_a_stranger_nothing() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_tenant_touches_its_own_leases_only() {
-    let daemon = Daemon::start_with(Settings {
-        roles: roles(),
-        ..Settings::default()
-    })
-    .await;
-    let (Some(one), Some(other)) = (
-        channel_of(&daemon.abstract_name, TENANT).await,
-        channel_of(&daemon.abstract_name, NEIGHBOUR).await,
-    ) else {
+    let daemon = Daemon::start_with(Settings { roles: roles(), ..Settings::default() }).await;
+    let (Some(one), Some(other)) =
+        (channel_of(&daemon.abstract_name, TENANT).await, channel_of(&daemon.abstract_name, NEIGHBOUR).await)
+    else {
         println!("left out: becoming another user needs CAP_SETUID");
         return;
     };
@@ -115,17 +99,9 @@ async fn a_tenant_touches_its_own_leases_only() {
     let mut thief = LeaseServiceClient::new(other.clone());
     let (name, boot_id, generation) = (lease.name.clone(), lease.boot_id.clone(), lease.generation);
     let refused = |status: Status| {
-        assert_eq!(
-            reason(&status),
-            (Code::PermissionDenied, "NOT_HOLDER".into()),
-            "{status:?}"
-        );
+        assert_eq!(reason(&status), (Code::PermissionDenied, "NOT_HOLDER".into()), "{status:?}");
     };
-    let renew = v1::RenewLeaseRequest {
-        name: name.clone(),
-        boot_id: boot_id.clone(),
-        generation,
-    };
+    let renew = v1::RenewLeaseRequest { name: name.clone(), boot_id: boot_id.clone(), generation };
     refused(thief.renew_lease(renew.clone()).await.unwrap_err());
     let update = v1::UpdateLeaseRequest {
         name: name.clone(),
@@ -135,18 +111,9 @@ async fn a_tenant_touches_its_own_leases_only() {
         ..v1::UpdateLeaseRequest::default()
     };
     refused(thief.update_lease(update).await.unwrap_err());
-    let release = v1::ReleaseLeaseRequest {
-        name: name.clone(),
-        boot_id: boot_id.clone(),
-        generation,
-    };
+    let release = v1::ReleaseLeaseRequest { name: name.clone(), boot_id: boot_id.clone(), generation };
     refused(thief.release_lease(release.clone()).await.unwrap_err());
-    let hold = v1::HoldLeaseRequest {
-        name,
-        boot_id,
-        generation,
-        ..v1::HoldLeaseRequest::default()
-    };
+    let hold = v1::HoldLeaseRequest { name, boot_id, generation, ..v1::HoldLeaseRequest::default() };
     let mut stream = thief.hold_lease(tokio_stream::once(hold)).await.unwrap().into_inner();
     refused(stream.message().await.unwrap_err());
     // The same id from another user is another request, and the book shows the one lease that there was.

@@ -124,10 +124,7 @@ async fn a_call_ends_at_its_deadline_and_the_state_is_still_told() {
             "{events:?}"
         );
     }
-    OperatorServiceClient::new(channel)
-        .get_status(v1::GetStatusRequest {})
-        .await
-        .unwrap();
+    OperatorServiceClient::new(channel).get_status(v1::GetStatusRequest {}).await.unwrap();
 
     stalled.full.store(true, Ordering::Relaxed);
     let status = client.create_lease(request("two", "camera", 1)).await.unwrap_err();

@@ -42,9 +42,7 @@ impl Checker for Again {
                 && step.now.saturating_since(*at) < ANSWER_HOLDS
                 && !reason.ends_doubt()
             {
-                return Err(format!(
-                    "asked again: what was answered at {at} is asked for: {plan:?} ({reason})"
-                ));
+                return Err(format!("asked again: what was answered at {at} is asked for: {plan:?} ({reason})"));
             }
             self.asked.insert(*revision, plan.clone());
         }

@@ -17,9 +17,7 @@ impl Checker for Covered {
                 .map(|lease| lease.held)
                 .sum();
             if held < *used {
-                return Err(format!(
-                    "no book covers `{tenant}`: it really uses {used} and holds {held}"
-                ));
+                return Err(format!("no book covers `{tenant}`: it really uses {used} and holds {held}"));
             }
         }
         Ok(())

@@ -28,11 +28,7 @@ impl Checker for Credited {
                 continue;
             }
             let leaves_open = 1000 - step.params.shed.verify_per_mille;
-            let open = before
-                .held
-                .max(*used)
-                .saturating_sub(target.bytes)
-                .per_mille(leaves_open);
+            let open = before.held.max(*used).saturating_sub(target.bytes).per_mille(leaves_open);
             // A holder may have other leases: one whose request was given up by its caller, and that runs out.
             let held: Bytes = step
                 .after

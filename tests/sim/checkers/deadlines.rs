@@ -39,12 +39,7 @@ impl Deadlines {
         for (lease, nonce) in step.before.leases.iter().filter_map(pending) {
             let key = (lease.id, nonce);
             let claim = match step.event {
-                Event::TargetAnswered {
-                    lease: id,
-                    nonce: of,
-                    answer,
-                    ..
-                } if (*id, *of) == key => match answer {
+                Event::TargetAnswered { lease: id, nonce: of, answer, .. } if (*id, *of) == key => match answer {
                     TargetAnswer::Refused { .. } => None,
                     answer => Some(*answer == TargetAnswer::Applied),
                 },
@@ -55,11 +50,7 @@ impl Deadlines {
             if let Some(applied) = claim
                 && known.as_ref().is_none_or(|known| applied && !known.applied)
             {
-                let claimed = Claimed {
-                    at: step.now,
-                    applied,
-                    read_at: None,
-                };
+                let claimed = Claimed { at: step.now, applied, read_at: None };
                 self.claims.insert(key, claimed);
             } else if let Event::Measured { tenant, taken_at, .. } = step.event
                 && let Some(known) = known
@@ -73,11 +64,7 @@ impl Deadlines {
         // A worker cannot answer: it counts as having claimed it when it was asked.
         for (lease, nonce) in step.after.leases.iter().filter_map(pending) {
             if lease.kind == LeaseKind::Worker {
-                self.claims.entry((lease.id, nonce)).or_insert(Claimed {
-                    at: step.now,
-                    applied: true,
-                    read_at: None,
-                });
+                self.claims.entry((lease.id, nonce)).or_insert(Claimed { at: step.now, applied: true, read_at: None });
             }
         }
     }
@@ -85,9 +72,9 @@ impl Deadlines {
     /// By when a lease with this target has to be granted again, or ended.
     fn due(&self, step: &Step<'_>, id: LeaseId, nonce: u64, deadline: Timestamp) -> Timestamp {
         let claimed = self.claims.get(&(id, nonce));
-        deadline.max(claimed.map_or(deadline, |claimed| {
-            claimed.read_at.unwrap_or(claimed.at + step.params.shed.verify_timeout)
-        }))
+        deadline.max(
+            claimed.map_or(deadline, |claimed| claimed.read_at.unwrap_or(claimed.at + step.params.shed.verify_timeout)),
+        )
     }
 }
 

@@ -32,10 +32,7 @@ impl Checker for Flapping {
                     if let Some(last) = self.fell_at.replace(step.now)
                         && step.now.saturating_since(last) < dwell
                     {
-                        return Err(format!(
-                            "flapping: the level fell at {last} and at {}: {reason}",
-                            step.now
-                        ));
+                        return Err(format!("flapping: the level fell at {last} and at {}: {reason}", step.now));
                     }
                 }
                 Action::SetTarget { .. } => self.shed_at = Some(step.now),

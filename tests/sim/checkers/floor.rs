@@ -27,21 +27,14 @@ impl Checker for Floor {
             }
             // Larger chunks take the place of something, and none is left in the full plan.
             let full = step.after.engine.full.as_ref();
-            let most = full
-                .map_or(Bytes::ZERO, |full| shape.plan_bytes(full))
-                .max(step.engine_goal());
+            let most = full.map_or(Bytes::ZERO, |full| shape.plan_bytes(full)).max(step.engine_goal());
             if plan.prefill_chunk > engine.prefill_chunk && shape.plan_bytes(plan) > most {
                 return Err(format!("a larger chunk takes more than {most}: {plan:?}"));
             }
             // A deadline may ask, and the event that follows in the same call says that the engine is gone.
             let gone = matches!(step.event, Event::EngineFailed { .. });
             let book = if gone { step.before } else { step.after };
-            let held: Bytes = book
-                .leases
-                .iter()
-                .filter(|lease| lease.tenant == "llm")
-                .map(|lease| lease.held)
-                .sum();
+            let held: Bytes = book.leases.iter().filter(|lease| lease.tenant == "llm").map(|lease| lease.held).sum();
             if shape.plan_bytes(plan) > held {
                 return Err(format!("above what is held: {} of {held}", shape.plan_bytes(plan)));
             }

@@ -36,10 +36,8 @@ impl Checker for Kept {
             let claimed = matches!(
                 end,
                 LeaseEnd::NotReduced {
-                    cause: NotReduced::Measured {
-                        claim: Claim::Applied,
-                        ..
-                    } | NotReduced::Unmeasurable { claim: Claim::Applied },
+                    cause: NotReduced::Measured { claim: Claim::Applied, .. }
+                        | NotReduced::Unmeasurable { claim: Claim::Applied },
                     ..
                 }
             );

@@ -9,17 +9,10 @@ pub(crate) struct Ledger;
 impl Checker for Ledger {
     fn check(&mut self, step: &Step<'_>) -> Result<(), String> {
         let after = step.after;
-        let sum: Bytes = after
-            .leases
-            .iter()
-            .filter(|lease| lease.state != LeaseState::Requested)
-            .map(|lease| lease.held)
-            .sum();
+        let sum: Bytes =
+            after.leases.iter().filter(|lease| lease.state != LeaseState::Requested).map(|lease| lease.held).sum();
         if sum != after.held {
-            return Err(format!(
-                "conservation: the leases hold {sum}, the book says {}",
-                after.held
-            ));
+            return Err(format!("conservation: the leases hold {sum}, the book says {}", after.held));
         }
         if after.held > after.budget {
             return Err(format!("over-commit: {} is held of {}", after.held, after.budget));

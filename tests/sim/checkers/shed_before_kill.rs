@@ -15,18 +15,12 @@ pub(crate) struct ShedBeforeKill;
 impl Checker for ShedBeforeKill {
     fn check(&mut self, step: &Step<'_>) -> Result<(), String> {
         for action in step.actions {
-            let Action::StopWorker {
-                worker,
-                reason: StopReason::Reclaim { reclaim: reason, .. },
-            } = action
-            else {
+            let Action::StopWorker { worker, reason: StopReason::Reclaim { reclaim: reason, .. } } = action else {
                 continue;
             };
             let critical = step.after.level == PressureLevel::Critical;
-            let last_resort = step
-                .after
-                .headroom
-                .is_some_and(|headroom| headroom < step.params.pressure.last_resort_below);
+            let last_resort =
+                step.after.headroom.is_some_and(|headroom| headroom < step.params.pressure.last_resort_below);
             if step.busy.contains(worker) && !(critical && last_resort) {
                 return Err(format!("busy worker `{worker}` is stopped: {reason}"));
             }

@@ -17,11 +17,7 @@ impl Checker for Weighed {
                     if chosen < weighing.need.min(weighing.reclaimable) {
                         return Err(format!("too little was chosen: {weighing}"));
                     }
-                    if weighing
-                        .candidates
-                        .iter()
-                        .any(|weighed| weighed.chosen > Some(weighed.bytes))
-                    {
+                    if weighing.candidates.iter().any(|weighed| weighed.chosen > Some(weighed.bytes)) {
                         return Err(format!("more was chosen than there is: {weighing}"));
                     }
                 }

@@ -135,14 +135,7 @@ fn shape() -> ModelShape {
     ModelShape {
         name: "sim".to_owned(),
         architecture: "qwen35".to_owned(),
-        layers: vec![
-            LayerShape {
-                kind: LayerKind::Attention,
-                part: 0,
-                resident_bytes: mib(12),
-            };
-            4
-        ],
+        layers: vec![LayerShape { kind: LayerKind::Attention, part: 0, resident_bytes: mib(12) }; 4],
         fixed_bytes: mib(5),
         state_bytes: mib(1),
         kv: KvShape {
@@ -177,14 +170,8 @@ impl Home {
             steady: WORKER_STEADY,
             peak: WORKER_PEAK,
             stop_grace: MOMENT,
-            start: StartParams {
-                ready_timeout: Duration::from_secs(2),
-                ..StartParams::default()
-            },
-            rest: RestParams {
-                idle_stop_after: Some(Duration::from_millis(1500)),
-                ..RestParams::default()
-            },
+            start: StartParams { ready_timeout: Duration::from_secs(2), ..StartParams::default() },
+            rest: RestParams { idle_stop_after: Some(Duration::from_millis(1500)), ..RestParams::default() },
             ..WorkerParams::default()
         }];
         let mut home = Self {
@@ -276,10 +263,7 @@ impl Home {
     }
 
     fn happens(&mut self, letter: Letter) -> Result<(), String> {
-        let peer = Peer {
-            uid: 1,
-            ..Peer::default()
-        };
+        let peer = Peer { uid: 1, ..Peer::default() };
         match letter {
             Letter::Ask(class) => {
                 self.asked = true;
@@ -303,12 +287,7 @@ impl Home {
                 let (lease, generation) = self.lease.take().unwrap();
                 (self.used.tenant, self.target) = (Bytes::ZERO, None);
                 let ticket = self.ticket();
-                self.tell(Event::LeaseReleased {
-                    ticket,
-                    lease,
-                    generation,
-                    peer,
-                })
+                self.tell(Event::LeaseReleased { ticket, lease, generation, peer })
             }
             Letter::Leave => {
                 let (lease, _) = self.lease.take().unwrap();
@@ -347,18 +326,12 @@ impl Home {
             }
             Letter::FailOrder => {
                 let (revision, _) = self.orders.pop_front().unwrap();
-                self.tell(Event::EngineApplyFailed {
-                    revision,
-                    reason: "cannot".to_owned(),
-                })
+                self.tell(Event::EngineApplyFailed { revision, reason: "cannot".to_owned() })
             }
             Letter::EngineDies => {
                 self.orders.clear();
                 (self.used.engine, self.in_force, self.kv_used) = (Bytes::ZERO, None, 0);
-                self.tell(Event::EngineFailed {
-                    reason: "dies".to_owned(),
-                    left: None,
-                })
+                self.tell(Event::EngineFailed { reason: "dies".to_owned(), left: None })
             }
             Letter::Talk | Letter::Hush => {
                 let capacity = self.in_force.as_ref().map_or(0, |plan| plan.kv_capacity.get());
@@ -375,31 +348,18 @@ impl Home {
             Letter::WorkerReady => {
                 self.worker = Life::Ready;
                 self.used.worker = WORKER_STEADY;
-                self.tell(Event::WorkerReady {
-                    worker: WORKER.to_owned(),
-                    pid: 1,
-                })
+                self.tell(Event::WorkerReady { worker: WORKER.to_owned(), pid: 1 })
             }
             Letter::WorkerEnds => {
                 let intended = mem::take(&mut self.stopping);
                 (self.worker, self.works, self.used.worker) = (Life::Gone, false, Bytes::ZERO);
-                self.tell(Event::WorkerExited {
-                    worker: WORKER.to_owned(),
-                    intended,
-                    cause: "exit code 0".to_owned(),
-                })
+                self.tell(Event::WorkerExited { worker: WORKER.to_owned(), intended, cause: "exit code 0".to_owned() })
             }
             Letter::WorkerWorks | Letter::WorkerRests => {
                 self.works = letter == Letter::WorkerWorks;
-                self.tell(Event::WorkerActivity {
-                    worker: WORKER.to_owned(),
-                    requests: u32::from(self.works),
-                })
+                self.tell(Event::WorkerActivity { worker: WORKER.to_owned(), requests: u32::from(self.works) })
             }
-            Letter::WorkerWanted => self.tell(Event::WorkerWanted {
-                worker: WORKER.to_owned(),
-                client: None,
-            }),
+            Letter::WorkerWanted => self.tell(Event::WorkerWanted { worker: WORKER.to_owned(), client: None }),
             Letter::Measure(name) => self.measured(name, self.now),
             Letter::MeasureLate(name) => self.measured(name, self.ago()),
             Letter::Sample => self.tell(self.sample(self.now)),
@@ -420,11 +380,7 @@ impl Home {
 
     fn measured(&mut self, name: &str, taken_at: Timestamp) -> Result<(), String> {
         let used = Some(self.used_at(taken_at).of(name));
-        self.tell(Event::Measured {
-            tenant: name.to_owned(),
-            used,
-            taken_at,
-        })
+        self.tell(Event::Measured { tenant: name.to_owned(), used, taken_at })
     }
 
     /// Lets time pass with every deadline at its instant; where `good`, everybody does what it should.
@@ -517,9 +473,9 @@ impl Home {
                     self.term_ends = lease.expires_at.unwrap();
                 }
             }
-            Action::SetTarget {
-                lease, nonce, bytes, ..
-            } if self.lease.is_some_and(|(mine, _)| mine == lease) => self.target = Some((nonce, bytes)),
+            Action::SetTarget { lease, nonce, bytes, .. } if self.lease.is_some_and(|(mine, _)| mine == lease) => {
+                self.target = Some((nonce, bytes))
+            }
             Action::EndLease { lease, .. } if self.lease.is_some_and(|(mine, _)| mine == lease.id) => {
                 (self.lease, self.target, self.used.tenant) = (None, None, Bytes::ZERO);
             }
@@ -576,12 +532,7 @@ impl Book for Home {
             letters.extend([Letter::Ask(Class::AudioRealtime), Letter::Ask(Class::Batch)]);
         }
         if self.lease.is_some() {
-            letters.extend([
-                Letter::Release,
-                Letter::Leave,
-                Letter::Measure(TENANT),
-                Letter::MeasureLate(TENANT),
-            ]);
+            letters.extend([Letter::Release, Letter::Leave, Letter::Measure(TENANT), Letter::MeasureLate(TENANT)]);
         }
         if self.target.is_some() {
             letters.push(Letter::Obey);
@@ -601,11 +552,7 @@ impl Book for Home {
             Life::Starting => letters.extend([Letter::WorkerReady, Letter::WorkerEnds]),
             Life::Ready => {
                 letters.extend([Letter::WorkerEnds, Letter::Measure(WORKER), Letter::MeasureLate(WORKER)]);
-                letters.push(if self.works {
-                    Letter::WorkerRests
-                } else {
-                    Letter::WorkerWorks
-                });
+                letters.push(if self.works { Letter::WorkerRests } else { Letter::WorkerWorks });
             }
         }
         letters
@@ -676,15 +623,7 @@ impl Book for Home {
         )
         .unwrap();
         (self.now, self.used, &self.history, self.kv_used, self.worker).hash(&mut hasher);
-        (
-            self.stopping,
-            self.works,
-            self.term_ends,
-            self.asked,
-            &self.open,
-            &self.to_measure,
-        )
-            .hash(&mut hasher);
+        (self.stopping, self.works, self.term_ends, self.asked, &self.open, &self.to_measure).hash(&mut hasher);
         hasher.finish()
     }
 }

@@ -73,10 +73,7 @@ impl Search {
 
     /// Tries all orders of `steps` letters from a book that came about by `path`.
     pub(super) fn run<B: Book>(&self, book: B, path: &[B::Letter], steps: u64) -> Result<(), String> {
-        let mut roots = vec![Root {
-            book,
-            path: path.to_vec(),
-        }];
+        let mut roots = vec![Root { book, path: path.to_vec() }];
         // The first letters alone, so that there is something to hand out.
         let first = steps.min(HANDED_OUT_AFTER);
         for left in (steps - first + 1..=steps).rev() {
@@ -84,10 +81,7 @@ impl Search {
             for root in roots {
                 if self.is_new(root.book.fingerprint(), left) {
                     self.each(&root.book, &root.path, |book, path| {
-                        next.push(Root {
-                            book,
-                            path: path.to_vec(),
-                        });
+                        next.push(Root { book, path: path.to_vec() });
                         Ok(())
                     })?;
                 }
@@ -107,10 +101,7 @@ impl Search {
         thread::scope(|scope| {
             let others: Vec<_> = (1..self.threads).map(|_| scope.spawn(work)).collect();
             let mine = work();
-            others
-                .into_iter()
-                .map(|thread| thread.join().unwrap())
-                .fold(mine, Result::and)
+            others.into_iter().map(|thread| thread.join().unwrap()).fold(mine, Result::and)
         })
     }
 

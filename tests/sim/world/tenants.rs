@@ -58,12 +58,7 @@ impl World {
             self.tenants[index].lease = None;
             self.tenants[index].may_use = Bytes::ZERO;
             let ticket = self.ticket();
-            return Some(Event::LeaseReleased {
-                ticket,
-                lease: lease.id,
-                generation: lease.generation,
-                peer,
-            });
+            return Some(Event::LeaseReleased { ticket, lease: lease.id, generation: lease.generation, peer });
         }
         if self.tenants[index].manners == Manners::Silent && self.rng.random_bool(0.5) {
             return None;
@@ -113,11 +108,7 @@ impl World {
         let strange = self.faults.strange_requests.strikes(&mut self.rng, 0.2);
         let tenant = &mut self.tenants[index];
         tenant.requests += 1;
-        let most = if self.rng.random_bool(0.1) {
-            budget * 2
-        } else {
-            budget / 3
-        };
+        let most = if self.rng.random_bool(0.1) { budget * 2 } else { budget / 3 };
         let min = self.rng.random_range(1..most);
         let mut request = LeaseRequest {
             tenant: tenant.name.clone(),
@@ -130,11 +121,7 @@ impl World {
             min: Bytes::new(min),
             max: Bytes::new(self.rng.random_range(min..=min * 3)),
             term: millis(&mut self.rng, 2000, 5000),
-            wait: if self.rng.random_bool(0.3) {
-                Duration::ZERO
-            } else {
-                millis(&mut self.rng, 1, 6000)
-            },
+            wait: if self.rng.random_bool(0.3) { Duration::ZERO } else { millis(&mut self.rng, 1, 6000) },
             validate_only: self.rng.random_bool(0.05),
         };
         if strange {
@@ -150,10 +137,7 @@ impl World {
         tenant.asking.insert(ticket);
         if self.faults.cancelled_requests.strikes(&mut self.rng, 0.2) {
             let wait = millis(&mut self.rng, 1, 1000);
-            self.after(
-                wait,
-                Happening::Deliver(Box::new(Event::LeaseRequestCancelled { ticket })),
-            );
+            self.after(wait, Happening::Deliver(Box::new(Event::LeaseRequestCancelled { ticket })));
             // Its caller is gone: a lease that is granted all the same runs out.
             self.tenants[index].asking.clear();
         }
@@ -169,10 +153,7 @@ impl World {
         tenant.asking.remove(&ticket);
         match answer {
             Answer::Lease { lease } => {
-                tenant.may_use = lease
-                    .target
-                    .as_ref()
-                    .map_or(lease.held, |target| target.bytes.min(lease.held));
+                tenant.may_use = lease.target.as_ref().map_or(lease.held, |target| target.bytes.min(lease.held));
                 if tenant.manners == Manners::Honest {
                     tenant.come_down(lease.held);
                     if lease.max < lease.held {
@@ -184,10 +165,11 @@ impl World {
                 tenant.lease = Some(lease.clone());
             }
             // What it asked for its lease is refused since that has ended.
-            Answer::Denied {
-                denial: Denial::UnknownLease { .. },
-                ..
-            } if tenant.lease.is_some() && !self.leaving.contains(&index) => self.tenant_hears_end(index),
+            Answer::Denied { denial: Denial::UnknownLease { .. }, .. }
+                if tenant.lease.is_some() && !self.leaving.contains(&index) =>
+            {
+                self.tenant_hears_end(index)
+            }
             Answer::Denied { .. } | Answer::Done { .. } | Answer::Shed(_) | Answer::WouldGrant { .. } => {}
         }
     }
@@ -202,48 +184,22 @@ impl World {
             let wait = millis(&mut self.rng, 20, 4000);
             let answers = true;
             self.tenants[index].deaf_to = Some(id);
-            self.after(
-                wait,
-                Happening::TenantObeys {
-                    index,
-                    lease: id,
-                    nonce,
-                    bytes,
-                    answers,
-                },
-            );
+            self.after(wait, Happening::TenantObeys { index, lease: id, nonce, bytes, answers });
             return;
         }
         let (wait, answers) = match self.tenants[index].manners {
             Manners::Honest | Manners::Liar | Manners::Greedy => (millis(&mut self.rng, 1, 30), true),
             Manners::Slow => {
                 let wait = millis(&mut self.rng, 1, 30);
-                let target = Target {
-                    nonce,
-                    bytes,
-                    deadline: self.now,
-                };
-                let happening = Happening::TenantDefers {
-                    index,
-                    target,
-                    lease: id,
-                };
+                let target = Target { nonce, bytes, deadline: self.now };
+                let happening = Happening::TenantDefers { index, target, lease: id };
                 self.after(wait, happening);
                 (millis(&mut self.rng, 1000, 6000), true)
             }
             Manners::Silent => return,
         };
         let answers = answers && !(self.faults.lost_answers.strikes(&mut self.rng, 0.3));
-        self.after(
-            wait,
-            Happening::TenantObeys {
-                index,
-                lease: id,
-                nonce,
-                bytes,
-                answers,
-            },
-        );
+        self.after(wait, Happening::TenantObeys { index, lease: id, nonce, bytes, answers });
     }
 
     /// Comes down as its manners are, and answers over its stream: late, with its own words, or for another target.
@@ -257,11 +213,7 @@ impl World {
     ) -> Option<Event> {
         let strange = self.faults.strange_requests.strikes(&mut self.rng, 0.3);
         let draw = self.rng.random_range(0..6);
-        let target = Target {
-            nonce,
-            bytes,
-            deadline: self.now,
-        };
+        let target = Target { nonce, bytes, deadline: self.now };
         let tenant = &mut self.tenants[index];
         if !tenant.is_lease(lease) {
             return None;
@@ -281,13 +233,8 @@ impl World {
         }
         let stream = tenant.stream_of(lease);
         stream.learn(Some(&target));
-        let answer = if refuses {
-            TargetAnswer::Refused {
-                reason: "sim: will not".to_owned(),
-            }
-        } else {
-            TargetAnswer::Applied
-        };
+        let answer =
+            if refuses { TargetAnswer::Refused { reason: "sim: will not".to_owned() } } else { TargetAnswer::Applied };
         let (nonce, said) = match draw {
             0 | 1 if strange => (nonce.saturating_sub(1), bytes),
             2 | 3 if strange => (nonce + 1, bytes),
@@ -299,17 +246,8 @@ impl World {
         let without_effect = matches!(receipt.verdict, Verdict::Stale | Verdict::Conflict);
         assert!(!without_effect || receipt.pass_on.is_none(), "{receipt:?} is passed on");
         // Another stream of the same holder may not know better, and passes on what it is told.
-        let passes = if strange && draw == 5 {
-            Some(answer)
-        } else {
-            receipt.pass_on
-        };
-        passes.map(|answer| Event::TargetAnswered {
-            lease,
-            nonce,
-            answer,
-            claimed: Some(bytes),
-        })
+        let passes = if strange && draw == 5 { Some(answer) } else { receipt.pass_on };
+        passes.map(|answer| Event::TargetAnswered { lease, nonce, answer, claimed: Some(bytes) })
     }
 
     /// Says at once that it needs longer.
@@ -323,12 +261,7 @@ impl World {
         stream.learn(Some(target));
         let receipt = stream.receive(target.nonce, target.bytes, TargetAnswer::Deferred { overage });
         *self.verdicts.entry(receipt.verdict).or_default() += 1;
-        receipt.pass_on.map(|answer| Event::TargetAnswered {
-            lease,
-            nonce: target.nonce,
-            answer,
-            claimed: None,
-        })
+        receipt.pass_on.map(|answer| Event::TargetAnswered { lease, nonce: target.nonce, answer, claimed: None })
     }
 
     pub(super) fn take_end(&mut self, id: LeaseId) {
@@ -341,12 +274,7 @@ impl World {
             let peer = self.tenants[index].peer();
             let ticket = self.ticket();
             let wait = millis(&mut self.rng, 0, 100);
-            let event = Event::LeaseRenewed {
-                ticket,
-                lease: lease.id,
-                generation: lease.generation,
-                peer,
-            };
+            let event = Event::LeaseRenewed { ticket, lease: lease.id, generation: lease.generation, peer };
             self.after(wait, Happening::Deliver(Box::new(event)));
         }
         if self.tenants[index].is_deaf() || self.faults.lost_streams.strikes(&mut self.rng, 0.3) {
@@ -393,12 +321,7 @@ impl World {
         tenant.may_use = Bytes::ZERO;
         let lease = tenant.lease.take().filter(|_| says_so)?;
         let peer = tenant.peer();
-        Some(Event::LeaseReleased {
-            ticket: self.ticket(),
-            lease: lease.id,
-            generation: lease.generation,
-            peer,
-        })
+        Some(Event::LeaseReleased { ticket: self.ticket(), lease: lease.id, generation: lease.generation, peer })
     }
 
     /// Its process ends, and with it all that it was.
@@ -421,13 +344,7 @@ impl World {
         let told = self.calm || !self.rng.random_bool(0.1);
         if let Some(lease) = lease.filter(|_| told) {
             let wait = millis(&mut self.rng, 1, 50);
-            self.after(
-                wait,
-                Happening::Deliver(Box::new(Event::HolderLost {
-                    lease: lease.id,
-                    pid: process,
-                })),
-            );
+            self.after(wait, Happening::Deliver(Box::new(Event::HolderLost { lease: lease.id, pid: process })));
         }
     }
 }

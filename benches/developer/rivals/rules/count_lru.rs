@@ -23,11 +23,7 @@ impl CountLru {
 
 impl Rival for CountLru {
     fn name(&self) -> &'static str {
-        if self.most == Self::DEFAULT {
-            "count-lru, 4 models"
-        } else {
-            "count-lru, as many as fit"
-        }
+        if self.most == Self::DEFAULT { "count-lru, 4 models" } else { "count-lru, as many as fit" }
     }
 
     fn make_room(&mut self, view: &View, _: &Wanted) -> Room {

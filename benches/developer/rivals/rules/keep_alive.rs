@@ -24,10 +24,7 @@ impl Rival for KeepAliveOrder {
         let free = view.total.saturating_sub(view.used);
         let fits = wanted.bytes <= free.per_mille(FORECAST_PER_MILLE) && view.residents.len() < MODELS_MAX;
         // All have the same keep-alive, so the name decides; one without work is taken first, as its own code does.
-        let first = view
-            .residents
-            .iter()
-            .min_by_key(|resident| (resident.busy, &resident.name));
+        let first = view.residents.iter().min_by_key(|resident| (resident.busy, &resident.name));
         match first {
             Some(resident) if !fits && resident.busy => Room::Wait,
             Some(resident) if !fits => Room::Evict(vec![resident.name.clone()]),

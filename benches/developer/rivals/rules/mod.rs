@@ -101,10 +101,7 @@ pub(crate) mod tests {
             "rivals::rules::count_lru_looks_at_the_count_alone_and_not_at_work",
             count_lru_looks_at_the_count_alone_and_not_at_work,
         ),
-        (
-            "rivals::rules::declared_sets_evict_least_and_wait_for_work",
-            declared_sets_evict_least_and_wait_for_work,
-        ),
+        ("rivals::rules::declared_sets_evict_least_and_wait_for_work", declared_sets_evict_least_and_wait_for_work),
         (
             "rivals::rules::threshold_lru_stops_one_idle_model_with_each_poll_above_its_threshold",
             threshold_lru_stops_one_idle_model_with_each_poll_above_its_threshold,
@@ -130,19 +127,11 @@ pub(crate) mod tests {
     }
 
     fn view(used_mib: u64, residents: &[Resident]) -> View {
-        View {
-            total: Bytes::from_mib(1000),
-            used: Bytes::from_mib(used_mib),
-            residents: residents.to_vec(),
-        }
+        View { total: Bytes::from_mib(1000), used: Bytes::from_mib(used_mib), residents: residents.to_vec() }
     }
 
     fn wanted(mib: u64) -> Wanted {
-        Wanted {
-            name: "new".to_owned(),
-            kind: Kind::Llm,
-            bytes: Bytes::from_mib(mib),
-        }
+        Wanted { name: "new".to_owned(), kind: Kind::Llm, bytes: Bytes::from_mib(mib) }
     }
 
     fn evict(name: &str) -> Room {
@@ -150,10 +139,7 @@ pub(crate) mod tests {
     }
 
     fn count_lru_looks_at_the_count_alone_and_not_at_work() {
-        let full = view(
-            999,
-            &[resident("a", Kind::Llm, 5, false), resident("b", Kind::Asr, 3, true)],
-        );
+        let full = view(999, &[resident("a", Kind::Llm, 5, false), resident("b", Kind::Asr, 3, true)]);
         assert_eq!(CountLru::new(3).make_room(&full, &wanted(900)), Room::Load);
         assert_eq!(CountLru::new(2).make_room(&full, &wanted(1)), evict("b"));
     }
@@ -169,11 +155,8 @@ pub(crate) mod tests {
 
     fn threshold_lru_stops_one_idle_model_with_each_poll_above_its_threshold() {
         let mut local = ThresholdLru::local_ai();
-        let residents = [
-            resident("a", Kind::Llm, 1, true),
-            resident("b", Kind::Asr, 2, false),
-            resident("c", Kind::Tts, 3, false),
-        ];
+        let residents =
+            [resident("a", Kind::Llm, 1, true), resident("b", Kind::Asr, 2, false), resident("c", Kind::Tts, 3, false)];
         let at = |millis| Timestamp::START + Duration::from_secs(10) + Duration::from_millis(millis);
         assert!(local.poll(at(0), &view(800, &residents)).is_empty());
         assert_eq!(local.poll(at(500), &view(801, &residents)), ["b"]);
@@ -183,10 +166,7 @@ pub(crate) mod tests {
 
     fn lemonade_gives_up_what_is_idle_for_300_s_and_has_one_slot_for_each_kind() {
         let mut lemonade = ThresholdLru::lemonade();
-        let idle = view(
-            10,
-            &[resident("a", Kind::Llm, 0, false), resident("b", Kind::Tts, 200, false)],
-        );
+        let idle = view(10, &[resident("a", Kind::Llm, 0, false), resident("b", Kind::Tts, 200, false)]);
         let at = |secs| Timestamp::START + Duration::from_secs(secs);
         assert!(lemonade.poll(at(299), &idle).is_empty());
         assert_eq!(lemonade.poll(at(304), &idle), ["a"]);
@@ -195,10 +175,7 @@ pub(crate) mod tests {
 
     fn keep_alive_order_takes_the_shortest_when_the_forecast_is_above_80_percent_of_what_is_free() {
         let mut ollama = KeepAliveOrder;
-        let one = view(
-            500,
-            &[resident("a", Kind::Llm, 0, false), resident("b", Kind::Tts, 9, false)],
-        );
+        let one = view(500, &[resident("a", Kind::Llm, 0, false), resident("b", Kind::Tts, 9, false)]);
         assert_eq!(ollama.make_room(&one, &wanted(400)), Room::Load);
         assert_eq!(ollama.make_room(&one, &wanted(401)), evict("a"));
         // The first load beside foreign memory is not checked at all.

@@ -82,10 +82,7 @@ impl Rival for ThresholdLru {
         }
         self.next = now + self.every;
         let idle = view.residents.iter().filter(|resident| {
-            !resident.busy
-                && self
-                    .idle
-                    .is_some_and(|limit| now.saturating_since(resident.used_at) >= limit)
+            !resident.busy && self.idle.is_some_and(|limit| now.saturating_since(resident.used_at) >= limit)
         });
         let mut stopped: Vec<String> = idle.map(|resident| resident.name.clone()).collect();
         if stopped.is_empty() && view.used > view.total.per_mille(self.above_per_mille) {

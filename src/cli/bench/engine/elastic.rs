@@ -29,12 +29,7 @@ struct Order {
 
 impl Order {
     fn of(plan: EnginePlan) -> Self {
-        Self {
-            at: Arc::default(),
-            plan,
-            given: None,
-            done: None,
-        }
+        Self { at: Arc::default(), plan, given: None, done: None }
     }
 
     /// Gives the order at some time within `most`, which differs from turn to turn.
@@ -99,11 +94,7 @@ impl Bench<'_> {
                     "ms",
                     took.as_secs_f64() * 1e3,
                 );
-                self.values.add(
-                    "shed: pages gone, over asked",
-                    "%",
-                    percent(report.freed.get(), report.asked.get()),
-                );
+                self.values.add("shed: pages gone, over asked", "%", percent(report.freed.get(), report.asked.get()));
                 self.values.add(
                     "shed: resident set fallen, over asked less the ring",
                     "%",
@@ -126,13 +117,8 @@ impl Bench<'_> {
             if let Some(rest) = rest {
                 let raw = self.read_raw(&order.plan)?;
                 let took = report.took.as_secs_f64();
-                self.values
-                    .add(format!("regrow over reading alone{rest}"), "ratio", took / raw);
-                self.values.add(
-                    format!("regrow of {:.0} MiB{rest}", mib(report.grown)),
-                    "ms",
-                    took * 1e3,
-                );
+                self.values.add(format!("regrow over reading alone{rest}"), "ratio", took / raw);
+                self.values.add(format!("regrow of {:.0} MiB{rest}", mib(report.grown)), "ms", took * 1e3);
                 self.values.add("reading that alone", "ms", raw * 1e3);
                 if turn % 10 == 0 {
                     self.values.add(
@@ -159,8 +145,7 @@ impl Bench<'_> {
                 let started = Instant::now();
                 let logits = self.model.forward(&prompt, &mut || Flow::Continue);
                 expected = logits.map_err(|error| told(&error))?.to_vec();
-                self.values
-                    .add("prompt without an order", "ms", started.elapsed().as_secs_f64() * 1e3);
+                self.values.add("prompt without an order", "ms", started.elapsed().as_secs_f64() * 1e3);
                 continue;
             }
             // Somewhere in the first layers of its first chunk, or of the second.
@@ -175,16 +160,8 @@ impl Bench<'_> {
                 let (took, report) = done.map_err(|error| told(&error))?;
                 let ms = |time: Duration| time.as_secs_f64() * 1e3;
                 let shed = report.asked.whole_mib();
-                self.values.add(
-                    format!("shed of {shed} MiB in a prompt, from the order"),
-                    "ms",
-                    ms(took),
-                );
-                self.values.add(
-                    "of this until the order was seen",
-                    "ms",
-                    ms(took.saturating_sub(report.took)),
-                );
+                self.values.add(format!("shed of {shed} MiB in a prompt, from the order"), "ms", ms(took));
+                self.values.add("of this until the order was seen", "ms", ms(took.saturating_sub(report.took)));
                 self.values.add(
                     "shed in a prompt: pages gone, over asked",
                     "%",
@@ -209,10 +186,7 @@ impl Bench<'_> {
                 .sum()
         };
         let share = (0..100).rev().find(|&share| given(share) >= wanted).unwrap_or(0);
-        EnginePlan {
-            resident: spread(parts, share),
-            ..all.clone()
-        }
+        EnginePlan { resident: spread(parts, share), ..all.clone() }
     }
 
     /// Seconds in which what `plan` leaves out is read as growing reads it, into memory that has been touched before: the
@@ -237,9 +211,7 @@ fn first_touch(bytes: Bytes) -> Result<f64, String> {
     let share = Bytes::new(bytes.get() / GROWERS as u64);
     let started = Instant::now();
     let found = thread::scope(|scope| {
-        let threads: Vec<_> = (0..GROWERS)
-            .map(|_| scope.spawn(move || Mapping::new(share, Backing::Now)))
-            .collect();
+        let threads: Vec<_> = (0..GROWERS).map(|_| scope.spawn(move || Mapping::new(share, Backing::Now))).collect();
         let found = threads.into_iter().map(|thread| {
             let mapping = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             mapping.map_err(|error| told(&error))

@@ -149,10 +149,7 @@ impl EngineSettings {
         let Some(name) = &self.instructions else { return Ok(()) };
         use_instructions(name).map_err(|names| {
             CliError::plain(
-                format!(
-                    "cannot use the instructions `{name}`: this machine has kernels for {}",
-                    names.join(", ")
-                ),
+                format!("cannot use the instructions `{name}`: this machine has kernels for {}", names.join(", ")),
                 exit::FAILED,
             )
         })
@@ -248,8 +245,7 @@ impl<'settings> Bench<'settings> {
         self.gate()?;
         self.memory();
         if self.settings.peer.is_none() {
-            self.notes
-                .push("no peer was given (--peer), so there are no ratios".to_owned());
+            self.notes.push("no peer was given (--peer), so there are no ratios".to_owned());
         }
         Ok(())
     }
@@ -257,13 +253,11 @@ impl<'settings> Bench<'settings> {
     /// Notes use of the processors by others during a round that began with `reading`.
     pub fn end_round(&mut self, round: u32, reading: &Reading) {
         match reading.foreign_percent() {
-            Some(percent) if percent > FOREIGN_MAX_PERCENT => self.notes.push(format!(
-                "round {round}: other processes used {percent:.0} % of the processors"
-            )),
+            Some(percent) if percent > FOREIGN_MAX_PERCENT => {
+                self.notes.push(format!("round {round}: other processes used {percent:.0} % of the processors"))
+            }
             Some(_) => {}
-            None => self
-                .notes
-                .push(format!("round {round}: use by other processes is unknown")),
+            None => self.notes.push(format!("round {round}: use by other processes is unknown")),
         }
     }
 
@@ -324,38 +318,18 @@ impl<'settings> Bench<'settings> {
         let rss = arena::process_resident().saturating_sub(self.rss_before);
         let pages = self.model.kernel_resident();
         self.values.add("book, all resident", "MiB", mib(held.total));
-        self.values.add(
-            "of this context that no token has needed",
-            "MiB",
-            mib(held.kv_untouched),
-        );
-        self.values.add(
-            "of this the header with its vocabulary, on the heap",
-            "MiB",
-            mib(held.header),
-        );
-        self.values
-            .add("mappings in memory, as the kernel has it", "MiB", mib(pages));
+        self.values.add("of this context that no token has needed", "MiB", mib(held.kv_untouched));
+        self.values.add("of this the header with its vocabulary, on the heap", "MiB", mib(held.header));
+        self.values.add("mappings in memory, as the kernel has it", "MiB", mib(pages));
         self.values.add("resident set since opening", "MiB", mib(rss));
         let files = arena::process_file_resident().saturating_sub(self.files_before);
-        self.values
-            .add("of this text and constants of the program", "MiB", mib(files));
-        self.values.add(
-            "book without the untouched, over resident set",
-            "%",
-            percent(book.get(), rss.get()),
-        );
+        self.values.add("of this text and constants of the program", "MiB", mib(files));
+        self.values.add("book without the untouched, over resident set", "%", percent(book.get(), rss.get()));
         let shape = self.model.shape();
         let tensors: Bytes = shape.layers.iter().map(|part| part.resident_bytes).sum();
-        let kv = shape
-            .kv
-            .capacity_bytes(self.model.plan().kv_capacity, self.model.plan().kv_type);
+        let kv = shape.kv.capacity_bytes(self.model.plan().kv_capacity, self.model.plan().kv_type);
         let bound = Bytes::new(tensors.get() / 100 * 103) + shape.state_bytes + kv + Bytes::from_mib(64);
-        self.values.add(
-            "resident set over 1.03 x weights + state + KV + 64 MiB",
-            "%",
-            percent(rss.get(), bound.get()),
-        );
+        self.values.add("resident set over 1.03 x weights + state + KV + 64 MiB", "%", percent(rss.get(), bound.get()));
     }
 
     fn speed(&mut self) -> Result<(), String> {
@@ -367,11 +341,7 @@ impl<'settings> Bench<'settings> {
             let tokens = self.tokens(0, prompt);
             let started = Instant::now();
             self.forward(&tokens)?;
-            self.values.add(
-                format!("prefill {prompt}"),
-                TOKENS,
-                f64::from(prompt) / started.elapsed().as_secs_f64(),
-            );
+            self.values.add(format!("prefill {prompt}"), TOKENS, f64::from(prompt) / started.elapsed().as_secs_f64());
         }
         let depth = self.depth();
         if depth > 0 {
@@ -379,8 +349,7 @@ impl<'settings> Bench<'settings> {
             let tokens = self.tokens(0, depth);
             self.forward(&tokens)?;
             let seconds = self.decode(self.settings.generate)?;
-            self.values
-                .add(format!("decode at depth {depth}"), TOKENS, 1.0 / seconds);
+            self.values.add(format!("decode at depth {depth}"), TOKENS, 1.0 / seconds);
         }
         self.model.reset();
         let first = self.tokens(0, 1);
@@ -403,23 +372,14 @@ impl<'settings> Bench<'settings> {
     /// Half of the layers given up and read again; KV capacity given up and taken back.
     fn elasticity(&mut self) -> Result<(), String> {
         let report = self.apply(50)?;
-        self.values
-            .add("shed of half the layers", "ms", report.took.as_secs_f64() * 1e3);
-        self.values
-            .add("shed: freed, as the kernel has it", "MiB", mib(report.freed));
-        self.values.add(
-            "shed: freed over asked",
-            "%",
-            percent(report.freed.get(), report.asked.get()),
-        );
+        self.values.add("shed of half the layers", "ms", report.took.as_secs_f64() * 1e3);
+        self.values.add("shed: freed, as the kernel has it", "MiB", mib(report.freed));
+        self.values.add("shed: freed over asked", "%", percent(report.freed.get(), report.asked.get()));
         let report = self.apply(100)?;
-        self.values
-            .add("regrow of half the layers", "ms", report.took.as_secs_f64() * 1e3);
+        self.values.add("regrow of half the layers", "ms", report.took.as_secs_f64() * 1e3);
         let kv = self.model.shape().kv;
         let small = self.model.plan().kv_capacity;
-        let more = Bytes::from_mib(self.settings.kv_mib)
-            .get()
-            .div_ceil(kv.block_bytes(KvType::F16).get().max(1));
+        let more = Bytes::from_mib(self.settings.kv_mib).get().div_ceil(kv.block_bytes(KvType::F16).get().max(1));
         let more = u32::try_from(more.saturating_mul(u64::from(kv.block_tokens.get()))).unwrap_or(u32::MAX);
         let large = Tokens::new(small.get().saturating_add(more));
         for (name, capacity) in [("grow", large), ("shrink", small)] {
@@ -427,11 +387,7 @@ impl<'settings> Bench<'settings> {
             plan.kv_capacity = capacity;
             let report = self.model.apply(&plan).map_err(|error| told(&error))?;
             let moved = report.grown.max(report.freed);
-            self.values.add(
-                format!("KV {name} of {} MiB", moved.whole_mib()),
-                "ms",
-                report.took.as_secs_f64() * 1e3,
-            );
+            self.values.add(format!("KV {name} of {} MiB", moved.whole_mib()), "ms", report.took.as_secs_f64() * 1e3);
         }
         Ok(())
     }
@@ -453,15 +409,8 @@ impl<'settings> Bench<'settings> {
             self.model.forward(&tokens, &mut watch).map_err(|error| told(&error))?;
             let held = self.model.breakdown();
             // With the context that the prompt has touched, and no more.
-            let other = held
-                .used()
-                .saturating_sub(held.workspace)
-                .saturating_add(self.rss_before);
-            self.values.add(
-                format!("prefill workspace, prompt of {length}"),
-                "MiB on the book",
-                mib(held.workspace),
-            );
+            let other = held.used().saturating_sub(held.workspace).saturating_add(self.rss_before);
+            self.values.add(format!("prefill workspace, prompt of {length}"), "MiB on the book", mib(held.workspace));
             self.values.add(
                 format!("resident beside weights, state and KV, prompt of {length}"),
                 "MiB",
@@ -530,19 +479,13 @@ impl<'settings> Bench<'settings> {
                 .peer
                 .iter()
                 .filter(|run| run.repack == repack)
-                .filter_map(|run| {
-                    run.figures
-                        .iter()
-                        .find(|figure| figure.prompt == prompt && figure.depth == depth)
-                })
+                .filter_map(|run| run.figures.iter().find(|figure| figure.prompt == prompt && figure.depth == depth))
                 .map(|figure| figure.tokens_per_s)
                 .collect();
             Some((repack, median(&values)?, values))
         };
-        let (repack, middle, values) = [of(false), of(true)]
-            .into_iter()
-            .flatten()
-            .max_by(|one, other| one.1.total_cmp(&other.1))?;
+        let (repack, middle, values) =
+            [of(false), of(true)].into_iter().flatten().max_by(|one, other| one.1.total_cmp(&other.1))?;
         let ratios: Vec<f64> = ours.iter().zip(&values).map(|(ours, peer)| ours / peer).collect();
         Some(Peer {
             repack,
@@ -592,9 +535,7 @@ impl<'settings> Bench<'settings> {
     /// # Errors
     /// When the pass fails.
     pub fn forward(&mut self, tokens: &[u32]) -> Result<Logits<'_>, String> {
-        self.model
-            .forward(tokens, &mut || Flow::Continue)
-            .map_err(|error| told(&error))
+        self.model.forward(tokens, &mut || Flow::Continue).map_err(|error| told(&error))
     }
 
     /// Opens the same file a second time, under another plan.
@@ -615,23 +556,12 @@ impl<'settings> Bench<'settings> {
     /// `count` tokens from place `from` of a text without meaning.
     pub fn tokens(&self, from: u32, count: u32) -> Vec<u32> {
         let vocabulary = self.model.vocabulary().max(1);
-        (from..from.saturating_add(count))
-            .map(|place| place.wrapping_mul(7919) % vocabulary)
-            .collect()
+        (from..from.saturating_add(count)).map(|place| place.wrapping_mul(7919) % vocabulary).collect()
     }
 
     fn depth(&self) -> u32 {
-        let room = self
-            .model
-            .plan()
-            .kv_capacity
-            .get()
-            .saturating_sub(self.settings.generate);
-        if self.settings.depth <= room {
-            self.settings.depth
-        } else {
-            0
-        }
+        let room = self.model.plan().kv_capacity.get().saturating_sub(self.settings.generate);
+        if self.settings.depth <= room { self.settings.depth } else { 0 }
     }
 }
 
@@ -651,9 +581,7 @@ fn capacity(settings: &EngineSettings, context_max: u32) -> u32 {
 
 /// `share` percent of `layers` layers, spread evenly.
 pub fn spread(layers: u32, share: u32) -> BTreeSet<u32> {
-    (0..layers)
-        .filter(|layer| (layer + 1) * share / 100 > layer * share / 100)
-        .collect()
+    (0..layers).filter(|layer| (layer + 1) * share / 100 > layer * share / 100).collect()
 }
 
 /// Size of a file; zero where it cannot be read.

@@ -115,11 +115,7 @@ impl Report {
             Column::Text("RANGE"),
         ]);
         let number = |value: f64| {
-            if value < 10.0 {
-                format!("{value:.2}")
-            } else {
-                format!("{value:.1}")
-            }
+            if value < 10.0 { format!("{value:.2}") } else { format!("{value:.1}") }
         };
         for figure in &self.figures {
             table.row([
@@ -136,11 +132,7 @@ impl Report {
                     .as_ref()
                     .map(|peer| if peer.repack { "repacked" } else { "plain" }.to_owned())
                     .unwrap_or_default(),
-                figure
-                    .peer
-                    .as_ref()
-                    .map(|peer| format!("{:.2}", peer.ratio))
-                    .unwrap_or_default(),
+                figure.peer.as_ref().map(|peer| format!("{:.2}", peer.ratio)).unwrap_or_default(),
                 figure
                     .peer
                     .as_ref()
@@ -163,10 +155,7 @@ mod tests {
     #[test]
     fn quantiles_are_values_that_were_seen() {
         let values: Vec<f64> = (1..=200).map(f64::from).collect();
-        assert_eq!(
-            (quantile(&values, 90), quantile(&values, 99)),
-            (Some(180.0), Some(198.0))
-        );
+        assert_eq!((quantile(&values, 90), quantile(&values, 99)), (Some(180.0), Some(198.0)));
         assert_eq!((quantile(&[7.0], 99), quantile(&[], 99)), (Some(7.0), None));
     }
 

@@ -36,12 +36,9 @@ impl Bench<'_> {
             let after = self.decode(self.settings.generate)?;
             let compute = f64::midpoint(before, after);
             before = after;
-            self.values
-                .add(format!("decode, {share} % resident"), TOKENS, 1.0 / seconds);
-            self.values
-                .add(format!("reading alone at {share} %"), TOKENS, 1.0 / reading);
-            self.values
-                .add(format!("computing alone beside {share} %"), TOKENS, 1.0 / compute);
+            self.values.add(format!("decode, {share} % resident"), TOKENS, 1.0 / seconds);
+            self.values.add(format!("reading alone at {share} %"), TOKENS, 1.0 / reading);
+            self.values.add(format!("computing alone beside {share} %"), TOKENS, 1.0 / compute);
             self.values.add(
                 format!("streaming efficiency at {share} %"),
                 "of max(io, compute)",
@@ -62,14 +59,10 @@ impl Bench<'_> {
         let pieces = schedule.len();
         let backend = CpuDevice(1).start().map_err(|error| told(&error))?;
         let ring = backend.ring(self.layout.ring, Backing::Now);
-        let stream = ring
-            .and_then(|ring| Stream::start(file, ring, schedule, 0))
-            .map_err(|error| told(&error))?;
+        let stream = ring.and_then(|ring| Stream::start(file, ring, schedule, 0)).map_err(|error| told(&error))?;
         let turn = || {
             for piece in 0..pieces {
-                stream
-                    .pass(piece, &mut || true)
-                    .map_err(|missing| format!("the reader alone failed: {missing:?}"))?;
+                stream.pass(piece, &mut || true).map_err(|missing| format!("the reader alone failed: {missing:?}"))?;
             }
             Ok::<(), String>(())
         };

@@ -86,11 +86,7 @@ impl SpeechBackend for Script {
     fn transcribe(&self, request: TranscribeRequest) -> BoxFuture<'_, Result<Transcript, Refusal>> {
         self.heard.lock().unwrap().push(request);
         let language = None;
-        Box::pin(async move {
-            next_turn(&self.transcripts)
-                .await
-                .map(|text| Transcript { text, language })
-        })
+        Box::pin(async move { next_turn(&self.transcripts).await.map(|text| Transcript { text, language }) })
     }
 
     fn synthesize(&self, request: SpeechRequest) -> BoxFuture<'_, Result<SpeechStream, Refusal>> {
@@ -104,10 +100,7 @@ impl SpeechBackend for Script {
                 Some(Turn::Give(chunks)) => chunks,
                 Some(Turn::Refuse(refusal)) => return Err(refusal),
             };
-            Ok(SpeechStream {
-                rate: 16_000,
-                chunks: stream::iter(chunks).boxed(),
-            })
+            Ok(SpeechStream { rate: 16_000, chunks: stream::iter(chunks).boxed() })
         })
     }
 }
@@ -141,10 +134,7 @@ impl ChatBackend for Script {
             };
             self.generating.fetch_add(1, Ordering::SeqCst);
             let alive = Alive(Arc::clone(&self.generating), Arc::clone(&self.dropped));
-            let end = ChatEvent::Finished {
-                reason: FinishReason::Stop,
-                usage: Usage::default(),
-            };
+            let end = ChatEvent::Finished { reason: FinishReason::Stop, usage: Usage::default() };
             Ok(stream::iter(steps)
                 .then(|step| async {
                     match step {
@@ -204,27 +194,17 @@ pub(super) async fn served(settings: Settings) -> Served {
     // What the voice said of itself in an earlier run.
     let voice = TtsProgram {
         voices: vec![Model {
-            artifact: Artifact {
-                name: "slt".to_owned(),
-                installed: true,
-                ..Artifact::default()
-            },
+            artifact: Artifact { name: "slt".to_owned(), installed: true, ..Artifact::default() },
             languages: vec!["en-US".to_owned()],
             speakers: Vec::new(),
         }],
         ..TtsProgram::default()
     };
-    let said = Info {
-        tts: vec![voice],
-        ..Info::default()
-    };
+    let said = Info { tts: vec![voice], ..Info::default() };
     let path = folder.path().join(INFO_FILE);
     std::fs::write(&path, json!({ "tts": said }).to_string()).unwrap();
-    let parts = info_cache::Parts {
-        tts: Some("tts".to_owned()),
-        llm: Some("demo".to_owned()),
-        ..info_cache::Parts::default()
-    };
+    let parts =
+        info_cache::Parts { tts: Some("tts".to_owned()), llm: Some("demo".to_owned()), ..info_cache::Parts::default() };
     let (mut api, _) = Api::new(backends, settings, None);
     let (cache, _) = InfoCache::open(parts, Some(path));
     Arc::get_mut(&mut api.0).unwrap().cache = cache;
@@ -232,22 +212,14 @@ pub(super) async fn served(settings: Settings) -> Served {
     let server = Server::bind(&endpoint, ServerLimits::default()).await.unwrap();
     let stop = CancellationToken::new();
     tokio::spawn(server.run(api, stop.clone()));
-    Served {
-        folder,
-        script,
-        metrics,
-        stop,
-    }
+    Served { folder, script, metrics, stop }
 }
 
 impl Served {
     pub(super) async fn connect(&self) -> Client {
         let stream = UnixStream::connect(self.folder.path().join("api.sock")).await.unwrap();
         let (reader, writer) = stream.into_split();
-        Client {
-            reader: FrameReader::new(reader, FrameLimits::default()),
-            writer,
-        }
+        Client { reader: FrameReader::new(reader, FrameLimits::default()), writer }
     }
 
     pub(super) fn hears(&self, text: &str) {
@@ -263,10 +235,7 @@ impl Served {
     pub(super) fn asked(&self) -> Vec<String> {
         let asked = self.script.asked.lock().unwrap();
         let messages = asked.last().unwrap().prompt.messages();
-        messages
-            .iter()
-            .map(|message: &ChatMessage| message.content.clone())
-            .collect()
+        messages.iter().map(|message: &ChatMessage| message.content.clone()).collect()
     }
 }
 
@@ -320,18 +289,11 @@ impl Client {
 }
 
 pub(super) fn audio_start(format: AudioFormat) -> Event {
-    Event::AudioStart(AudioStart {
-        format,
-        timestamp: None,
-    })
+    Event::AudioStart(AudioStart { format, timestamp: None })
 }
 
 pub(super) fn chunk(format: AudioFormat, audio: Vec<u8>) -> Event {
-    Event::AudioChunk(AudioChunk {
-        format,
-        timestamp: None,
-        audio,
-    })
+    Event::AudioChunk(AudioChunk { format, timestamp: None, audio })
 }
 
 pub(super) fn asks(text: &str, conversation: Option<&str>) -> Event {
@@ -343,10 +305,7 @@ pub(super) fn asks(text: &str, conversation: Option<&str>) -> Event {
 }
 
 pub(super) fn pipeline(start: &str, end: &str) -> Event {
-    Event::RunPipeline(RunPipeline {
-        start_stage: start.to_owned(),
-        end_stage: end.to_owned(),
-    })
+    Event::RunPipeline(RunPipeline { start_stage: start.to_owned(), end_stage: end.to_owned() })
 }
 
 pub(super) fn kinds(frames: &[Frame]) -> Vec<&str> {

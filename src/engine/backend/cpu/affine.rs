@@ -92,11 +92,7 @@ mod tests {
         let reference = product(Isa::Baseline, &bytes(&weight), copy);
         assert!((f64::from(reference) - expected).abs() < 1e-4, "{reference} {expected}");
         for &isa in Isa::available() {
-            assert_eq!(
-                product(isa, &bytes(&weight), copy).to_bits(),
-                reference.to_bits(),
-                "{isa:?}"
-            );
+            assert_eq!(product(isa, &bytes(&weight), copy).to_bits(), reference.to_bits(), "{isa:?}");
         }
     }
 

@@ -77,22 +77,13 @@ pub(crate) fn attend<'op>(
         let angles = &rotary[row * spec.rotary..(row + 1) * spec.rotary];
         // SAFETY: each row is one item.
         let queries = unsafe { query.slice(row * query_row, query_row) };
-        let factor = job
-            .temperature
-            .map_or(1.0, |temperature| temperature.at(position + row));
+        let factor = job.temperature.map_or(1.0, |temperature| temperature.at(position + row));
         for value in queries.iter_mut().filter(|_| factor != 1.0) {
             *value *= factor;
         }
         add_bias(queries, query_bias);
         for head in queries.chunks_exact_mut(query_step) {
-            ready_head(
-                isa,
-                &mut head[..dim],
-                query_norm,
-                epsilon,
-                angles,
-                spec.pairing == Pairing::Adjacent,
-            );
+            ready_head(isa, &mut head[..dim], query_norm, epsilon, angles, spec.pairing == Pairing::Adjacent);
         }
         // SAFETY: each row is one item.
         let keys = unsafe { key.slice(row * key_row, key_row) };
@@ -107,10 +98,9 @@ pub(crate) fn attend<'op>(
         for head in 0..kv_heads {
             let values = &value[row * key_row + head * dim..][..dim];
             let value_bias = value_bias.map(|bias| &bias[head * dim..][..dim]);
-            for (part, source, bias) in [
-                (Part::Key, &keys[head * dim..][..dim], None),
-                (Part::Value, values, value_bias),
-            ] {
+            for (part, source, bias) in
+                [(Part::Key, &keys[head * dim..][..dim], None), (Part::Value, values, value_bias)]
+            {
                 let offset = offset(part, head) + (token % block_tokens) * row_bytes;
                 if let Some(target) = block.range(offset, row_bytes) {
                     // SAFETY: each token has a place of its own in the block, this row's item alone writes it, nobody
@@ -129,11 +119,7 @@ pub(crate) fn attend<'op>(
     let group = heads / kv_heads;
     let rows_per_item = (QUERIES_PER_ITEM / group).max(1);
     let tiles = rows.div_ceil(rows_per_item);
-    let together = if tiles * kv_heads >= pool.threads() {
-        group.min(QUERIES_PER_ITEM)
-    } else {
-        1
-    };
+    let together = if tiles * kv_heads >= pool.threads() { group.min(QUERIES_PER_ITEM) } else { 1 };
     let parts = group.div_ceil(together);
     let scratch_of = scratch_elements(dim);
     pool.run_by_thread(tiles * kv_heads * parts, &|thread, item| {
@@ -227,11 +213,7 @@ struct Block<'op> {
 
 impl<'op> Blocks<'op> {
     fn block(&self, index: usize) -> Option<Block<'op>> {
-        Some(Block {
-            space: self.space,
-            start: self.places.get(index)? * self.len,
-            len: self.len,
-        })
+        Some(Block { space: self.space, start: self.places.get(index)? * self.len, len: self.len })
     }
 }
 

@@ -217,10 +217,7 @@ unsafe fn heads(row: *const u8, bytes: usize, at: [usize; LANES]) -> (__m128, __
     let head = |lane: usize| unsafe { row.add(at[lane] * bytes).cast::<i32>().read_unaligned() };
     let both = _mm256_cvtph_ps(_mm_set_epi32(head(3), head(2), head(1), head(0)));
     let (low, high) = (_mm256_castps256_ps128(both), _mm256_extractf128_ps::<1>(both));
-    (
-        _mm_shuffle_ps::<0b10_00_10_00>(low, high),
-        _mm_shuffle_ps::<0b11_01_11_01>(low, high),
-    )
+    (_mm_shuffle_ps::<0b10_00_10_00>(low, high), _mm_shuffle_ps::<0b11_01_11_01>(low, high))
 }
 
 /// Scales of some Q6_K blocks of a row.
@@ -291,10 +288,8 @@ unsafe fn unpack_q4k(block: *const u8) -> Block {
     for half in 0..2 {
         // SAFETY: 128 bytes of quants follow the 16 bytes of scales.
         let both = unsafe { _mm512_loadu_si512(block.add(16 + 64 * half).cast()) };
-        [quants[2 * half], quants[2 * half + 1]] = in_order(
-            _mm512_and_si512(both, low),
-            _mm512_and_si512(_mm512_srli_epi16::<4>(both), low),
-        );
+        [quants[2 * half], quants[2 * half + 1]] =
+            in_order(_mm512_and_si512(both, low), _mm512_and_si512(_mm512_srli_epi16::<4>(both), low));
     }
     // SAFETY: the block's head.
     unsafe { with_head(block, quants) }
@@ -314,21 +309,13 @@ unsafe fn unpack_q5k(block: *const u8) -> Block {
         // SAFETY: 128 bytes of quants follow.
         let both = unsafe { _mm512_loadu_si512(block.add(48 + 64 * half).cast()) };
         // Bit j of a byte belongs to the j-th run of 32 weights: runs 4h and 4h+2 here, 4h+1 and 4h+3 below.
-        let shift = _mm512_add_epi64(
-            _mm512_set_epi64(2, 2, 2, 2, 0, 0, 0, 0),
-            _mm512_set1_epi64(4 * i64::from(half == 1)),
-        );
+        let shift =
+            _mm512_add_epi64(_mm512_set_epi64(2, 2, 2, 2, 0, 0, 0, 0), _mm512_set1_epi64(4 * i64::from(half == 1)));
         let even = _mm512_and_si512(_mm512_srlv_epi64(fifth, shift), one);
-        let odd = _mm512_and_si512(
-            _mm512_srlv_epi64(fifth, _mm512_add_epi64(shift, _mm512_set1_epi64(1))),
-            one,
-        );
+        let odd = _mm512_and_si512(_mm512_srlv_epi64(fifth, _mm512_add_epi64(shift, _mm512_set1_epi64(1))), one);
         [quants[2 * half], quants[2 * half + 1]] = in_order(
             _mm512_or_si512(_mm512_and_si512(both, low), _mm512_slli_epi16::<4>(even)),
-            _mm512_or_si512(
-                _mm512_and_si512(_mm512_srli_epi16::<4>(both), low),
-                _mm512_slli_epi16::<4>(odd),
-            ),
+            _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi16::<4>(both), low), _mm512_slli_epi16::<4>(odd)),
         );
     }
     // SAFETY: the block's head.
@@ -339,10 +326,7 @@ unsafe fn unpack_q5k(block: *const u8) -> Block {
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn in_order(even: __m512i, odd: __m512i) -> [__m512i; 2] {
-    [
-        _mm512_shuffle_i64x2::<0x44>(even, odd),
-        _mm512_shuffle_i64x2::<0xee>(even, odd),
-    ]
+    [_mm512_shuffle_i64x2::<0x44>(even, odd), _mm512_shuffle_i64x2::<0xee>(even, odd)]
 }
 
 /// Scales and minimums of Q4_K and Q5_K: eight of six bits each in twelve bytes.
@@ -365,11 +349,7 @@ unsafe fn with_head(block: *const u8, quants: [__m512i; 4]) -> Block {
             scales,
         )
     };
-    Block {
-        quants,
-        scales: [pick(0), pick(2), pick(4), pick(6)],
-        mins,
-    }
+    Block { quants, scales: [pick(0), pick(2), pick(4), pick(6)], mins }
 }
 
 /// # Safety
@@ -405,11 +385,7 @@ unsafe fn unpack_q6k(block: *const u8) -> Block {
         let index = _mm512_inserti32x4::<2>(index, quarter(2));
         _mm512_permutexvar_epi16(_mm512_inserti32x4::<3>(index, quarter(3)), wide)
     };
-    Block {
-        quants,
-        scales: [pick(0), pick(4), pick(8), pick(12)],
-        mins: scales,
-    }
+    Block { quants, scales: [pick(0), pick(4), pick(8), pick(12)], mins: scales }
 }
 
 macro_rules! small_rows {

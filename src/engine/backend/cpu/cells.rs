@@ -202,11 +202,7 @@ unsafe fn convert_some(isa: Isa, kinds: (KvType, KvType), dim: usize, start: *mu
 pub(super) fn row_bytes(kind: KvType, dim: usize) -> usize {
     let rest = dim % SHARE_A_SCALE;
     let whole = dim / SHARE_A_SCALE * group_bytes(kind, SHARE_A_SCALE);
-    if rest == 0 {
-        whole
-    } else {
-        whole + group_bytes(kind, rest)
-    }
+    if rest == 0 { whole } else { whole + group_bytes(kind, rest) }
 }
 
 #[inline(always)]
@@ -384,9 +380,7 @@ pub(super) fn to_half(x: f32) -> u16 {
     let magnitude = bits & 0x7fff_ffff;
     let odd = (magnitude >> 13) & 1;
     let normal = magnitude.wrapping_sub(112 << 23).wrapping_add(0xfff + odd) >> 13;
-    let small = (f32::from_bits(magnitude) + f32::from_bits(SUBNORMAL))
-        .to_bits()
-        .wrapping_sub(SUBNORMAL);
+    let small = (f32::from_bits(magnitude) + f32::from_bits(SUBNORMAL)).to_bits().wrapping_sub(SUBNORMAL);
     let half = if magnitude < NORMAL { small } else { normal };
     let half = if magnitude > 0x7f80_0000 { 0x7e00 } else { half };
     let [low, high, ..] = (half | ((bits >> 16) & 0x8000)).to_le_bytes();
@@ -461,19 +455,7 @@ mod tests {
 
     #[test]
     fn halves_are_made_as_the_half_crate_makes_them() {
-        let special = [
-            0.0,
-            -0.0,
-            1.0,
-            65504.0,
-            65519.0,
-            6.1e-5,
-            6.0e-8,
-            2.9e-8,
-            2.98e-8,
-            1e-30,
-            f32::MIN_POSITIVE,
-        ];
+        let special = [0.0, -0.0, 1.0, 65504.0, 65519.0, 6.1e-5, 6.0e-8, 2.9e-8, 2.98e-8, 1e-30, f32::MIN_POSITIVE];
         let spread = (0u32..200_000).map(|at| f32::from_bits(at.wrapping_mul(21_503) % 0x4780_0000));
         for x in special.into_iter().chain(spread).flat_map(|x| [x, -x]) {
             let right = half::f16::from_f32(x.clamp(-HALF_MAX, HALF_MAX)).to_bits();
@@ -514,10 +496,7 @@ mod tests {
         for dim in [24, 64, 80] {
             for rows in [1, 2, 3, 100, 1500] {
                 let source = numbers(rows * dim, 7);
-                for (from, to) in KvType::ALL
-                    .into_iter()
-                    .flat_map(|from| KvType::ALL.map(|to| (from, to)))
-                {
+                for (from, to) in KvType::ALL.into_iter().flat_map(|from| KvType::ALL.map(|to| (from, to))) {
                     let before = stored(Isa::detect(), from, dim, &source);
                     let expected = stored(Isa::detect(), to, dim, &read(Isa::detect(), from, dim, &before));
                     for threads in [1, 3] {
@@ -529,22 +508,13 @@ mod tests {
                         // SAFETY: open, and nobody else has it.
                         unsafe { std::ptr::copy_nonoverlapping(before.as_ptr(), start, before.len()) };
                         let mut pool = Pool::new(threads).unwrap();
-                        let job = Convert {
-                            space,
-                            rows,
-                            elements: dim,
-                            from,
-                            to,
-                        };
+                        let job = Convert { space, rows, elements: dim, from, to };
                         let access = Access::new(&mut owner);
                         let space = access.region(&job.space).unwrap();
                         convert(&mut pool, Isa::detect(), &job, space).unwrap();
                         // SAFETY: as above.
                         let after = unsafe { std::slice::from_raw_parts(start, expected.len()) };
-                        assert!(
-                            after == expected,
-                            "{from} to {to}, {rows} rows of {dim}, {threads} threads"
-                        );
+                        assert!(after == expected, "{from} to {to}, {rows} rows of {dim}, {threads} threads");
                     }
                 }
             }

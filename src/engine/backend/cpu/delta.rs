@@ -73,11 +73,7 @@ pub(crate) fn delta<'op>(
     });
 
     let state = Share::new(access.write(&job.state)?);
-    let (alpha, beta, gate) = (
-        access.read(&job.alpha)?,
-        access.read(&job.beta)?,
-        access.read(&job.gate)?,
-    );
+    let (alpha, beta, gate) = (access.read(&job.alpha)?, access.read(&job.beta)?, access.read(&job.gate)?);
     let (decays, biases) = (access.read(&job.decay)?, access.read(&job.decay_bias)?);
     let norm = access.read(&job.norm)?;
     pool.run(value_heads, &|head| {
@@ -112,9 +108,7 @@ pub(crate) fn delta<'op>(
                 strengths: &strengths,
             };
             // SAFETY: each head of each row is written by one item; the inputs that were here are used up.
-            apply(isa, state, &steps, |at| unsafe {
-                mixed.slice((from + first + at) * values + head * dim, dim)
-            });
+            apply(isa, state, &steps, |at| unsafe { mixed.slice((from + first + at) * values + head * dim, dim) });
             for row in first..first + count {
                 // SAFETY: as above.
                 let out = unsafe { mixed.slice((from + row) * values + head * dim, dim) };
@@ -230,11 +224,7 @@ mod tests {
     /// State and outputs after `tokens` tokens, of which `together` are handed over at once.
     fn run(isa: Isa, dim: usize, tokens: usize, together: usize) -> (Vec<f32>, Vec<f32>) {
         let mut state = numbers(dim * dim, 1);
-        let (queries, keys, values) = (
-            numbers(tokens * dim, 2),
-            numbers(tokens * dim, 3),
-            numbers(tokens * dim, 4),
-        );
+        let (queries, keys, values) = (numbers(tokens * dim, 2), numbers(tokens * dim, 3), numbers(tokens * dim, 4));
         let mut out = vec![0.0; tokens * dim];
         for first in (0..tokens).step_by(together) {
             let some = first * dim..tokens.min(first + together) * dim;
@@ -250,9 +240,7 @@ mod tests {
             };
             let share = Share::new(&mut out);
             // SAFETY: one token after the other.
-            apply(isa, &mut state, &steps, |at| unsafe {
-                share.slice((first + at) * dim, dim)
-            });
+            apply(isa, &mut state, &steps, |at| unsafe { share.slice((first + at) * dim, dim) });
         }
         (state, out)
     }

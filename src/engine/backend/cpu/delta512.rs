@@ -79,10 +79,7 @@ unsafe fn dots(vector: *const f32, first: &[__m512; PARTS], second: &[__m512; PA
         _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps::<1>(all))
     };
     let (a, b) = (eight(a), eight(b));
-    let four = _mm256_add_ps(
-        _mm256_permute2f128_ps::<0x20>(a, b),
-        _mm256_permute2f128_ps::<0x31>(a, b),
-    );
+    let four = _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(a, b), _mm256_permute2f128_ps::<0x31>(a, b));
     let two = _mm256_add_ps(four, _mm256_permute_ps::<0b11_10>(four));
     let one = _mm256_add_ps(two, _mm256_movehdup_ps(two));
     (_mm256_cvtss_f32(one), _mm_cvtss_f32(_mm256_extractf128_ps::<1>(one)))

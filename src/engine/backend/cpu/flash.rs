@@ -52,10 +52,7 @@ impl<'memory> Scratch<'memory> {
 /// One block of at most [`TOKENS_MAX`] tokens, the first of which is `start`, for all queries.
 ///
 /// `keys` and `values` bring it to `f32`, token by token: this is all that knows how the cache keeps them.
-#[expect(
-    clippy::too_many_arguments,
-    reason = "the kinds of things that a block is attended with"
-)]
+#[expect(clippy::too_many_arguments, reason = "the kinds of things that a block is attended with")]
 pub(crate) fn step(
     scratch: &mut Scratch<'_>,
     isa: Isa,
@@ -67,17 +64,10 @@ pub(crate) fn step(
     walks: &mut [Walk<'_>],
 ) {
     let (start, count) = (tokens.start, tokens.len().min(TOKENS_MAX));
-    let Scratch {
-        wide,
-        keys: turned,
-        scores,
-    } = scratch;
+    let Scratch { wide, keys: turned, scores } = scratch;
     keys(&mut wide[..count * dim]);
     turn(isa, &wide[..count * dim], dim, &mut turned[..TOKENS_MAX * dim]);
-    for (walks, scores) in walks
-        .chunks(QUERIES_TOGETHER)
-        .zip(scores.chunks_mut(QUERIES_TOGETHER * TOKENS_MAX))
-    {
+    for (walks, scores) in walks.chunks(QUERIES_TOGETHER).zip(scores.chunks_mut(QUERIES_TOGETHER * TOKENS_MAX)) {
         let reach = walks.iter().map(|walk| walk.reach(start, count)).max().unwrap_or(0);
         score(isa, walks, &turned[..TOKENS_MAX * dim], reach, scores);
     }
@@ -90,23 +80,10 @@ pub(crate) fn step(
         }
         // Nothing was seen before the first block, and `exp` does not reach zero.
         let fresh = start <= walk.seen.start;
-        soften(
-            isa,
-            scores,
-            scale,
-            first,
-            end,
-            fresh,
-            &mut walk.max,
-            &mut walk.weight,
-            walk.sum,
-        );
+        soften(isa, scores, scale, first, end, fresh, &mut walk.max, &mut walk.weight, walk.sum);
     }
     values(&mut wide[..count * dim]);
-    for (walks, scores) in walks
-        .chunks_mut(QUERIES_TOGETHER)
-        .zip(scores.chunks(QUERIES_TOGETHER * TOKENS_MAX))
-    {
+    for (walks, scores) in walks.chunks_mut(QUERIES_TOGETHER).zip(scores.chunks(QUERIES_TOGETHER * TOKENS_MAX)) {
         let reach = walks.iter().map(|walk| walk.reach(start, count)).max().unwrap_or(0);
         weigh(isa, walks, &wide[..reach * dim], scores);
     }
@@ -258,11 +235,7 @@ mod tests {
 
     /// Attention of the queries whose indices are given, each of which sees the tokens up to its own, at most `window`.
     fn attend(isa: Isa, dim: usize, total: usize, window: usize, which: Range<usize>) -> Vec<Vec<f32>> {
-        let (queries, keys, values) = (
-            numbers(total * dim, 1),
-            numbers(total * dim, 2),
-            numbers(total * dim, 3),
-        );
+        let (queries, keys, values) = (numbers(total * dim, 1), numbers(total * dim, 2), numbers(total * dim, 3));
         let mut outs = vec![vec![0.0; dim]; which.len()];
         let end = which.end;
         let mut walks: Vec<Walk<'_>> = which
@@ -277,16 +250,7 @@ mod tests {
         for start in (0..end).step_by(TOKENS_MAX) {
             let tokens = start..end.min(start + TOKENS_MAX);
             let part = |all: &[f32], out: &mut [f32]| out.copy_from_slice(&all[start * dim..][..out.len()]);
-            step(
-                &mut scratch,
-                isa,
-                dim,
-                0.5,
-                tokens,
-                |out| part(&keys, out),
-                |out| part(&values, out),
-                &mut walks,
-            );
+            step(&mut scratch, isa, dim, 0.5, tokens, |out| part(&keys, out), |out| part(&values, out), &mut walks);
         }
         for walk in walks {
             walk.finish(isa);
@@ -296,18 +260,13 @@ mod tests {
 
     /// The plain formula in `f64`.
     fn expected(dim: usize, total: usize, window: usize, row: usize) -> Vec<f64> {
-        let (queries, keys, values) = (
-            numbers(total * dim, 1),
-            numbers(total * dim, 2),
-            numbers(total * dim, 3),
-        );
+        let (queries, keys, values) = (numbers(total * dim, 1), numbers(total * dim, 2), numbers(total * dim, 3));
         let seen = (row + 1).saturating_sub(window)..row + 1;
         let weights: Vec<f64> = seen
             .clone()
             .map(|token| {
-                let dot: f64 = (0..dim)
-                    .map(|at| f64::from(queries[row * dim + at]) * f64::from(keys[token * dim + at]))
-                    .sum();
+                let dot: f64 =
+                    (0..dim).map(|at| f64::from(queries[row * dim + at]) * f64::from(keys[token * dim + at])).sum();
                 (0.5 * dot).exp()
             })
             .collect();
@@ -326,14 +285,7 @@ mod tests {
 
     #[test]
     fn attention_is_the_formula_for_any_set_of_instructions_and_any_number_of_queries() {
-        for (dim, window) in [
-            (8, usize::MAX),
-            (24, 70),
-            (64, 5),
-            (80, usize::MAX),
-            (128, 64),
-            (256, usize::MAX),
-        ] {
+        for (dim, window) in [(8, usize::MAX), (24, 70), (64, 5), (80, usize::MAX), (128, 64), (256, usize::MAX)] {
             let total = 150;
             let reference = attend(Isa::Baseline, dim, total, window, 0..total);
             for (row, out) in reference.iter().enumerate() {

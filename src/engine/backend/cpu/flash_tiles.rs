@@ -91,12 +91,7 @@ pub(super) unsafe fn score(walks: &[Walk<'_>], keys: &[f32], reach: usize, score
         // SAFETY: as many queries as said, each of `dim` elements, and as many rows of scores; a group of tokens is there.
         unsafe {
             let (keys, scores) = (keys.as_ptr().add(first), scores.as_mut_ptr().add(first));
-            for_queries!(walks.len(), |at| score_tile(
-                &walks[at..],
-                keys,
-                dim,
-                scores.add(at * TOKENS_MAX)
-            ));
+            for_queries!(walks.len(), |at| score_tile(&walks[at..], keys, dim, scores.add(at * TOKENS_MAX)));
         }
     }
 }
@@ -304,14 +299,9 @@ pub(super) fn square(rows: [Native; WIDTH]) -> [Native; WIDTH] {
     let (mut quads, mut columns) = ([zero(); WIDTH], [zero(); WIDTH]);
     for half in 0..2 {
         let at = 4 * half;
-        let (low, high) = (
-            _mm256_unpacklo_ps(rows[at], rows[at + 1]),
-            _mm256_unpackhi_ps(rows[at], rows[at + 1]),
-        );
-        let (low2, high2) = (
-            _mm256_unpacklo_ps(rows[at + 2], rows[at + 3]),
-            _mm256_unpackhi_ps(rows[at + 2], rows[at + 3]),
-        );
+        let (low, high) = (_mm256_unpacklo_ps(rows[at], rows[at + 1]), _mm256_unpackhi_ps(rows[at], rows[at + 1]));
+        let (low2, high2) =
+            (_mm256_unpacklo_ps(rows[at + 2], rows[at + 3]), _mm256_unpackhi_ps(rows[at + 2], rows[at + 3]));
         // Half h of number c is column 4 h + c of four rows.
         quads[at] = _mm256_shuffle_ps::<0x44>(low, low2);
         quads[at + 1] = _mm256_shuffle_ps::<0xee>(low, low2);

@@ -118,9 +118,7 @@ pub(crate) fn softplus(x: f32) -> f32 {
 /// Whether none is infinite or not a number; in stretches, so that looking at a large vocabulary takes some µs.
 pub(crate) fn all_finite(values: &[f32]) -> bool {
     let magnitude = |x: &f32| x.to_bits() & 0x7fff_ffff;
-    values
-        .chunks(1024)
-        .all(|part| part.iter().map(magnitude).fold(0, u32::max) < f32::INFINITY.to_bits())
+    values.chunks(1024).all(|part| part.iter().map(magnitude).fold(0, u32::max) < f32::INFINITY.to_bits())
 }
 
 kernel! {

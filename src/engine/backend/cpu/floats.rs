@@ -156,21 +156,14 @@ macro_rules! products {
                 if whole < width {
                     for at in 0..R {
                         // SAFETY: columns of a row.
-                        let xs = rest(width - whole, |column| unsafe {
-                            element::<KIND>(weights[at], whole + column)
-                        });
+                        let xs = rest(width - whole, |column| unsafe { element::<KIND>(weights[at], whole + column) });
                         for ahead in 0..N {
                             // SAFETY: columns of a token.
-                            let ys = rest(width - whole, |column| unsafe {
-                                *tokens[ahead].add(whole + column)
-                            });
+                            let ys = rest(width - whole, |column| unsafe { *tokens[ahead].add(whole + column) });
                             for part in 0..PARTS {
                                 // SAFETY: a register of the lanes.
                                 let (x, y) = unsafe {
-                                    (
-                                        $load(xs.as_ptr().add(part * WIDTH)),
-                                        $load(ys.as_ptr().add(part * WIDTH)),
-                                    )
+                                    ($load(xs.as_ptr().add(part * WIDTH)), $load(ys.as_ptr().add(part * WIDTH)))
                                 };
                                 sums[ahead][at][part] = $fma(sums[ahead][at][part], x, y);
                             }
@@ -188,10 +181,8 @@ macro_rules! products {
             #[target_feature(enable = $features)]
             unsafe fn many<const KIND: u8>(rows: &Rows<'_>) {
                 // They are set where they are used: most calls are for few rows or tokens.
-                let (mut weights, mut sums) = (
-                    MaybeUninit::<Aligned>::uninit(),
-                    MaybeUninit::<[[Sum; GROUPS]; TOKENS]>::uninit(),
-                );
+                let (mut weights, mut sums) =
+                    (MaybeUninit::<Aligned>::uninit(), MaybeUninit::<[[Sum; GROUPS]; TOKENS]>::uninit());
                 // SAFETY: a field of a value that is there.
                 let wide: *mut f32 = unsafe { &raw mut (*weights.as_mut_ptr()).0 }.cast();
                 let (count, all) = (rows.weights.len() / rows.row_bytes.max(1), rows.columns);
@@ -221,11 +212,7 @@ macro_rules! products {
                         }
                         let mut at = 0;
                         while at < here {
-                            let step = if here - at < $tokens {
-                                3.min(here - at)
-                            } else {
-                                $tokens
-                            };
+                            let step = if here - at < $tokens { 3.min(here - at) } else { $tokens };
                             let place = |ahead: usize| token::<KIND>(rows, from + at + ahead).wrapping_add(start);
                             for group in (0..groups).step_by($rows) {
                                 let weights = wide.wrapping_add(group * TOGETHER * COLUMNS);
@@ -287,9 +274,7 @@ macro_rules! products {
                         break;
                     }
                     // SAFETY: columns of a token.
-                    let ys = rest(width - whole, |column| unsafe {
-                        *tokens[ahead].add(whole + column)
-                    });
+                    let ys = rest(width - whole, |column| unsafe { *tokens[ahead].add(whole + column) });
                     for at in 0..$rows {
                         for part in 0..PARTS {
                             // SAFETY: a register of the lanes, and of the row.
@@ -339,15 +324,11 @@ macro_rules! products {
                         let to = to.add((column - columns.start) * TOGETHER);
                         if column + LANES <= columns.end {
                             for part in 0..PARTS {
-                                $store(
-                                    to.add(part * WIDTH),
-                                    register::<KIND>(from, column + part * WIDTH),
-                                );
+                                $store(to.add(part * WIDTH), register::<KIND>(from, column + part * WIDTH));
                             }
                         } else {
-                            to.cast::<[f32; LANES]>().write(rest(columns.end - column, |at| {
-                                element::<KIND>(from, column + at)
-                            }));
+                            to.cast::<[f32; LANES]>()
+                                .write(rest(columns.end - column, |at| element::<KIND>(from, column + at)));
                         }
                     }
                 }

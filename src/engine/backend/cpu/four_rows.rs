@@ -72,10 +72,7 @@ impl Constants {
         let lower = _mm512_srlv_epi32(_mm512_shuffle_epi32::<0b11_11_11_11>(heads), self.third);
         let last = _mm512_or_si512(_mm512_and_si512(lower, self.low), upper);
         let mins = _mm512_unpackhi_epi32(first, last);
-        (
-            _mm512_unpacklo_epi32(first, last),
-            _mm512_unpacklo_epi8(mins, _mm512_setzero_si512()),
-        )
+        (_mm512_unpacklo_epi32(first, last), _mm512_unpacklo_epi8(mins, _mm512_setzero_si512()))
     }
 
     /// The total of one block, in sixteen lanes. `scales` are those of its row in each 128 bits.
@@ -188,10 +185,8 @@ unsafe fn products(
         // The first word of a head is the scale of its scales and that of its minimums, in halves.
         let both = _mm256_cvtph_ps(firsts(heads));
         let (low, high) = (_mm256_castps256_ps128(both), _mm256_extractf128_ps::<1>(both));
-        let (scale, min_scale) = (
-            _mm_shuffle_ps::<0b10_00_10_00>(low, high),
-            _mm_shuffle_ps::<0b11_01_11_01>(low, high),
-        );
+        let (scale, min_scale) =
+            (_mm_shuffle_ps::<0b10_00_10_00>(low, high), _mm_shuffle_ps::<0b11_01_11_01>(low, high));
         // The sums of each fourth block, in turn.
         let next = |sums: [__m128; 4], total, scale| {
             let sum = _mm_fmadd_ps(_mm_cvtepi32_ps(total), _mm_mul_ps(scale, factor), sums[0]);

@@ -58,8 +58,7 @@ impl Isa {
     pub(crate) fn available() -> &'static [Self] {
         AVAILABLE.get_or_init(|| {
             let sets = Self::ALL.iter().copied();
-            sets.filter(|set| set.is_reported() && set.instruction().is_none_or(survives))
-                .collect()
+            sets.filter(|set| set.is_reported() && set.instruction().is_none_or(survives)).collect()
         })
     }
 

@@ -62,14 +62,7 @@ impl Kernels {
     }
 }
 
-const BASELINE: Kernels = Kernels {
-    products: &[],
-    widen: None,
-    turn: None,
-    score: None,
-    weigh: None,
-    delta: None,
-};
+const BASELINE: Kernels = Kernels { products: &[], widen: None, turn: None, score: None, weigh: None, delta: None };
 
 #[cfg(target_arch = "aarch64")]
 static DOTPROD: Kernels = Kernels {
@@ -126,10 +119,7 @@ static AVX2: Kernels = Kernels {
 };
 
 #[cfg(target_arch = "x86_64")]
-static AVX_VNNI: Kernels = Kernels {
-    products: &products256!(u::AvxVnni),
-    ..AVX2
-};
+static AVX_VNNI: Kernels = Kernels { products: &products256!(u::AvxVnni), ..AVX2 };
 
 #[cfg(target_arch = "x86_64")]
 static AVX512: Kernels = Kernels {

@@ -78,16 +78,12 @@ impl<'job> Task<'job> {
         (floats, copied, copies): (&'job [f32], &'job [u8], &Copies),
         tokens: usize,
     ) -> Result<Self, DeviceError> {
-        let &Product {
-            dtype, rows, columns, ..
-        } = product;
+        let &Product { dtype, rows, columns, .. } = product;
         let row_bytes = columns / dtype.block_size() * dtype.type_size();
         let (start, copy_step) = place(copies, Format::of(dtype), columns);
         let copied = copied.get(start..start + tokens * copy_step);
-        let (Some(copied), true) = (
-            copied,
-            weights.len() >= rows * row_bytes && floats.len() >= tokens * columns,
-        ) else {
+        let (Some(copied), true) = (copied, weights.len() >= rows * row_bytes && floats.len() >= tokens * columns)
+        else {
             return Err(DeviceError::new("a weight or an activation is cut".to_owned()));
         };
         Ok(Self {
@@ -287,11 +283,7 @@ mod tests {
             let input = &input[token * columns..][..columns];
             let alone = multiplied(isa, dtype, &bytes, input, columns, 1);
             for row in 0..rows {
-                assert_eq!(
-                    out[row].to_bits(),
-                    alone[row].to_bits(),
-                    "{isa:?} {dtype:?} row {row} token {token}"
-                );
+                assert_eq!(out[row].to_bits(), alone[row].to_bits(), "{isa:?} {dtype:?} row {row} token {token}");
             }
             let expected = multiplied(Isa::Baseline, dtype, &bytes, input, columns, 1);
             for (row, (got, expected)) in out.iter().zip(expected).enumerate() {
@@ -329,15 +321,8 @@ mod tests {
             types: [dtype].into_iter().collect(),
         };
         let mut out = vec![0.0; tokens * (rows + 3)];
-        let product = Product {
-            weight: buffer.from(0),
-            dtype,
-            rows,
-            columns,
-            out: buffer.from(0),
-            stride: rows + 3,
-            first: 2,
-        };
+        let product =
+            Product { weight: buffer.from(0), dtype, rows, columns, out: buffer.from(0), stride: rows + 3, first: 2 };
         let copied = Access::new(&mut owner).read_bytes(&copies.memory).unwrap();
         let from = (input, copied, &copies);
         let task = Task::new(&product, bytes, Share::new(&mut out), from, tokens).unwrap();
@@ -358,14 +343,8 @@ mod tests {
         }
         match dtype {
             GgmlDType::F32 => weights.iter().flat_map(|x| x.to_le_bytes()).collect(),
-            GgmlDType::F16 => weights
-                .iter()
-                .flat_map(|x| half::f16::from_f32(*x).to_le_bytes())
-                .collect(),
-            GgmlDType::BF16 => weights
-                .iter()
-                .flat_map(|x| half::bf16::from_f32(*x).to_le_bytes())
-                .collect(),
+            GgmlDType::F16 => weights.iter().flat_map(|x| half::f16::from_f32(*x).to_le_bytes()).collect(),
+            GgmlDType::BF16 => weights.iter().flat_map(|x| half::bf16::from_f32(*x).to_le_bytes()).collect(),
             GgmlDType::Q4_0 => blocks::<BlockQ4_0>(weights, columns),
             GgmlDType::Q4_1 => blocks::<BlockQ4_1>(weights, columns),
             GgmlDType::Q5_0 => blocks::<BlockQ5_0>(weights, columns),
@@ -386,37 +365,19 @@ mod tests {
         for &isa in Isa::available().iter().filter(|isa| **isa != Isa::Baseline) {
             let now = products(isa, dtype, columns, rows, tokens);
             let known = before.get_or_insert_with(|| now.clone());
-            assert!(
-                now == *known,
-                "{isa:?} {dtype:?}, {rows} rows of {columns}, {tokens} tokens"
-            );
+            assert!(now == *known, "{isa:?} {dtype:?}, {rows} rows of {columns}, {tokens} tokens");
         }
     }
 
-    const SUPERS: [GgmlDType; 5] = [
-        GgmlDType::Q2K,
-        GgmlDType::Q3K,
-        GgmlDType::Q4K,
-        GgmlDType::Q5K,
-        GgmlDType::Q6K,
-    ];
-    const SMALL: [GgmlDType; 5] = [
-        GgmlDType::Q4_0,
-        GgmlDType::Q4_1,
-        GgmlDType::Q5_0,
-        GgmlDType::Q5_1,
-        GgmlDType::Q8_0,
-    ];
+    const SUPERS: [GgmlDType; 5] = [GgmlDType::Q2K, GgmlDType::Q3K, GgmlDType::Q4K, GgmlDType::Q5K, GgmlDType::Q6K];
+    const SMALL: [GgmlDType; 5] = [GgmlDType::Q4_0, GgmlDType::Q4_1, GgmlDType::Q5_0, GgmlDType::Q5_1, GgmlDType::Q8_0];
     const FLOATS: [GgmlDType; 3] = [GgmlDType::F16, GgmlDType::BF16, GgmlDType::F32];
 
     #[test]
     fn every_type_has_a_kernel_in_each_set() {
         for &isa in Isa::available().iter().filter(|isa| **isa != Isa::Baseline) {
             for dtype in SUPERS.into_iter().chain(SMALL).chain(FLOATS) {
-                assert!(
-                    Kernels::of(isa).product(dtype).is_some(),
-                    "{isa:?} has no kernel for {dtype:?}"
-                );
+                assert!(Kernels::of(isa).product(dtype).is_some(), "{isa:?} has no kernel for {dtype:?}");
             }
         }
     }

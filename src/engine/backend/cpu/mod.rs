@@ -86,11 +86,7 @@ mod unpack256;
 ///
 /// The names of those that this machine has, when it has none of this name, or another one was asked for before.
 pub fn use_instructions(name: &str) -> Result<(), Vec<&'static str>> {
-    if Isa::choose(name) {
-        Ok(())
-    } else {
-        Err(Isa::available().iter().map(|set| set.name()).collect())
-    }
+    if Isa::choose(name) { Ok(()) } else { Err(Isa::available().iter().map(|set| set.name()).collect()) }
 }
 
 /// The CPU with so many threads, of which the one that calls is one; at least 1.
@@ -130,11 +126,7 @@ impl Cpu {
     ///
     /// When a thread cannot be started.
     pub fn new(threads: usize) -> io::Result<Self> {
-        Ok(Self {
-            isa: Isa::chosen(),
-            pool: Pool::new(threads)?,
-            owner: Owner::new(),
-        })
+        Ok(Self { isa: Isa::chosen(), pool: Pool::new(threads)?, owner: Owner::new() })
     }
 }
 
@@ -244,16 +236,8 @@ impl<'op> Copying<'op> {
             let (start, step) = matmul::place(copies, format, columns);
             wanted.then_some((format, start + prepare.first * step, step))
         });
-        let memory = if places.iter().any(Option::is_some) {
-            access.write_bytes(&copies.memory)?
-        } else {
-            &mut []
-        };
-        Ok(Self {
-            isa,
-            memory: Share::new(memory),
-            places,
-        })
+        let memory = if places.iter().any(Option::is_some) { access.write_bytes(&copies.memory)? } else { &mut [] };
+        Ok(Self { isa, memory: Share::new(memory), places })
     }
 
     /// # Safety
@@ -347,13 +331,7 @@ fn multiply<'op>(
     let mut tasks = Vec::with_capacity(outs.len());
     for (product, out) in job.products.iter().zip(outs) {
         let weights = access.weight(&product.weight)?;
-        tasks.push(matmul::Task::new(
-            product,
-            weights,
-            out,
-            (input, copies, &job.copies),
-            job.rows,
-        )?);
+        tasks.push(matmul::Task::new(product, weights, out, (input, copies, &job.copies), job.rows)?);
     }
     matmul::project(pool, isa, &tasks, job.rows);
     Ok(())
@@ -402,9 +380,7 @@ fn finish<'op>(isa: Isa, job: &'op Finish<'_>, access: &mut Access<'op>) -> Resu
     let bias = access.read_some(job.bias.as_ref())?;
     for rows in job.said.iter() {
         let Some(logits) = all.get_mut(rows.clone()) else {
-            return Err(DeviceError::new(
-                "there are fewer logits than rows of the head".to_owned(),
-            ));
+            return Err(DeviceError::new("there are fewer logits than rows of the head".to_owned()));
         };
         if let Some(bias) = bias.and_then(|bias| bias.get(rows.clone())) {
             float::add(isa, logits, bias);

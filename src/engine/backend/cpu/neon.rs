@@ -108,11 +108,7 @@ macro_rules! with_minimums {
                     let last = [run(e, 4), run(f, 5), run(g, 6), run(h, 7)];
                     let products = scaled(vdupq_n_s32(0), first, vmovl_s16(vget_low_s16(scales)));
                     let products = scaled(products, last, vmovl_high_s16(scales));
-                    let low = products_of(
-                        vdupq_n_s32(0),
-                        bytes_to_words(minimums),
-                        vld1q_s16(sums_of_32.cast()),
-                    );
+                    let low = products_of(vdupq_n_s32(0), bytes_to_words(minimums), vld1q_s16(sums_of_32.cast()));
                     // Products and minimums side by side.
                     let both = vpaddq_s32(products, low);
                     let both = vcvt_f32_s32(vpadd_s32(vget_low_s32(both), vget_high_s32(both)));
@@ -298,17 +294,10 @@ pub(super) unsafe fn quants_q6k(block: *const u8) -> Quants {
     for half in 0..2 {
         // SAFETY: 128 bytes of low bits, then 64 of high bits.
         let (top, both) = unsafe {
-            (
-                pair(block.add(128 + 32 * half)),
-                [pair(block.add(64 * half)), pair(block.add(64 * half + 32))],
-            )
+            (pair(block.add(128 + 32 * half)), [pair(block.add(64 * half)), pair(block.add(64 * half + 32))])
         };
         for part in 0..4 {
-            let nibbles = if part < 2 {
-                low(both[part])
-            } else {
-                high(both[part - 2])
-            };
+            let nibbles = if part < 2 { low(both[part]) } else { high(both[part - 2]) };
             let bits = top.map(|bits| {
                 let placed = match part {
                     0 => vshlq_n_u8::<4>(bits),

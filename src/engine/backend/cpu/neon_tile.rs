@@ -96,11 +96,7 @@ impl Unpacked {
         // SAFETY: four numbers each.
         (self.scale[part], self.min_scale[part]) =
             unsafe { (vld1q_f32(scale.as_ptr()), vld1q_f32(min_scale.as_ptr())) };
-        for (sub, (scales, mins)) in side_by_side(heads[0])
-            .into_iter()
-            .zip(side_by_side(heads[1]))
-            .enumerate()
-        {
+        for (sub, (scales, mins)) in side_by_side(heads[0]).into_iter().zip(side_by_side(heads[1])).enumerate() {
             self.scales[sub][part] = vmovl_s16(scales);
             self.mins[sub][part] = mins;
         }
@@ -136,14 +132,7 @@ impl Unpacked {
             (scale[lane], min_scale[lane]) = (vget_lane_f32::<0>(both), vget_lane_f32::<1>(both));
         }
         // SAFETY: the caller's promise.
-        let heads = unsafe {
-            [
-                heads_q2k(four[0]),
-                heads_q2k(four[1]),
-                heads_q2k(four[2]),
-                heads_q2k(four[3]),
-            ]
-        };
+        let heads = unsafe { [heads_q2k(four[0]), heads_q2k(four[1]), heads_q2k(four[2]), heads_q2k(four[3])] };
         self.unpack_sixteen(part, heads);
         // SAFETY: four numbers each.
         (self.scale[part], self.min_scale[part]) =
@@ -160,12 +149,7 @@ impl Unpacked {
     unsafe fn unpack_q3k(&mut self, part: usize, four: &[*const u8]) {
         // SAFETY: the caller's promise.
         unsafe {
-            let heads = [
-                heads_q3k(four[0]),
-                heads_q3k(four[1]),
-                heads_q3k(four[2]),
-                heads_q3k(four[3]),
-            ];
+            let heads = [heads_q3k(four[0]), heads_q3k(four[1]), heads_q3k(four[2]), heads_q3k(four[3])];
             self.unpack_sixteen(part, heads);
             self.unpack_scale(part, four, 108);
         }
@@ -181,12 +165,7 @@ impl Unpacked {
     unsafe fn unpack_q6k(&mut self, part: usize, four: &[*const u8]) {
         // SAFETY: the caller's promise.
         unsafe {
-            let heads = [
-                heads_q6k(four[0]),
-                heads_q6k(four[1]),
-                heads_q6k(four[2]),
-                heads_q6k(four[3]),
-            ];
+            let heads = [heads_q6k(four[0]), heads_q6k(four[1]), heads_q6k(four[2]), heads_q6k(four[3])];
             self.unpack_sixteen(part, heads);
             self.unpack_scale(part, four, 208);
         }
@@ -419,11 +398,7 @@ unsafe fn multiply<const N: usize, const SUB: usize, const MINS: bool>(
                     total = vmlal_lane_s16::<2>(total, min(6), last);
                     total = vmlal_lane_s16::<3>(total, min(7), last);
                 }
-                *low = vfmaq_f32(
-                    *low,
-                    vcvtq_f32_s32(total),
-                    vmulq_n_f32(unpacked.min_scale[part], factor),
-                );
+                *low = vfmaq_f32(*low, vcvtq_f32_s32(total), vmulq_n_f32(unpacked.min_scale[part], factor));
             }
         }
     }
@@ -623,22 +598,14 @@ unsafe fn multiply_small<const N: usize, const MINIMUM: bool>(
             for (half, columns) in unpacked.quants[at].iter().enumerate() {
                 // SAFETY: the quants of as many columns of a token, behind their scale.
                 unsafe {
-                    add_columns(
-                        columns,
-                        &copies,
-                        place.0 + at * Q8_0_BYTES + 2 + COLUMNS * half,
-                        &mut products,
-                    );
+                    add_columns(columns, &copies, place.0 + at * Q8_0_BYTES + 2 + COLUMNS * half, &mut products);
                 }
             }
             for ahead in 0..N {
                 // SAFETY: the block's factor, and -128 times its sum.
                 let (factor, start) = unsafe {
                     let behind = copies[ahead].add(place.1 + 4 * at);
-                    (
-                        behind.cast::<f32>().read_unaligned(),
-                        behind.add(place.2).cast::<i32>().read_unaligned(),
-                    )
+                    (behind.cast::<f32>().read_unaligned(), behind.add(place.2).cast::<i32>().read_unaligned())
                 };
                 for part in 0..PARTS {
                     if MINIMUM {

@@ -97,8 +97,7 @@ impl Stretch {
     /// Notes that it has an item of job `number`, and where.
     fn begin(&self, number: u32) {
         let processor = processors::current().unwrap_or(usize::MAX) as u64 & u64::from(u32::MAX);
-        self.seen
-            .store((u64::from(number) << 32) | processor, Ordering::Relaxed);
+        self.seen.store((u64::from(number) << 32) | processor, Ordering::Relaxed);
         self.busy.store(true, Ordering::SeqCst);
     }
 
@@ -167,17 +166,12 @@ impl Pool {
             stop: AtomicBool::new(false),
             panicked: AtomicBool::new(false),
         });
-        let mut pool = Self {
-            shared,
-            threads: Vec::new(),
-            present: Vec::with_capacity(threads.max(1)),
-            apart_until: None,
-        };
+        let mut pool =
+            Self { shared, threads: Vec::new(), present: Vec::with_capacity(threads.max(1)), apart_until: None };
         for index in 1..threads.max(1) {
             let shared = Arc::clone(&pool.shared);
-            let thread = thread::Builder::new()
-                .name(format!("cotenant-cpu-{index}"))
-                .spawn(move || shared.work(index))?;
+            let thread =
+                thread::Builder::new().name(format!("cotenant-cpu-{index}")).spawn(move || shared.work(index))?;
             pool.threads.push(thread);
         }
         Ok(pool)
@@ -204,10 +198,7 @@ impl Pool {
     /// # Panics
     ///
     /// As there.
-    #[expect(
-        clippy::panic,
-        reason = "a panic of a kernel must not be lost on a thread that nobody joins"
-    )]
+    #[expect(clippy::panic, reason = "a panic of a kernel must not be lost on a thread that nobody joins")]
     pub(crate) fn run_by_thread(&mut self, total: usize, work: &Work<'_>) {
         if self.apart_until.is_some_and(|until| Instant::now() >= until) {
             self.come_back();
@@ -275,10 +266,8 @@ impl Pool {
     fn come_back(&mut self) {
         self.apart_until = None;
         let shared = &*self.shared;
-        let (apart, present): (Vec<&Stretch>, Vec<&Stretch>) = shared
-            .stretches
-            .iter()
-            .partition(|stretch| stretch.apart.load(Ordering::SeqCst));
+        let (apart, present): (Vec<&Stretch>, Vec<&Stretch>) =
+            shared.stretches.iter().partition(|stretch| stretch.apart.load(Ordering::SeqCst));
         for stretch in apart {
             let taken = present.iter().map(|stretch| stretch.processor());
             stretch.relocate(|thread| processors::keep_off(thread, taken.chain(processors::current())));
@@ -321,11 +310,7 @@ impl Shared {
                 if next >= end {
                     return None;
                 }
-                let (item, left) = if ahead == 0 {
-                    (next, seen + 1)
-                } else {
-                    (end - 1, seen - (1 << 32))
-                };
+                let (item, left) = if ahead == 0 { (next, seen + 1) } else { (end - 1, seen - (1 << 32)) };
                 match stretch.compare_exchange_weak(seen, left, Ordering::AcqRel, Ordering::Acquire) {
                     Ok(_) => return Some(item),
                     Err(now) => seen = now,
@@ -367,9 +352,7 @@ impl Shared {
 
     /// What each thread of the pool does.
     fn work(&self, own: usize) {
-        self.stretches[own]
-            .thread
-            .store(processors::this_thread(), Ordering::Relaxed);
+        self.stretches[own].thread.store(processors::this_thread(), Ordering::Relaxed);
         loop {
             self.claim_and_do(own);
             self.stretches[own].settle();
@@ -418,9 +401,7 @@ impl Shared {
             hint::spin_loop();
         }
         for (index, stretch, before) in busy {
-            let had = time(stretch)
-                .zip(before)
-                .map(|(now, before)| now.saturating_sub(before));
+            let had = time(stretch).zip(before).map(|(now, before)| now.saturating_sub(before));
             if had.is_none_or(|had| had > STALL / 4) || !stretch.busy.load(Ordering::SeqCst) {
                 continue;
             }
@@ -497,13 +478,7 @@ fn futex_wait(word: &AtomicU32, seen: u32, limit: Option<Duration>) {
     // SAFETY: the word outlives the call, and so does the limit. A failure means that the word changed or the time is over,
     // and every caller looks again anyway.
     unsafe {
-        libc::syscall(
-            libc::SYS_futex,
-            word.as_ptr(),
-            libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG,
-            seen,
-            limit,
-        );
+        libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG, seen, limit);
     }
 }
 
@@ -511,12 +486,7 @@ fn futex_wake(word: &AtomicU32, count: u32) {
     let count = i32::try_from(count).unwrap_or(i32::MAX);
     // SAFETY: the word outlives the call.
     unsafe {
-        libc::syscall(
-            libc::SYS_futex,
-            word.as_ptr(),
-            libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG,
-            count,
-        );
+        libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, count);
     }
 }
 
@@ -542,10 +512,7 @@ mod tests {
             pool.run(total, &|index| {
                 counts[index].fetch_add(1, Ordering::Relaxed);
             });
-            assert!(
-                counts.iter().all(|count| count.load(Ordering::Relaxed) == 1),
-                "round {round}"
-            );
+            assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == 1), "round {round}");
         }
     }
 

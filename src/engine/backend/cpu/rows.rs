@@ -40,10 +40,7 @@ impl Rows<'_> {
         // SAFETY: eight numbers.
         unsafe { std::arch::x86_64::_mm256_storeu_ps(lanes.as_mut_ptr(), values) };
         // SAFETY: as in `put`.
-        let out = unsafe {
-            self.out
-                .slice(token * self.stride + self.first + first, (count - first).min(8))
-        };
+        let out = unsafe { self.out.slice(token * self.stride + self.first + first, (count - first).min(8)) };
         for (out, lane) in out.iter_mut().zip(lanes) {
             *out = lane;
         }
@@ -58,10 +55,7 @@ impl Rows<'_> {
         // SAFETY: four numbers.
         unsafe { std::arch::x86_64::_mm_storeu_ps(lanes.as_mut_ptr(), values) };
         // SAFETY: as in `put`.
-        let out = unsafe {
-            self.out
-                .slice(token * self.stride + self.first + first, (count - first).min(4))
-        };
+        let out = unsafe { self.out.slice(token * self.stride + self.first + first, (count - first).min(4)) };
         for (out, lane) in out.iter_mut().zip(lanes) {
             *out = lane;
         }
@@ -96,9 +90,6 @@ pub(super) unsafe fn six_bit_head(block: *const u8) -> (u64, u64) {
     let (a, b, c) = (u32::from_le(a), u32::from_le(b), u32::from_le(c));
     let join = |low: u32, high: u32| u64::from(low) | (u64::from(high) << 32);
     let scales = join(a & 0x3f3f_3f3f, (c & 0x0f0f_0f0f) | (((a >> 6) & 0x0303_0303) << 4));
-    let mins = join(
-        b & 0x3f3f_3f3f,
-        ((c >> 4) & 0x0f0f_0f0f) | (((b >> 6) & 0x0303_0303) << 4),
-    );
+    let mins = join(b & 0x3f3f_3f3f, ((c >> 4) & 0x0f0f_0f0f) | (((b >> 6) & 0x0303_0303) << 4));
     (scales, mins)
 }

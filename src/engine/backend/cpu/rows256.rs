@@ -144,11 +144,7 @@ unsafe fn super_four<S: Set, T: Super, const N: usize>(job: &Job<'_, N>) {
             add_columns::<S, T, N, 2>(four, &heads, &ys, places, &mut totals);
             add_columns::<S, T, N, 3>(four, &heads, &ys, places, &mut totals);
             for ahead in 0..N {
-                let sums = if T::SUB == 32 {
-                    sums_of_32[ahead]
-                } else {
-                    ys[ahead].add(4 + SUPER)
-                };
+                let sums = if T::SUB == 32 { sums_of_32[ahead] } else { ys[ahead].add(4 + SUPER) };
                 for (number, mins) in heads.mins.into_iter().enumerate().take(SUPER / T::SUB / 4) {
                     lows[ahead] = add_words::<S>(lows[ahead], mins, eight_bytes(sums.add(8 * number)));
                 }
@@ -339,11 +335,7 @@ unsafe fn small_pair<S: Set, T: Small, const N: usize, const BOTH: bool>(
     let (scales, mins) = unsafe {
         (
             eight_halves(four, second),
-            if T::MINIMUM {
-                eight_halves(four.map(|row| row.wrapping_add(2)), second)
-            } else {
-                _mm256_setzero_ps()
-            },
+            if T::MINIMUM { eight_halves(four.map(|row| row.wrapping_add(2)), second) } else { _mm256_setzero_ps() },
         )
     };
     for ahead in 0..N {
@@ -417,9 +409,7 @@ unsafe fn small_total<S: Set, T: Small>(quants: [__m256i; 4], y: *const u8) -> _
 unsafe fn eight_halves(four: Four, second: usize) -> __m256 {
     let half = |row: usize, at: usize| {
         // SAFETY: the caller's promise.
-        i64::from(u16::from_le(unsafe {
-            four[row].add(at).cast::<u16>().read_unaligned()
-        }))
+        i64::from(u16::from_le(unsafe { four[row].add(at).cast::<u16>().read_unaligned() }))
     };
     let both = |row: usize| {
         half(row, 0) | (half(row + 1, 0) << 16) | (half(row, second) << 32) | (half(row + 1, second) << 48)

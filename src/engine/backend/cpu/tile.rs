@@ -117,11 +117,7 @@ type Sums = [[[Line; PAIR]; TOKENS]; BLOCKS];
 #[target_feature(enable = "avx512f")]
 fn last_sum(sums: &Sums, token: usize, part: usize, blocks: usize) -> __m512 {
     let sum = |block: usize| {
-        if block < blocks {
-            sums[block][token][part].floats()
-        } else {
-            _mm512_setzero_ps()
-        }
+        if block < blocks { sums[block][token][part].floats() } else { _mm512_setzero_ps() }
     };
     _mm512_add_ps(_mm512_add_ps(sum(0), sum(2)), _mm512_add_ps(sum(1), sum(3)))
 }
@@ -281,11 +277,8 @@ unsafe fn multiply<const N: usize, const G: usize, const SUB: usize, const SEPAR
         }
     }
     // The block's sums: of 32 behind all blocks, or of 16 at its own end.
-    let (pairs, place) = if SEPARATE_MINS {
-        (4, (blocks - index) * Q8K_BYTES + index * Q8K_SUMS)
-    } else {
-        (8, 4 + SUPER)
-    };
+    let (pairs, place) =
+        if SEPARATE_MINS { (4, (blocks - index) * Q8K_BYTES + index * Q8K_SUMS) } else { (8, 4 + SUPER) };
     let mut mins = [[zero; G]; N];
     for pair in 0..hint::black_box(pairs) {
         for ahead in 0..N {
@@ -298,10 +291,7 @@ unsafe fn multiply<const N: usize, const G: usize, const SUB: usize, const SEPAR
             }
         }
     }
-    let (values, lows) = (
-        &mut values[index % BLOCKS][token..token + N],
-        &mut lows[index % BLOCKS][token..token + N],
-    );
+    let (values, lows) = (&mut values[index % BLOCKS][token..token + N], &mut lows[index % BLOCKS][token..token + N]);
     for ahead in 0..N {
         // SAFETY: the block's head.
         let factor = _mm512_castsi512_ps(unsafe { everywhere(copies[ahead]) });
@@ -328,9 +318,7 @@ unsafe fn multiply<const N: usize, const G: usize, const SUB: usize, const SEPAR
 #[target_feature(enable = "avx512f")]
 unsafe fn dwords(start: impl Fn(usize) -> *const u8, offset: usize) -> [__m512i; 16] {
     // SAFETY: the caller's promise.
-    square(std::array::from_fn(|lane| unsafe {
-        _mm512_loadu_si512(start(lane).add(offset).cast())
-    }))
+    square(std::array::from_fn(|lane| unsafe { _mm512_loadu_si512(start(lane).add(offset).cast()) }))
 }
 
 /// Four dwords at `offset` of sixteen rows, turned.
@@ -392,11 +380,8 @@ unsafe fn turn_head(start: impl Fn(usize) -> *const u8, turned: &mut Turned) {
     let [both, a, b, c] = unsafe { four_dwords(start, 0) };
     turned.scale.store_floats(low_halves(both));
     turned.min_scale.store_floats(low_halves(_mm512_srli_epi32::<16>(both)));
-    let (six, four, two) = (
-        _mm512_set1_epi32(0x3f3f_3f3f),
-        _mm512_set1_epi32(0x0f0f_0f0f),
-        _mm512_set1_epi32(0x0303_0303),
-    );
+    let (six, four, two) =
+        (_mm512_set1_epi32(0x3f3f_3f3f), _mm512_set1_epi32(0x0f0f_0f0f), _mm512_set1_epi32(0x0303_0303));
     let upper = |low: __m512i, high: __m512i| {
         let high = _mm512_slli_epi32::<4>(_mm512_and_si512(_mm512_srli_epi32::<6>(high), two));
         _mm512_or_si512(_mm512_and_si512(low, four), high)
@@ -459,10 +444,8 @@ unsafe fn turn_q5k(start: impl Fn(usize) -> *const u8 + Copy, turned: &mut Turne
                 _mm512_slli_epi16::<4>(_mm512_and_si512(_mm512_srl_epi16(fifth[group], shift), one))
             };
             turned.quants[16 * run + group].store(_mm512_or_si512(_mm512_and_si512(both, low), bit(2 * run)));
-            turned.quants[16 * run + 8 + group].store(_mm512_or_si512(
-                _mm512_and_si512(_mm512_srli_epi16::<4>(both), low),
-                bit(2 * run + 1),
-            ));
+            turned.quants[16 * run + 8 + group]
+                .store(_mm512_or_si512(_mm512_and_si512(_mm512_srli_epi16::<4>(both), low), bit(2 * run + 1)));
         }
     }
 }
@@ -515,10 +498,7 @@ struct TurnedSmall {
 }
 
 impl TurnedSmall {
-    const ZERO: Self = Self {
-        quants: [Line::ZERO; GROUPS],
-        scales: [Line::ZERO; 8],
-    };
+    const ZERO: Self = Self { quants: [Line::ZERO; GROUPS], scales: [Line::ZERO; 8] };
 }
 
 macro_rules! small_tiles {
@@ -645,10 +625,7 @@ unsafe fn turn_q8_0(start: impl Fn(usize) -> *const u8 + Copy, blocks: usize, tu
             // SAFETY: 32 bytes of each of two blocks.
             let (low, high) = unsafe {
                 let row = start(lane);
-                (
-                    _mm256_loadu_si256(row.add(block * 34 + 2).cast()),
-                    _mm256_loadu_si256(row.add(next * 34 + 2).cast()),
-                )
+                (_mm256_loadu_si256(row.add(block * 34 + 2).cast()), _mm256_loadu_si256(row.add(next * 34 + 2).cast()))
             };
             _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high)
         });

@@ -320,11 +320,8 @@ unsafe fn multiply<S: Set, T: Super, const N: usize, const G: usize>(
         }
     }
     // The block's sums: of 32 behind all blocks, or of 16 at its own end.
-    let (pairs, place) = if T::SUB == 32 {
-        (4, (blocks - index) * Q8K_BYTES + index * Q8K_SUMS)
-    } else {
-        (8, 4 + SUPER)
-    };
+    let (pairs, place) =
+        if T::SUB == 32 { (4, (blocks - index) * Q8K_BYTES + index * Q8K_SUMS) } else { (8, 4 + SUPER) };
     let mut mins = [[zero; G]; N];
     for pair in 0..hint::black_box(pairs) {
         for ahead in 0..N {
@@ -372,11 +369,7 @@ unsafe fn sums_of_pairs<const N: usize, const G: usize>(
 ) -> [[__m256i; G]; N] {
     let mut sums = [[_mm256_setzero_si256(); G]; N];
     // Long loops are not unrolled: sums would not stay in registers.
-    let end = if count > 2 {
-        hint::black_box(first + count)
-    } else {
-        first + count
-    };
+    let end = if count > 2 { hint::black_box(first + count) } else { first + count };
     for group in first..end {
         let mut weights = [_mm256_setzero_si256(); G];
         for part in 0..G {

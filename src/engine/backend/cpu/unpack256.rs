@@ -70,14 +70,7 @@ pub(super) unsafe fn add_words<S: Set>(mut sum: __m256i, a: __m256i, b: __m256i)
     if S::DOT == Dot::Pairs {
         return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
     }
-    dot!(
-        "{{vex}} vpdpwssd {0}, {1}, {2}",
-        "{{evex}} vpdpwssd {0}, {1}, {2}",
-        S,
-        sum,
-        a,
-        b
-    );
+    dot!("{{vex}} vpdpwssd {0}, {1}, {2}", "{{evex}} vpdpwssd {0}, {1}, {2}", S, sum, a, b);
     sum
 }
 
@@ -93,14 +86,7 @@ pub(super) unsafe fn add_bytes<S: Set>(mut sum: __m256i, unsigned: __m256i, sign
         let pairs = _mm256_maddubs_epi16(unsigned, signed);
         return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
     }
-    dot!(
-        "{{vex}} vpdpbusd {0}, {1}, {2}",
-        "{{evex}} vpdpbusd {0}, {1}, {2}",
-        S,
-        sum,
-        unsigned,
-        signed
-    );
+    dot!("{{vex}} vpdpbusd {0}, {1}, {2}", "{{evex}} vpdpbusd {0}, {1}, {2}", S, sum, unsigned, signed);
     sum
 }
 
@@ -258,11 +244,8 @@ fn bits(bytes: __m256i, from: usize, mask: i8) -> __m256i {
 #[target_feature(enable = "avx2")]
 fn bit(bytes: __m256i, from: usize, to: usize) -> __m256i {
     let count = |bits: usize| _mm_cvtsi64_si128(i64::try_from(bits).unwrap_or(0));
-    let shifted = if from < to {
-        _mm256_sll_epi16(bytes, count(to - from))
-    } else {
-        _mm256_srl_epi16(bytes, count(from - to))
-    };
+    let shifted =
+        if from < to { _mm256_sll_epi16(bytes, count(to - from)) } else { _mm256_srl_epi16(bytes, count(from - to)) };
     _mm256_and_si256(shifted, _mm256_set1_epi8(1 << to))
 }
 
@@ -299,18 +282,8 @@ unsafe fn heads_of_six_bits(four: Four) -> Heads {
     let zero = _mm256_setzero_si256();
     let halves = _mm256_permute4x64_epi64::<0b10_00>(_mm256_unpacklo_epi16(even, odd));
     Heads {
-        scales: [
-            _mm256_unpacklo_epi8(first, zero),
-            _mm256_unpacklo_epi8(last, zero),
-            zero,
-            zero,
-        ],
-        mins: [
-            _mm256_unpackhi_epi8(first, zero),
-            _mm256_unpackhi_epi8(last, zero),
-            zero,
-            zero,
-        ],
+        scales: [_mm256_unpacklo_epi8(first, zero), _mm256_unpacklo_epi8(last, zero), zero, zero],
+        mins: [_mm256_unpackhi_epi8(first, zero), _mm256_unpackhi_epi8(last, zero), zero, zero],
         scale: _mm256_cvtph_ps(_mm256_castsi256_si128(halves)),
     }
 }
@@ -340,9 +313,7 @@ fn words<const SIGNED: bool>(bytes: [__m256i; 2]) -> [__m256i; 4] {
 unsafe fn halves(four: Four, at: usize) -> __m256 {
     let half = |row: usize| {
         // SAFETY: the caller's promise.
-        i64::from(u16::from_le(unsafe {
-            four[row].add(at).cast::<u16>().read_unaligned()
-        }))
+        i64::from(u16::from_le(unsafe { four[row].add(at).cast::<u16>().read_unaligned() }))
     };
     let two = |row: usize| half(row) | (half(row + 1) << 16);
     _mm256_cvtph_ps(_mm_set_epi64x(two(2), two(0)))
@@ -488,10 +459,7 @@ impl Super for Q3K {
         let last = upper(_mm256_srlv_epi32(third, _mm256_set_epi32(2, 2, 0, 0, 2, 2, 0, 0)));
         let signed = |low, upper| _mm256_sub_epi8(_mm256_or_si256(low, upper), _mm256_set1_epi8(32));
         let order = |bytes| _mm256_shuffle_epi32::<0b11_01_10_00>(bytes);
-        let scales = words::<true>([
-            order(signed(low_nibbles(low), first)),
-            order(signed(high_nibbles(low), last)),
-        ]);
+        let scales = words::<true>([order(signed(low_nibbles(low), first)), order(signed(high_nibbles(low), last))]);
         let mins = scales;
         Heads { scales, mins, scale }
     }
@@ -537,12 +505,7 @@ unsafe fn fifth_bits(at: *const u8) -> __m256i {
 unsafe fn nibbles_of_four(four: Four, at: usize) -> [__m256i; 4] {
     // SAFETY: the caller's promise.
     let [first, last] = unsafe { pieces(four, at) };
-    [
-        low_nibbles(first),
-        low_nibbles(last),
-        high_nibbles(first),
-        high_nibbles(last),
-    ]
+    [low_nibbles(first), low_nibbles(last), high_nibbles(first), high_nibbles(last)]
 }
 
 /// The same with 32 bits of each row at `bits` as fifth ones.
@@ -556,10 +519,7 @@ unsafe fn with_fifth_bits(four: Four, bits: usize, at: usize) -> [__m256i; 4] {
     // SAFETY: the caller's promise.
     let (mut quants, bits) = unsafe {
         let word = |row: usize| four[row].add(bits).cast::<i32>().read_unaligned();
-        (
-            nibbles_of_four(four, at),
-            _mm256_set_epi32(0, 0, word(3), word(2), 0, 0, word(1), word(0)),
-        )
+        (nibbles_of_four(four, at), _mm256_set_epi32(0, 0, word(3), word(2), 0, 0, word(1), word(0)))
     };
     let bit = _mm256_set1_epi64x(0x8040_2010_0804_0201_u64.cast_signed());
     // A byte of each row eight times, of which each keeps another bit.

@@ -14,10 +14,7 @@ use crate::{
 /// Always.
 pub fn find(_: Compute) -> Result<Arc<dyn Device>, Unavailable> {
     let reason = "CUDA was left out of this build";
-    Err(Unavailable::new(
-        reason,
-        "build with the feature `cuda`, or set `llm.device: cpu`",
-    ))
+    Err(Unavailable::new(reason, "build with the feature `cuda`, or set `llm.device: cpu`"))
 }
 
 /// Nothing to try again.

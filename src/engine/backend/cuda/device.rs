@@ -62,11 +62,7 @@ impl CudaDevice {
         if speed.is_none() && compute.device.memory == CudaMemory::Auto && is_integrated() {
             *speed = Speed::measure().ok();
         }
-        Ok(Self {
-            compute,
-            trial,
-            speed: *speed,
-        })
+        Ok(Self { compute, trial, speed: *speed })
     }
 
     /// Whether weights lie in mappings that the device reads.
@@ -152,11 +148,7 @@ pub fn describe() -> String {
             speed.launch.as_secs_f64() * 1e6
         ),
     };
-    if device.plain() {
-        format!("{facts}; tensor cores are not used: they compute something else")
-    } else {
-        facts
-    }
+    if device.plain() { format!("{facts}; tensor cores are not used: they compute something else") } else { facts }
 }
 
 #[expect(clippy::cast_precision_loss, reason = "a figure with one decimal")]
@@ -180,16 +172,12 @@ fn limit(spec: &Spec, kv: &KvShape) -> Option<String> {
         let whole = if is_plain(dtype) { 8 } else { 32 };
         if columns % whole != 0 {
             let name = &tensor.name;
-            return Some(format!(
-                "tensor `{name}` has rows of {columns} elements, no multiple of {whole}"
-            ));
+            return Some(format!("tensor `{name}` has rows of {columns} elements, no multiple of {whole}"));
         }
         let aligned = alignment(dtype);
         if tensor.offset % aligned != 0 {
             let (name, offset) = (&tensor.name, tensor.offset);
-            return Some(format!(
-                "tensor `{name}` starts at byte {offset}, no multiple of {aligned}"
-            ));
+            return Some(format!("tensor `{name}` starts at byte {offset}, no multiple of {aligned}"));
         }
     }
     let attention = &spec.attention;
@@ -199,24 +187,15 @@ fn limit(spec: &Spec, kv: &KvShape) -> Option<String> {
             return Some(format!("heads have {dim} elements: at most 256, a multiple of 8"));
         }
         if kv.block_tokens.get() != 64 {
-            return Some(format!(
-                "blocks of its cache have {} tokens instead of 64",
-                kv.block_tokens
-            ));
+            return Some(format!("blocks of its cache have {} tokens instead of 64", kv.block_tokens));
         }
     }
     let recurrent = spec.recurrent?;
     if !matches!(recurrent.head_dim, 32 | 64 | 128) {
-        return Some(format!(
-            "recurrent heads have {} elements: 32, 64 or 128",
-            recurrent.head_dim
-        ));
+        return Some(format!("recurrent heads have {} elements: 32, 64 or 128", recurrent.head_dim));
     }
     if recurrent.taps > TAPS_MAX {
-        return Some(format!(
-            "its convolution has {} taps, at most {TAPS_MAX}",
-            recurrent.taps
-        ));
+        return Some(format!("its convolution has {} taps, at most {TAPS_MAX}", recurrent.taps));
     }
     let counters = recurrent.key_heads + recurrent.values().div_ceil(256);
     (counters > DELTA_COUNTERS_MAX).then(|| format!("it has {} recurrent heads", recurrent.value_heads))

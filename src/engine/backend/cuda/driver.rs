@@ -131,10 +131,7 @@ pub(super) fn properties_on(device: c_int) -> sys::CUmemAllocationProp {
     // SAFETY: numbers and a pointer, all of which may be zero.
     let mut properties: sys::CUmemAllocationProp = unsafe { std::mem::zeroed() };
     properties.type_ = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
-    properties.location = sys::CUmemLocation {
-        type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
-        id: device,
-    };
+    properties.location = sys::CUmemLocation { type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: device };
     properties
 }
 
@@ -196,16 +193,10 @@ impl Driver {
             ));
         }
         let functions = Functions::find().map_err(|name| {
-            Unavailable::new(
-                format!("the driver has no function `{name}`"),
-                "install a driver for CUDA 12.2 or later",
-            )
+            Unavailable::new(format!("the driver has no function `{name}`"), "install a driver for CUDA 12.2 or later")
         })?;
         let starts = |error: CudaError| {
-            Unavailable::new(
-                format!("the driver does not start: {error}"),
-                "see `dmesg` and the rights of /dev/nv*",
-            )
+            Unavailable::new(format!("the driver does not start: {error}"), "see `dmesg` and the rights of /dev/nv*")
         };
         // SAFETY: the only flags that there are.
         unsafe { functions.cuInit(0) }.map_err(starts)?;
@@ -218,10 +209,7 @@ impl Driver {
                 version_text(version),
                 version_text(VERSION_LEAST)
             );
-            return Err(Unavailable::new(
-                reason,
-                "update the driver, or JetPack to 6.0 or later",
-            ));
+            return Err(Unavailable::new(reason, "update the driver, or JetPack to 6.0 or later"));
         }
         // SAFETY: a place for the number.
         unsafe { functions.cuDeviceGetCount(&raw mut count) }.map_err(starts)?;

@@ -187,10 +187,7 @@ impl Gpu {
 
     fn function(&self, kernel: Kernel) -> Function {
         let place = Kernel::ALL.iter().position(|known| *known == kernel);
-        place
-            .and_then(|place| self.kernels.get(place))
-            .copied()
-            .unwrap_or(ptr::null_mut())
+        place.and_then(|place| self.kernels.get(place)).copied().unwrap_or(ptr::null_mut())
     }
 
     /// The driver's calls, for this thread in this context.

@@ -34,11 +34,7 @@ impl Allocation {
         let mut address = 0;
         // SAFETY: a place for the address.
         unsafe { calls.cuMemAlloc_v2(&raw mut address, bytes) }?;
-        let memory = Self {
-            gpu: Arc::clone(gpu),
-            address,
-            bytes,
-        };
+        let memory = Self { gpu: Arc::clone(gpu), address, bytes };
         // SAFETY: whole words of memory that was had just now; dropping it waits.
         unsafe { gpu.set(address, 0, bytes / 4) }?;
         Ok(memory)
@@ -95,12 +91,7 @@ pub(super) fn registered(gpu: &Arc<Gpu>, mapping: Mapping) -> io::Result<SharedM
     let calls = gpu.calls()?;
     // SAFETY: whole pages of our own mapping, which stays mapped for longer than it is registered.
     unsafe { calls.cuMemHostRegister_v2(start, bytes, DEVICE_MAP) }?;
-    let mut memory = Registered {
-        gpu: Arc::clone(gpu),
-        start,
-        address: 0,
-        bytes,
-    };
+    let mut memory = Registered { gpu: Arc::clone(gpu), start, address: 0, bytes };
     // SAFETY: a place for the address of what was registered just now.
     unsafe { calls.cuMemHostGetDevicePointer_v2(&raw mut memory.address, start, 0) }?;
     Ok(SharedMapping::of_device(Box::new(memory), Some(mapping)))
@@ -146,12 +137,7 @@ impl Space {
         let mut start = 0;
         // SAFETY: a place for the address.
         unsafe { gpu.calls()?.cuMemAddressReserve(&raw mut start, bytes, 0, 0, 0) }?;
-        Ok(Self {
-            gpu: Arc::clone(gpu),
-            start,
-            bytes,
-            granules: Vec::new(),
-        })
+        Ok(Self { gpu: Arc::clone(gpu), start, bytes, granules: Vec::new() })
     }
 
     fn place(&self, granule: usize) -> Address {

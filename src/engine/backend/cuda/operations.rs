@@ -137,10 +137,7 @@ impl Launcher {
             unused: 0,
         };
         self.copied_in = self.copied.base;
-        Ok(CopiesTo {
-            base: self.copied.base + (prepare.first * stride) as u64,
-            ..self.copied
-        })
+        Ok(CopiesTo { base: self.copied.base + (prepare.first * stride) as u64, ..self.copied })
     }
 
     /// Adds `bias` to each of `rows` rows of as many elements.
@@ -149,10 +146,7 @@ impl Launcher {
         let job = NormJob {
             stream: to,
             other: self.at(bias)?,
-            to: CopiesTo {
-                columns: word(bias.len() / 4)?,
-                ..CopiesTo::default()
-            },
+            to: CopiesTo { columns: word(bias.len() / 4)?, ..CopiesTo::default() },
             scale: 1.0,
             ..NormJob::default()
         };
@@ -207,10 +201,7 @@ impl Launcher {
         };
         let [gate, up] = &*job.products else { return Ok(None) };
         let start = self.at(&copies.memory)?;
-        let (formats, half) = (
-            formats_of(*types),
-            copies.memory.len() / 2 / COPIES_ALIGN * COPIES_ALIGN,
-        );
+        let (formats, half) = (formats_of(*types), copies.memory.len() / 2 / COPIES_ALIGN * COPIES_ALIGN);
         let stride = copies_stride(formats, activate.width);
         let fits = job.rows == 1
             && *first == 0
@@ -370,9 +361,8 @@ impl Launcher {
         let len = cells.shape.block_bytes(cells.kind).as_len();
         let used = tokens.div_ceil(cells.shape.block_tokens.get().max(1) as usize);
         let places = cells.places.iter().take(used);
-        let addresses: Result<Vec<u64>, DeviceError> = places
-            .map(|place| self.owner.device_range(&cells.space, place * len, len))
-            .collect();
+        let addresses: Result<Vec<u64>, DeviceError> =
+            places.map(|place| self.owner.device_range(&cells.space, place * len, len)).collect();
         let addresses = addresses?;
         if addresses.len() < used {
             return Err(DeviceError::new("the cache has no room for its tokens".to_owned()));
@@ -385,12 +375,7 @@ impl Launcher {
         let (dim, query) = (spec.head_dim, spec.heads * spec.head_dim);
         let step = if spec.gated { 2 * dim } else { dim };
         let (query_row, key_row) = (spec.heads * step, spec.kv_heads * dim);
-        for (view, row) in [
-            (&job.query, query_row),
-            (&job.key, key_row),
-            (&job.value, key_row),
-            (&job.out, query),
-        ] {
+        for (view, row) in [(&job.query, query_row), (&job.key, key_row), (&job.value, key_row), (&job.out, query)] {
             self.fits(view, job.rows * row * 4)?;
         }
         let (queries, keys, values) = (self.at(&job.query)?, self.at(&job.key)?, self.at(&job.value)?);
@@ -479,20 +464,13 @@ impl Launcher {
                 unused: 0,
             };
             let tiles = (rows * (spec.heads / spec.kv_heads.max(1))).div_ceil(16);
-            let kernel = if dim > 128 {
-                Kernel::Attend256
-            } else {
-                Kernel::Attend128
-            };
+            let kernel = if dim > 128 { Kernel::Attend256 } else { Kernel::Attend128 };
             let grid = (word(spec.kv_heads)?, word(tiles)?, word(groups)?);
             self.launch(kernel, grid, shared, &attend)?;
             let join = JoinJob {
                 partial,
                 gate: if spec.gated { query_floats + 4 * dim as u64 } else { 0 },
-                to: CopiesTo {
-                    base: to.base + (first as u64) * u64::from(to.stride),
-                    ..to
-                },
+                to: CopiesTo { base: to.base + (first as u64) * u64::from(to.stride), ..to },
                 position: position_at,
                 heads: word(spec.heads)?,
                 dim: word(dim)?,
@@ -610,11 +588,8 @@ impl Launcher {
         let found = self.at(&job.found)?;
         self.fits(&job.found, 12)?;
         self.add_bias(logits, 1, job.bias.as_ref())?;
-        let ranges: Result<Vec<[u32; 2]>, DeviceError> = job
-            .said
-            .iter()
-            .map(|rows| Ok([word(rows.start)?, word(rows.end)?]))
-            .collect();
+        let ranges: Result<Vec<[u32; 2]>, DeviceError> =
+            job.said.iter().map(|rows| Ok([word(rows.start)?, word(rows.end)?])).collect();
         let ranges = ranges?;
         let vocabulary = job.logits.len() / 4;
         let blocks = vocabulary.div_ceil(1024);
@@ -647,10 +622,7 @@ struct Table<T> {
 
 impl<T: Copy + PartialEq> Table<T> {
     fn new(gpu: &Arc<Gpu>) -> Result<Self, CudaError> {
-        Ok(Self {
-            memory: Allocation::new(gpu, 1)?,
-            last: Vec::new(),
-        })
+        Ok(Self { memory: Allocation::new(gpu, 1)?, last: Vec::new() })
     }
 
     /// Where it lies once it holds `values`, for what is queued from now on: operations before it have had what they need by then,

@@ -227,10 +227,7 @@ pub(super) const fn format_of(dtype: GgmlDType) -> u32 {
 
 /// All formats that products with weights of these types take.
 pub(super) fn formats_of(types: Types) -> u32 {
-    FORMATS
-        .into_iter()
-        .filter(|format| types.any(|dtype| format_of(dtype) == *format))
-        .sum()
+    FORMATS.into_iter().filter(|format| types.any(|dtype| format_of(dtype) == *format)).sum()
 }
 
 /// Bytes of a token's copies in all of `formats`, as `format_bytes` of `copies.cuh` has them.

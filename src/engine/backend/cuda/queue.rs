@@ -97,13 +97,7 @@ impl Cuda {
         };
         let calls = self.gpu().calls()?;
         // SAFETY: an event of this context.
-        let result = unsafe {
-            if wait {
-                calls.cuEventSynchronize(event)
-            } else {
-                calls.cuEventQuery(event)
-            }
-        };
+        let result = unsafe { if wait { calls.cuEventSynchronize(event) } else { calls.cuEventQuery(event) } };
         match result {
             Ok(()) => {
                 self.executed = at;

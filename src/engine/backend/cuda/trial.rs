@@ -140,15 +140,8 @@ impl Input {
             numbers.flat_map(f32::to_le_bytes).collect::<Vec<u8>>()
         };
         for (to, count, scale) in [(&stream, rows * columns, 0.008), (&weight, columns, 0.01)] {
-            let row = Row {
-                from: RowBytes::Host(numbers(count, scale).into()),
-                to: to.view(0..count),
-            };
-            let widen = Widen {
-                rows: std::slice::from_ref(&row).into(),
-                dtype: GgmlDType::F32,
-                scale: 1.0,
-            };
+            let row = Row { from: RowBytes::Host(numbers(count, scale).into()), to: to.view(0..count) };
+            let widen = Widen { rows: std::slice::from_ref(&row).into(), dtype: GgmlDType::F32, scale: 1.0 };
             cuda.queue(Operation::Widen(widen)).map_err(failed)?;
         }
         let norm = Norm {
@@ -157,19 +150,10 @@ impl Input {
             residual: None,
             weight: weight.view(0..columns),
             epsilon: 1e-6,
-            prepare: Prepare {
-                copies: copies.clone(),
-                types,
-                first: 0,
-            },
+            prepare: Prepare { copies: copies.clone(), types, first: 0 },
         };
         cuda.queue(Operation::Norm(norm)).map_err(failed)?;
-        Ok(Self {
-            normed,
-            copies,
-            rows,
-            columns,
-        })
+        Ok(Self { normed, copies, rows, columns })
     }
 
     fn multiply(&self, cuda: &mut Cuda, products: &[Product]) -> io::Result<()> {
@@ -189,10 +173,7 @@ fn product(cuda: &mut Cuda) -> io::Result<Vec<u32>> {
     let input = Input::new(cuda, TOKENS, COLUMNS, TRIED.into_iter().collect())?;
     let each = TOKENS * ROWS;
     let out = cuda.allocate(Bytes::of_len(TRIED.len() * each * 4), Backing::Now)?;
-    let weights: Vec<Buffer> = TRIED
-        .into_iter()
-        .map(|dtype| weights(cuda, dtype))
-        .collect::<io::Result<_>>()?;
+    let weights: Vec<Buffer> = TRIED.into_iter().map(|dtype| weights(cuda, dtype)).collect::<io::Result<_>>()?;
     let products = TRIED.into_iter().zip(&weights).enumerate();
     let products: Vec<Product> = products
         .map(|(number, (dtype, weights))| Product {
@@ -245,10 +226,7 @@ fn timed_product(cuda: &mut Cuda, bytes: usize) -> io::Result<(usize, Duration)>
     let input = Input::new(cuda, 1, WIDE, [dtype].into_iter().collect())?;
     let rows = bytes / row_bytes(dtype, WIDE);
     let bytes = rows * row_bytes(dtype, WIDE);
-    let (weights, out) = (
-        cuda.part(Bytes::of_len(bytes))?,
-        cuda.allocate(Bytes::of_len(rows * 4), Backing::Now)?,
-    );
+    let (weights, out) = (cuda.part(Bytes::of_len(bytes))?, cuda.allocate(Bytes::of_len(rows * 4), Backing::Now)?);
     let product = Product {
         weight: weights.view_bytes(0, bytes),
         dtype,
@@ -260,9 +238,7 @@ fn timed_product(cuda: &mut Cuda, bytes: usize) -> io::Result<(usize, Duration)>
     };
     let mut shortest = Duration::MAX;
     for _ in 0..TURNS {
-        shortest = shortest.min(timed(cuda, |cuda| {
-            input.multiply(cuda, std::slice::from_ref(&product))
-        })?);
+        shortest = shortest.min(timed(cuda, |cuda| input.multiply(cuda, std::slice::from_ref(&product)))?);
     }
     Ok((bytes, shortest))
 }
@@ -282,9 +258,8 @@ fn launching(gpu: &Arc<Gpu>) -> io::Result<Duration> {
         stride: 32,
         first: 0,
     };
-    let took = timed(&mut cuda, |cuda| {
-        (0..LAUNCHES).try_for_each(|_| input.multiply(cuda, std::slice::from_ref(&product)))
-    })?;
+    let took =
+        timed(&mut cuda, |cuda| (0..LAUNCHES).try_for_each(|_| input.multiply(cuda, std::slice::from_ref(&product))))?;
     Ok(took / LAUNCHES)
 }
 
@@ -338,11 +313,7 @@ mod tests {
 
     #[test]
     fn mapped_memory_is_preferred_where_it_is_read_as_fast() {
-        let speed = |mapped| Speed {
-            device: 60_000_000_000,
-            mapped,
-            launch: Duration::ZERO,
-        };
+        let speed = |mapped| Speed { device: 60_000_000_000, mapped, launch: Duration::ZERO };
         assert!(speed(58_200_000_000).prefers_mapped() && speed(70_000_000_000).prefers_mapped());
         assert!(!speed(58_000_000_000).prefers_mapped());
     }

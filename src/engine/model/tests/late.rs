@@ -41,19 +41,12 @@ enum Fault {
 
 impl Late {
     const fn honest(moment: Moment) -> Self {
-        Self {
-            moment,
-            fault: Fault::None,
-            most: None,
-        }
+        Self { moment, fault: Fault::None, most: None }
     }
 }
 
-const HONEST: [Late; 3] = [
-    Late::honest(Moment::Never),
-    Late::honest(Moment::Random(1)),
-    Late::honest(Moment::Random(2)),
-];
+const HONEST: [Late; 3] =
+    [Late::honest(Moment::Never), Late::honest(Moment::Random(1)), Late::honest(Moment::Random(2))];
 
 impl Device for Late {
     fn copies_bytes(&self, types: &[GgmlDType], columns: usize) -> Bytes {
@@ -159,19 +152,13 @@ unsafe impl Backend for LateBackend {
 }
 
 fn roomy(resident: impl IntoIterator<Item = u32>) -> EnginePlan {
-    EnginePlan {
-        kv_capacity: Tokens::new(256),
-        prefill_chunk: Tokens::new(8),
-        ..plan(resident)
-    }
+    EnginePlan { kv_capacity: Tokens::new(256), prefill_chunk: Tokens::new(8), ..plan(resident) }
 }
 
 fn written(architecture: Architecture, dtype: GgmlDType) -> (tempfile::TempDir, PathBuf) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
-    Synthetic::tiny(architecture, TypeMix::All(dtype), 7)
-        .write(&path)
-        .unwrap();
+    Synthetic::tiny(architecture, TypeMix::All(dtype), 7).write(&path).unwrap();
     (folder, path)
 }
 
@@ -203,11 +190,7 @@ fn random_sheds_leave_no_trace_in_the_logits_of_a_device_that_executes_late() {
             }
             for (tokens, expected) in [&prompt()[..], &[7], &[9]].into_iter().zip(&expected) {
                 let logits = model.forward(tokens, &mut orders).unwrap();
-                assert!(
-                    logits[..] == expected[..],
-                    "{architecture:?} {late:?}, {} orders",
-                    orders.done.len()
-                );
+                assert!(logits[..] == expected[..], "{architecture:?} {late:?}, {} orders", orders.done.len());
             }
             assert!(turn == 0 || orders.done.len() > 3, "{} orders", orders.done.len());
         }
@@ -229,10 +212,7 @@ fn sequences_are_cut_back_and_copied_on_a_device_that_executes_late() {
             all.push(model.keep(12));
             let logits = model.forward(&[3, 4], &mut || Flow::Continue).unwrap();
             all.extend(logits.iter().map(|logit| logit.to_bits()));
-            let fewer = EnginePlan {
-                kv_type: KvType::Q8,
-                ..model.plan().clone()
-            };
+            let fewer = EnginePlan { kv_type: KvType::Q8, ..model.plan().clone() };
             model.apply(&fewer).unwrap();
             let logits = model.forward(&[5], &mut || Flow::Continue).unwrap();
             all.extend(logits.iter().map(|logit| logit.to_bits()));
@@ -248,10 +228,7 @@ fn with(fault: Fault, resident: bool, checkpoint: &mut dyn Checkpoint) -> (Vec<f
     let (_folder, path) = written(Architecture::Qwen3, GgmlDType::F32);
     let mut plain = open_in_parts(&path, usize::MAX, &roomy(0..5), 1);
     let expected = plain.forward(&[5], &mut || Flow::Continue).unwrap().to_vec();
-    let late = Late {
-        fault,
-        ..Late::honest(Moment::Never)
-    };
+    let late = Late { fault, ..Late::honest(Moment::Never) };
     let mut model = open_on(Arc::new(late), None, &path, 16 << 10, &roomy([]));
     let parts = u32::try_from(model.shape().layers.len()).unwrap();
     model.apply(&roomy((0..parts).filter(|_| resident))).unwrap();
@@ -271,13 +248,7 @@ fn a_slot_of_the_ring_that_is_released_too_early_is_found() {
 fn a_wait_that_is_forgotten_before_memory_is_given_up_is_found() {
     for fault in [Fault::None, Fault::ForgottenWait] {
         // At the third layer, so that the parts of the others are in flight.
-        let mut order = Later {
-            left: 2,
-            order: OnePlan {
-                plan: Some(roomy([])),
-                told: None,
-            },
-        };
+        let mut order = Later { left: 2, order: OnePlan { plan: Some(roomy([])), told: None } };
         let (logits, expected) = with(fault, true, &mut order);
         let report = order.order.told.unwrap().unwrap();
         assert!(report.asked > Bytes::ZERO);
@@ -311,10 +282,7 @@ impl Checkpoint for Later {
 fn no_more_is_in_flight_than_a_slice_and_the_one_ahead() {
     static MOST: AtomicUsize = AtomicUsize::new(0);
     let (_folder, path) = written(Architecture::Qwen35, GgmlDType::Q8_0);
-    let late = Late {
-        most: Some(&MOST),
-        ..Late::honest(Moment::Never)
-    };
+    let late = Late { most: Some(&MOST), ..Late::honest(Moment::Never) };
     let mut model = open_on(Arc::new(late), None, &path, usize::MAX, &roomy(0..5));
     let mut in_flight = |estimators, tokens: &[u32]| {
         model.reset();
@@ -328,11 +296,7 @@ fn no_more_is_in_flight_than_a_slice_and_the_one_ahead() {
     for (tokens, most) in [(&prompt()[..8], 12), (&[5], 24)] {
         assert!(in_flight(SliceEstimators::new(), tokens) > 24);
         let paced = in_flight(SliceEstimators::finest(), tokens);
-        assert!(
-            paced <= most,
-            "{paced} operations in flight for {} tokens",
-            tokens.len()
-        );
+        assert!(paced <= most, "{paced} operations in flight for {} tokens", tokens.len());
     }
 }
 
@@ -342,17 +306,8 @@ fn a_device_that_fails_ends_the_pass_and_every_later_one() {
     // Wherever it fails: while the model is opened, in a pass, in one that is streamed.
     for resident in [vec![], vec![0, 1, 2, 3, 4]] {
         for at in [60, 80, 100, 130] {
-            let late = Late {
-                fault: Fault::Breaks(at),
-                ..Late::honest(Moment::Never)
-            };
-            let mut model = open_on(
-                Arc::new(late),
-                None,
-                &path,
-                usize::MAX,
-                &roomy(resident.iter().copied()),
-            );
+            let late = Late { fault: Fault::Breaks(at), ..Late::honest(Moment::Never) };
+            let mut model = open_on(Arc::new(late), None, &path, usize::MAX, &roomy(resident.iter().copied()));
             let failed = (0..20).find_map(|_| model.forward(&[5, 6], &mut || Flow::Continue).err());
             assert!(matches!(&failed, Some(error) if error.is_final()), "{failed:?}");
             model.reset();

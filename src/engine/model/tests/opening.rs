@@ -30,10 +30,7 @@ struct Mishap {
 impl Mishap {
     /// After `before` questions for what `at` is in the name of.
     fn new(at: &'static str, before: usize, happens: impl Fn() + Send + Sync + 'static) -> (Arc<Self>, Disk) {
-        let mishap = Arc::new(Self {
-            turns: AtomicUsize::new(before),
-            hangs: AtomicBool::new(false),
-        });
+        let mishap = Arc::new(Self { turns: AtomicUsize::new(before), hangs: AtomicBool::new(false) });
         let theirs = Arc::clone(&mishap);
         let hindrance = move |what: &str| {
             if !what.contains(at) {
@@ -46,11 +43,7 @@ impl Mishap {
                 thread::yield_now();
             }
         };
-        let disk = Disk {
-            watch: DiskWatch::hindered(Arc::new(hindrance)),
-            stall: STALL,
-            behind: None,
-        };
+        let disk = Disk { watch: DiskWatch::hindered(Arc::new(hindrance)), stall: STALL, behind: None };
         (mishap, disk)
     }
 
@@ -71,9 +64,7 @@ fn options() -> ModelOptions {
 }
 
 fn write(path: &Path, seed: u64) {
-    Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), seed)
-        .write(path)
-        .unwrap();
+    Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), seed).write(path).unwrap();
 }
 
 /// Opens a model with some layers resident.
@@ -93,10 +84,7 @@ fn logits(path: &Path) -> Vec<f32> {
 /// That the error names the read that hangs, and that this keeps at most so much.
 fn is_told(error: &LoadError, what: &str, most: Bytes) {
     let text = in_one_line(error);
-    assert!(
-        text.contains(what) && text.contains("the disk has not answered for "),
-        "{text}"
-    );
+    assert!(text.contains(what) && text.contains("the disk has not answered for "), "{text}");
     assert!(text.ends_with("at most 1000 ms are waited"), "{text}");
     assert!(error.hint().unwrap().contains("the disk"));
     let left = error.hung().unwrap();
@@ -129,9 +117,7 @@ fn a_header_that_does_not_come_is_an_error_in_time_and_is_read_when_the_disk_ans
         has_returned(&error);
     }
     let (mishap, disk) = Mishap::hang("the header of", 1);
-    let error = Model::inspect_on(Arc::new(CpuDevice(1)), &path, None, &disk)
-        .err()
-        .unwrap();
+    let error = Model::inspect_on(Arc::new(CpuDevice(1)), &path, None, &disk).err().unwrap();
     is_told(&error, "cannot read `the header of model.gguf`", Bytes::from_mib(1));
     mishap.answer();
     has_returned(&error);
@@ -168,11 +154,7 @@ fn what_large_reads_keep_that_hang_while_a_model_is_opened_is_told() {
         *put.lock().unwrap() = Some(Arc::clone(&disk));
         disk
     };
-    let disk = Disk {
-        stall: STALL,
-        behind: Some(Arc::new(behind)),
-        ..Disk::default()
-    };
+    let disk = Disk { stall: STALL, behind: Some(Arc::new(behind)), ..Disk::default() };
     let shape = open(&path, [], &Disk::default()).unwrap().shape().clone();
     let (ring, layer) = (shape.ring_bytes, shape.layers[0].resident_bytes);
     let error = open(&path, [0], &disk).err().unwrap();
@@ -194,11 +176,7 @@ fn a_file_that_is_replaced_while_it_is_opened_is_refused_and_the_new_one_can_be_
     let (from, to) = (new.clone(), path.clone());
     let (_, disk) = Mishap::new("its weights", 0, move || fs::rename(&from, &to).unwrap());
     let error = open(&path, [0], &disk).err().unwrap();
-    assert!(
-        matches!(error.kind(), LoadErrorKind::Changed { .. }),
-        "{}",
-        in_one_line(&error)
-    );
+    assert!(matches!(error.kind(), LoadErrorKind::Changed { .. }), "{}", in_one_line(&error));
     assert!(error.hung().is_none() && error.hint().is_some());
     assert!(logits(&path) == expected);
 }
@@ -238,9 +216,5 @@ fn a_pipe_is_no_model_and_is_not_waited_for() {
     let path = folder.path().join("model.gguf");
     nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
     let error = open(&path, [], &Disk::default()).err().unwrap();
-    assert!(
-        matches!(error.kind(), LoadErrorKind::NotAFile),
-        "{}",
-        in_one_line(&error)
-    );
+    assert!(matches!(error.kind(), LoadErrorKind::NotAFile), "{}", in_one_line(&error));
 }

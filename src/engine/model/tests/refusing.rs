@@ -75,10 +75,7 @@ unsafe impl Backend for Refuser {
         let owners = orders.file.lock().unwrap().as_ref().map_or(0, Weak::strong_count);
         orders.owners.fetch_max(owners, Ordering::Relaxed);
         let left = |left: usize| left.checked_sub(1);
-        let found = orders
-            .left
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, left)
-            .is_ok();
+        let found = orders.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, left).is_ok();
         if orders.refuse.load(Ordering::Relaxed) && !found {
             return Err(io::ErrorKind::OutOfMemory.into());
         }

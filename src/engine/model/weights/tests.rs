@@ -57,25 +57,15 @@ impl Hanging {
     fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.gguf");
-        Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 1)
-            .write(&path)
-            .unwrap();
+        Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 1).write(&path).unwrap();
         let header = Header::read(&path).unwrap();
         let layout = Layout::of(&Spec::read(&header).unwrap());
-        let gate = Arc::new(Gate {
-            open: AtomicBool::new(false),
-            asked: AtomicUsize::new(0),
-        });
+        let gate = Arc::new(Gate { open: AtomicBool::new(false), asked: AtomicUsize::new(0) });
         let file: Arc<dyn Source> = Arc::<Gate>::clone(&gate);
         let backend = Cpu::new(1).unwrap();
         let fixed = (backend.allocate(PAGE, Backing::Now).unwrap(), None);
         let weights = Weights::new(file, fixed, layout.parts.len(), (None, Duration::from_millis(1)));
-        let mut hanging = Self {
-            backend,
-            weights,
-            layout,
-            gate,
-        };
+        let mut hanging = Self { backend, weights, layout, gate };
         hanging.stream(0);
         hanging.wait_for_readers(2);
         hanging

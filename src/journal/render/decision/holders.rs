@@ -17,23 +17,14 @@ pub(super) fn engine(decision: &EngineDecision) -> String {
         EngineDecision::AlreadyLoaded { model } => {
             format!("`{model}` was inspected while a model is loaded: ignored")
         }
-        EngineDecision::Inspected {
-            model,
-            layers,
-            token,
-            full,
-        } => format!("`{model}` has {layers} layers, {token} of KV for each token and needs {full} in full"),
+        EngineDecision::Inspected { model, layers, token, full } => {
+            format!("`{model}` has {layers} layers, {token} of KV for each token and needs {full} in full")
+        }
         EngineDecision::LoadDelayed { wait } => {
             let wait = wait.as_secs_f64();
             format!("the model was inspected again; it is loaded in {wait:.1} s")
         }
-        EngineDecision::WaitsForMemory {
-            error,
-            free,
-            kept,
-            headroom,
-            watermark,
-        } => format!(
+        EngineDecision::WaitsForMemory { error, free, kept, headroom, watermark } => format!(
             "the engine waits for memory: {error}: {free} is free, {kept} is kept for workers, headroom is {headroom} with a \
              watermark of {watermark}"
         ),
@@ -45,23 +36,12 @@ pub(super) fn engine(decision: &EngineDecision) -> String {
             StrayPlan::EarlierLoad => format!("the engine applied plan {revision} of an earlier load: ignored"),
             StrayPlan::Failed { reason } => format!("plan {revision} failed, and is no longer waited for: {reason}"),
         },
-        EngineDecision::Applied {
-            revision,
-            outcome,
-            plan,
-            used,
-            free,
-            took,
-        } => {
+        EngineDecision::Applied { revision, outcome, plan, used, free, took } => {
             let holds = plan.map_or_else(String::new, |plan| plan.to_string());
             let took = took.as_millis();
             match outcome {
                 PlanOutcome::Ready => format!("engine ready after {took} ms: {holds}, uses {used}"),
-                PlanOutcome::Shed {
-                    credited,
-                    freed,
-                    untouched,
-                } => {
+                PlanOutcome::Shed { credited, freed, untouched } => {
                     let untouched = if *untouched > Bytes::ZERO {
                         format!(" and {untouched} had not been touched")
                     } else {
@@ -82,17 +62,10 @@ pub(super) fn engine(decision: &EngineDecision) -> String {
                 }
             }
         }
-        EngineDecision::Short {
-            promised,
-            credited,
-            freed,
-        } => format!("engine promised {promised}, {credited} are credited and the kernel shows {freed}"),
-        EngineDecision::NotApplied {
-            revision,
-            reason,
-            plan,
-            in_force,
-        } => {
+        EngineDecision::Short { promised, credited, freed } => {
+            format!("engine promised {promised}, {credited} are credited and the kernel shows {freed}")
+        }
+        EngineDecision::NotApplied { revision, reason, plan, in_force } => {
             let in_force = in_force.map_or_else(String::new, |plan| plan.to_string());
             format!("the engine could not apply plan {revision} ({plan}): {reason}; in force was {in_force}")
         }
@@ -133,11 +106,7 @@ pub(super) fn growth(decision: &GrowthDecision) -> String {
         GrowthDecision::EngineSpared { level } => {
             format!("{level}: nothing more is shed that would make the engine slower, until Critical is ahead")
         }
-        GrowthDecision::NothingLeft {
-            level,
-            unaccounted,
-            own,
-        } => {
+        GrowthDecision::NothingLeft { level, unaccounted, own } => {
             let own = own.map_or_else(|| "an unknown part".to_owned(), |own| own.to_string());
             format!("{level}: nothing is left to shed; {unaccounted} is unaccounted, the supervisor itself uses {own}")
         }

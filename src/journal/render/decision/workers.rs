@@ -8,12 +8,9 @@ use crate::{
 
 pub(super) fn worker(decision: &WorkerDecision) -> String {
     match decision {
-        WorkerDecision::Starting {
-            worker,
-            peak,
-            free,
-            budget,
-        } => format!("starting worker `{worker}` with {peak} held for its peak; {free} is free of {budget}"),
+        WorkerDecision::Starting { worker, peak, free, budget } => {
+            format!("starting worker `{worker}` with {peak} held for its peak; {free} is free of {budget}")
+        }
         WorkerDecision::Unresponsive { worker, pid, evidence } => {
             format!("worker `{worker}` (pid {pid}) does not respond and is ended: {evidence}")
         }
@@ -32,32 +29,16 @@ pub(super) fn worker(decision: &WorkerDecision) -> String {
             }
         },
         WorkerDecision::Died { sentence, remedy } => format!("{sentence}; {remedy}"),
-        WorkerDecision::Exited {
-            worker,
-            cause,
-            expected,
-            freed,
-            free,
-        } => {
+        WorkerDecision::Exited { worker, cause, expected, freed, free } => {
             let asked = if *expected { "as requested" } else { "unexpectedly" };
             format!("worker `{worker}` exited ({cause}), {asked}; {freed} are off the book, {free} is free")
         }
-        WorkerDecision::Restarting {
-            worker,
-            wait,
-            failures,
-            intensity,
-            window,
-        } => format!(
+        WorkerDecision::Restarting { worker, wait, failures, intensity, window } => format!(
             "worker `{worker}` starts again in {:.1} s, failure {failures} of {intensity} within {:.0} s",
             wait.as_secs_f64(),
             window.as_secs_f64()
         ),
-        WorkerDecision::GivenUp {
-            worker,
-            failures,
-            window,
-        } => format!(
+        WorkerDecision::GivenUp { worker, failures, window } => format!(
             "worker `{worker}` failed {failures} times within {:.0} s and is left alone; start it by hand",
             window.as_secs_f64()
         ),
@@ -73,32 +54,15 @@ pub(super) fn worker(decision: &WorkerDecision) -> String {
             };
             format!("worker `{worker}` changes to variant `{variant}`: {why}")
         }
-        WorkerDecision::Settled {
-            worker,
-            used,
-            stays,
-            freed,
-            free,
-        } => format!("worker `{worker}` uses {used}: its lease comes down by {freed} to {stays}, {free} is free"),
-        WorkerDecision::Outgrown {
-            worker,
-            used,
-            above,
-            held,
-            requests,
-        } => format!(
+        WorkerDecision::Settled { worker, used, stays, freed, free } => {
+            format!("worker `{worker}` uses {used}: its lease comes down by {freed} to {stays}, {free} is free")
+        }
+        WorkerDecision::Outgrown { worker, used, above, held, requests } => format!(
             "worker `{worker}` uses {used}, above {above} where it is recycled, and holds {held}: it takes nothing new, ends \
              its {requests} requests and is restarted"
         ),
-        WorkerDecision::PeakLearned {
-            worker,
-            variant,
-            peak,
-            configured,
-        } => {
-            let variant = variant
-                .as_ref()
-                .map_or_else(String::new, |variant| format!(" in variant `{variant}`"));
+        WorkerDecision::PeakLearned { worker, variant, peak, configured } => {
+            let variant = variant.as_ref().map_or_else(String::new, |variant| format!(" in variant `{variant}`"));
             format!(
                 "worker `{worker}` used {peak}{variant}, and is set to need {configured} at most: from now on its own peak counts"
             )
@@ -114,25 +78,13 @@ pub(super) fn worker(decision: &WorkerDecision) -> String {
             format!("worker `{worker}` reported that it has become smaller and {used}; it still holds {held}")
         }
         WorkerDecision::Restored { worker, steady } => format!("worker `{worker}` may hold its {steady} again"),
-        WorkerDecision::Resized {
-            worker,
-            variant,
-            took,
-            used,
-            held,
-        } => {
+        WorkerDecision::Resized { worker, variant, took, used, held } => {
             let took = took.as_millis();
-            format!(
-                "worker `{worker}` is in variant `{variant}` after {took} ms{}, holds {held}",
-                uses(*used)
-            )
+            format!("worker `{worker}` is in variant `{variant}` after {took} ms{}, holds {held}", uses(*used))
         }
-        WorkerDecision::VariantKept {
-            worker,
-            variant,
-            error,
-            used,
-        } => format!("worker `{worker}` stays in variant `{variant}`: {error}{}", uses(*used)),
+        WorkerDecision::VariantKept { worker, variant, error, used } => {
+            format!("worker `{worker}` stays in variant `{variant}`: {error}{}", uses(*used))
+        }
         WorkerDecision::TakenOver { worker, pid, held } => {
             format!("worker `{worker}` (pid {pid}) has outlived the run before and is taken over with {held}")
         }

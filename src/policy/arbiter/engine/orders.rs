@@ -21,18 +21,13 @@ impl Arbiter {
         if !self.state.engine.can_shed(self.state.now) {
             return Bytes::ZERO;
         }
-        let (Some(shape), Some(limits), Some(goal)) = (
-            self.state.engine.shape(),
-            self.state.engine.limits(),
-            self.state.engine.goal(),
-        ) else {
+        let (Some(shape), Some(limits), Some(goal)) =
+            (self.state.engine.shape(), self.state.engine.limits(), self.state.engine.goal())
+        else {
             return Bytes::ZERO;
         };
         let oldest = given.oldest.saturating_mul(shape.kv.block_tokens.get());
-        let limits = PlanLimits {
-            kv_used: Tokens::new(limits.kv_used.get().saturating_sub(oldest)),
-            ..limits
-        };
+        let limits = PlanLimits { kv_used: Tokens::new(limits.kv_used.get().saturating_sub(oldest)), ..limits };
         let goal_bytes = shape.plan_bytes(goal);
         let kind = (0..given.smaller_types).fold(goal.kv_type, |kind, _| kind.smaller().unwrap_or(kind));
         let kind = kind.max(limits.kv_type_least).min(goal.kv_type);
@@ -48,50 +43,32 @@ impl Arbiter {
         if given.smaller_chunk {
             plan.prefill_chunk = least_chunk;
         }
-        let only_kv = EnginePlan {
-            resident: goal.resident.clone(),
-            ..plan.clone()
-        };
-        let least = EnginePlan {
-            prefill_chunk: least_chunk,
-            ..shape.shrunk(goal, u32::MAX, usize::MAX, kind, &limits)
-        };
+        let only_kv = EnginePlan { resident: goal.resident.clone(), ..plan.clone() };
+        let least =
+            EnginePlan { prefill_chunk: least_chunk, ..shape.shrunk(goal, u32::MAX, usize::MAX, kind, &limits) };
         let held = self.state.engine_held();
         let gives = |plan: &EnginePlan| goal_bytes.saturating_sub(shape.plan_bytes(plan));
         // The engine keeps the KV capacity that its sequence has come to need by then. The first layer that is streamed
         // needs a ring; if it is larger than the layer, the two together would not be covered by what is held. And a chunk
         // under way ends before a smaller one begins.
         let is_covered = |plan: &EnginePlan| {
-            let kept = EnginePlan {
-                kv_capacity: goal.kv_capacity,
-                prefill_chunk: goal.prefill_chunk,
-                ..plan.clone()
-            };
+            let kept = EnginePlan { kv_capacity: goal.kv_capacity, prefill_chunk: goal.prefill_chunk, ..plan.clone() };
             shape.plan_bytes(&kept) <= held
         };
-        let chosen = [plan, only_kv, least]
-            .into_iter()
-            .find(|plan| gives(plan) > Bytes::ZERO && is_covered(plan));
+        let chosen = [plan, only_kv, least].into_iter().find(|plan| gives(plan) > Bytes::ZERO && is_covered(plan));
         let Some(plan) = chosen else {
             return Bytes::ZERO;
         };
         let promised = gives(&plan);
         let change = self.change_to(goal, &plan);
-        let reason = PlanReason::Shed {
-            reclaim,
-            gives: promised,
-            change,
-        };
+        let reason = PlanReason::Shed { reclaim, gives: promised, change };
         self.ask_engine(plan, PlanKind::Shed, Some(reason));
         promised
     }
 
     pub(in crate::policy::arbiter) fn change_to(&self, from: &EnginePlan, to: &EnginePlan) -> PlanChange {
         let shape = self.state.engine.shape();
-        PlanChange {
-            from: PlanSize::of(shape, from),
-            to: PlanSize::of(shape, to),
-        }
+        PlanChange { from: PlanSize::of(shape, from), to: PlanSize::of(shape, to) }
     }
 
     /// Sends a plan, without a `reason` to load the model with it; growth has been booked.
@@ -102,23 +79,15 @@ impl Arbiter {
         reason: Option<PlanReason>,
     ) {
         let revision = self.state.engine.plans.next_revision();
-        let from = self
-            .state
-            .engine
-            .goal()
-            .map_or(Bytes::ZERO, |goal| self.state.engine.bytes_in(goal));
+        let from = self.state.engine.goal().map_or(Bytes::ZERO, |goal| self.state.engine.bytes_in(goal));
         if let Some(id) = self.state.engine.lease {
             self.state.ledger.set_moving(id, true);
         }
-        self.state.engine.plans.pending.insert(
-            revision,
-            Pending {
-                plan: plan.clone(),
-                asked_at: self.state.now,
-                kind,
-                from,
-            },
-        );
+        self.state
+            .engine
+            .plans
+            .pending
+            .insert(revision, Pending { plan: plan.clone(), asked_at: self.state.now, kind, from });
         self.out.push(match reason {
             None => Action::LoadEngine { revision, plan },
             Some(reason) => Action::ApplyPlan { revision, plan, reason },
@@ -155,12 +124,8 @@ impl Arbiter {
         }
         let held = self.state.ledger.held_by(id);
         let used = self.state.ledger.used_by(ENGINE_TENANT).unwrap_or(held);
-        self.state
-            .ledger
-            .lower(id, self.state.engine.needs().max(used.min(held)));
-        self.state
-            .ledger
-            .set_moving(id, !self.state.engine.plans.pending.is_empty());
+        self.state.ledger.lower(id, self.state.engine.needs().max(used.min(held)));
+        self.state.ledger.set_moving(id, !self.state.engine.plans.pending.is_empty());
     }
 
     /// Why the engine does not give more than it has.
@@ -182,13 +147,7 @@ impl Arbiter {
             .partition(|operator| operator.revision <= revision);
         self.state.engine.operators = waiting;
         let due: Vec<WaitingOperator> = due;
-        for WaitingOperator {
-            ticket,
-            revision: asked_as,
-            before,
-            wish,
-        } in due
-        {
+        for WaitingOperator { ticket, revision: asked_as, before, wish } in due {
             match (outcome, wish) {
                 (Ok(applied), Wish::KvType { kind }) => self.done(
                     ticket,
@@ -204,12 +163,7 @@ impl Arbiter {
                 (Ok(_), Wish::Shed { asked }) => {
                     let freed = before.saturating_sub(held);
                     let limited_by = (freed < asked).then(|| self.shed_limit(held));
-                    let outcome = ShedOutcome {
-                        asked,
-                        freed,
-                        held,
-                        limited_by,
-                    };
+                    let outcome = ShedOutcome { asked, freed, held, limited_by };
                     self.answer(ticket, Answer::Shed(outcome));
                 }
                 (Err(reason), Wish::KvType { kind }) => self.deny_unapplied(ticket, "kv_type", &kind, asked_as, reason),

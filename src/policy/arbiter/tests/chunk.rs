@@ -9,11 +9,7 @@ use crate::policy::{
 
 /// 40 layers of 20 MiB, 100 KiB of workspace for each token of a chunk.
 fn large() -> ModelShape {
-    ModelShape {
-        layers: sample_shape(40, mib(20)).layers,
-        workspace_bytes_per_token: Bytes::from_kib(100),
-        ..shape()
-    }
+    ModelShape { layers: sample_shape(40, mib(20)).layers, workspace_bytes_per_token: Bytes::from_kib(100), ..shape() }
 }
 
 /// Reading as in the field, and so many nanoseconds to compute a token of a prompt on a MiB.
@@ -142,10 +138,7 @@ fn an_engine_in_its_full_plan_has_no_larger_chunk() {
 fn keeps_chunk(rig: &mut Rig, chunk: Tokens) -> Bytes {
     let (revision, asked) = rig.plan_asked().unwrap();
     assert!(asked.prefill_chunk < chunk, "{asked:?}");
-    let in_force = EnginePlan {
-        prefill_chunk: chunk,
-        ..asked
-    };
+    let in_force = EnginePlan { prefill_chunk: chunk, ..asked };
     rig.engine_applies_plan(revision, in_force)
 }
 
@@ -178,27 +171,15 @@ fn a_chunk_under_way_is_asked_for_once_and_layers_are_given_meanwhile() {
         assert_eq!(rig.plan_asked(), None, "nothing is needed");
     }
     // The chunk ends, and what it gave up is decided.
-    let smaller = EnginePlan {
-        prefill_chunk: Tokens::new(128),
-        ..layers
-    };
+    let smaller = EnginePlan { prefill_chunk: Tokens::new(128), ..layers };
     let before = rig.held("llm");
     let bytes = rig.engine_applies_plan(revision, smaller.clone());
     assert!(
-        decided!(
-            rig,
-            Engine(EngineDecision::Applied {
-                outcome: PlanOutcome::ChunkEnded { .. },
-                ..
-            })
-        ),
+        decided!(rig, Engine(EngineDecision::Applied { outcome: PlanOutcome::ChunkEnded { .. }, .. })),
         "{:#?}",
         rig.actions
     );
-    assert_eq!(
-        before.saturating_sub(bytes),
-        large().chunk_bytes(Tokens::new(128), Tokens::new(512))
-    );
+    assert_eq!(before.saturating_sub(bytes), large().chunk_bytes(Tokens::new(128), Tokens::new(512)));
     assert_eq!(rig.held("llm"), bytes);
     assert_eq!(rig.snapshot().engine.in_force, Some(smaller));
 }
@@ -238,10 +219,7 @@ fn layers_that_should_have_made_room_for_a_chunk_come_back_at_once_where_a_promp
     let (revision, plan) = rig.plan_asked().unwrap();
     assert!(plan.resident.len() < before.resident.len());
     rig.tell(activity(1, KvUse::default()));
-    let without = EnginePlan {
-        prefill_chunk: before.prefill_chunk,
-        ..plan
-    };
+    let without = EnginePlan { prefill_chunk: before.prefill_chunk, ..plan };
     let bytes = rig.engine_applies_plan(revision, without);
     let settle = params().shed.settle;
     let back = (0..30).find_map(|_| {
@@ -250,9 +228,5 @@ fn layers_that_should_have_made_room_for_a_chunk_come_back_at_once_where_a_promp
     });
     let (_, back) = back.unwrap();
     assert_eq!(back, before);
-    assert!(
-        rig.now.since_start() < settle + ms(1500),
-        "{} is not the dwell",
-        rig.now
-    );
+    assert!(rig.now.since_start() < settle + ms(1500), "{} is not the dwell", rig.now);
 }

@@ -26,11 +26,7 @@ fn the_engine_waits_for_a_sample_and_is_loaded_in_full_when_memory_is_plentiful(
 #[test]
 fn pressure_sheds_verifies_and_grows_back_after_the_dwell() {
     let mut rig = Rig::with_engine_ready(params());
-    assert!(
-        rig.samples(132)
-            .iter()
-            .all(|action| !matches!(action, Action::ApplyPlan { .. }))
-    );
+    assert!(rig.samples(132).iter().all(|action| !matches!(action, Action::ApplyPlan { .. })));
     rig.samples(390);
     assert_eq!(rig.snapshot().level, PressureLevel::Critical);
     let (revision, plan) = rig.plan_asked().unwrap();
@@ -74,13 +70,7 @@ fn at_elevated_the_engine_keeps_its_layers_until_critical_is_ahead() {
 #[test]
 fn a_capacity_in_use_is_kept_and_not_asked_back_at_once() {
     let mut rig = Rig::with_engine_ready(params());
-    rig.tell(activity(
-        1,
-        KvUse {
-            used: Tokens::new(3000),
-            ..KvUse::default()
-        },
-    ));
+    rig.tell(activity(1, KvUse { used: Tokens::new(3000), ..KvUse::default() }));
     rig.samples(399);
     let (_, plan) = rig.plan_asked().unwrap();
     // 71 MiB are needed: 7 layers less the ring are 66, and 5 of the 8.5 MiB that the sequence does not use.
@@ -104,10 +94,7 @@ fn an_engine_that_does_not_answer_is_asked_again() {
 fn a_failed_engine_comes_back_after_its_backoff_and_its_floor_is_kept_for_it() {
     let mut rig = Rig::with_engine_ready(params());
     rig.engine_fails(None);
-    assert_eq!(
-        (rig.held("llm"), rig.snapshot().engine.state),
-        (Bytes::ZERO, EngineState::Failed)
-    );
+    assert_eq!((rig.held("llm"), rig.snapshot().engine.state), (Bytes::ZERO, EngineState::Failed));
     rig.request("voice", Class::AudioRealtime, 1, 400, 0);
     assert_eq!(rig.granted().held, mib(400 - 28), "the floor is kept");
     rig.wait(600).sample(0);
@@ -122,10 +109,7 @@ fn what_reads_keep_of_an_engine_on_a_disk_that_hangs_is_on_the_book_until_it_ans
     let held = rig.held("llm");
     rig.engine_fails(Some(mib(20)));
     let snapshot = rig.snapshot();
-    assert_eq!(
-        (rig.held("llm"), snapshot.engine.state),
-        (Bytes::ZERO, EngineState::Failed)
-    );
+    assert_eq!((rig.held("llm"), snapshot.engine.state), (Bytes::ZERO, EngineState::Failed));
     assert_eq!(snapshot.free, free + held - mib(20), "it cannot be granted");
     let hangs = NextLoad::WaitsForDisk { left: mib(20) };
     assert!(decided!(rig, Engine(EngineDecision::Gone { next, .. }) if *next == hangs));
@@ -180,10 +164,7 @@ fn a_model_whose_floor_exceeds_the_budget_is_refused_and_workers_are_served() {
     let mut params = with_engine(params());
     params.workers = vec![worker("tts", 50)];
     let mut rig = Rig::new(params);
-    let large = ModelShape {
-        fixed_bytes: mib(500),
-        ..shape()
-    };
+    let large = ModelShape { fixed_bytes: mib(500), ..shape() };
     rig.sample(0);
     assert!(!rig.starts("tts"), "the engine comes first");
     rig.tell(Event::EngineInspected { shape: large });
@@ -198,10 +179,7 @@ fn a_model_whose_floor_exceeds_the_budget_is_refused_and_workers_are_served() {
             available: mib(340),
         },
     };
-    assert!(
-        rig.decisions()
-            .any(|decision| *decision == Decision::Engine(refused.clone()))
-    );
+    assert!(rig.decisions().any(|decision| *decision == Decision::Engine(refused.clone())));
     let engine = rig.snapshot().engine;
     let failure = engine.failure.unwrap_or_default();
     assert_eq!(engine.state, EngineState::Failed);

@@ -33,11 +33,7 @@ fn grant(rig: &mut Rig, tenant: &str, class: Class, size: u64) -> LeaseView {
 #[test]
 fn orin_nx_v071_is_refused() {
     let mut params = board(0);
-    params.workers = vec![WorkerParams {
-        steady: mib(2271),
-        peak: mib(2271 + 1092),
-        ..by_hand("voice", 0)
-    }];
+    params.workers = vec![WorkerParams { steady: mib(2271), peak: mib(2271 + 1092), ..by_hand("voice", 0) }];
     let mut rig = Rig::new(params);
     rig.machine(BOARD, 0);
     let llm = grant(&mut rig, "trt", Class::Interactive, 12_947);
@@ -68,9 +64,7 @@ fn orin_nx_v080_fits() {
     let trace = include_str!("../../../../tests/fixtures/jetson/traces/coresidency_orin-nx-16g_v080.tsv");
     let run = |name: &str| -> Vec<u64> {
         let stages = trace.lines().filter(|line| line.starts_with(name));
-        stages
-            .map(|line| line.split('\t').nth(2).unwrap().parse().unwrap())
-            .collect()
+        stages.map(|line| line.split('\t').nth(2).unwrap().parse().unwrap()).collect()
     };
     // The first run ends without its LLM, for which 5760 are projected: the whole use with it, baseline included.
     for (name, more, left) in [("0013", 11_453 - 6785, 4203), ("0014", 0, 4594)] {
@@ -89,16 +83,8 @@ fn orin_nx_v080_fits() {
             rig.machine(BOARD, 11_453);
         }
         let snapshot = rig.snapshot();
-        assert_eq!(
-            (snapshot.headroom, snapshot.level),
-            (Some(mib(left)), PressureLevel::Normal),
-            "{name}"
-        );
-        assert_eq!(
-            (snapshot.free, snapshot.unaccounted),
-            (mib(left), Bytes::ZERO),
-            "{name}"
-        );
+        assert_eq!((snapshot.headroom, snapshot.level), (Some(mib(left)), PressureLevel::Normal), "{name}");
+        assert_eq!((snapshot.free, snapshot.unaccounted), (mib(left), Bytes::ZERO), "{name}");
     }
 }
 
@@ -121,12 +107,8 @@ fn zoe_outage_keeps_the_space_to_return() {
 fn zoe_outage_restarts_the_voice_by_what_a_start_needs() {
     let mut params = with_engine(params());
     params.budget.total = mib(200);
-    params.workers = vec![WorkerParams {
-        class: Class::Batch,
-        peak: mib(26),
-        rest: recycled_above(26),
-        ..worker("tts", 20)
-    }];
+    params.workers =
+        vec![WorkerParams { class: Class::Batch, peak: mib(26), rest: recycled_above(26), ..worker("tts", 20) }];
     params.pressure.dwell = ms(100);
     params.pressure.elevated_below = mib(26);
     params.pressure.critical_below = mib(13);
@@ -134,11 +116,7 @@ fn zoe_outage_restarts_the_voice_by_what_a_start_needs() {
     let mut rig = Rig::new(params);
     rig.tell(Event::Recovered {
         book: Book::default(),
-        adopted: vec![AdoptedWorker {
-            worker: "tts".to_owned(),
-            pid: 7,
-            variant: None,
-        }],
+        adopted: vec![AdoptedWorker { worker: "tts".to_owned(), pid: 7, variant: None }],
     });
     rig.tell(Event::EngineInspected { shape: shape() });
     let ready = |rig: &mut Rig| {
@@ -160,11 +138,7 @@ fn zoe_outage_restarts_the_voice_by_what_a_start_needs() {
     rig.pass(100);
     assert!(rig.stops("tts"), "{:#?}", rig.actions);
     rig.exits("tts", true, "SIGTERM");
-    assert!(
-        rig.starts("tts"),
-        "by 1.1 times 190 MiB it would wait for ever: {:#?}",
-        rig.actions
-    );
+    assert!(rig.starts("tts"), "by 1.1 times 190 MiB it would wait for ever: {:#?}", rig.actions);
     assert_eq!(rig.held("tts"), mib(26));
     ready(&mut rig);
     rig.wait(10);
@@ -282,12 +256,7 @@ fn roboflow_ratchet_is_named_when_it_leaves_its_lease() {
         }
         let ticket = rig.ticket();
         let lease = rig.lease("detector").unwrap();
-        rig.tell(Event::LeaseRenewed {
-            ticket,
-            lease: lease.id,
-            generation: lease.generation,
-            peer: peer(1000),
-        });
+        rig.tell(Event::LeaseRenewed { ticket, lease: lease.id, generation: lease.generation, peer: peer(1000) });
     }
     assert_eq!(named, [5200], "once, and early");
 }
@@ -318,11 +287,7 @@ fn ab_thrash_is_served_in_turn() {
 #[test]
 fn a_worker_with_a_high_peak_is_admitted_by_its_peak() {
     let mut params = board(1224);
-    params.workers = vec![WorkerParams {
-        steady: mib(1100),
-        peak: mib(3160),
-        ..worker("asr", 0)
-    }];
+    params.workers = vec![WorkerParams { steady: mib(1100), peak: mib(3160), ..worker("asr", 0) }];
     let mut rig = Rig::new(params);
     rig.machine(BOARD, 1224);
     assert_eq!(rig.held("asr"), mib(3160));
@@ -370,21 +335,13 @@ fn thor_silent_is_no_shortage() {
     rig.exits("loader", false, "killed by SIGKILL, sender unknown, at 113/2034");
     let view = rig.worker("loader");
     assert_eq!(view.state, BackingOff);
-    assert_eq!(
-        view.last_exit.as_deref(),
-        Some("killed by SIGKILL, sender unknown, at 113/2034")
-    );
+    assert_eq!(view.last_exit.as_deref(), Some("killed by SIGKILL, sender unknown, at 113/2034"));
     let actions = sample(&mut rig);
     assert!(
-        !actions
-            .iter()
-            .any(|action| matches!(action, Action::LevelChanged { .. } | Action::Weighed { .. })),
+        !actions.iter().any(|action| matches!(action, Action::LevelChanged { .. } | Action::Weighed { .. })),
         "{actions:#?}"
     );
-    assert_eq!(
-        (rig.held("loader"), rig.snapshot().level),
-        (Bytes::ZERO, PressureLevel::Normal)
-    );
+    assert_eq!((rig.held("loader"), rig.snapshot().level), (Bytes::ZERO, PressureLevel::Normal));
 }
 
 /// A 9B model that needs 7220 in full on a tablet that has 2820 for it: never more resident than fits, never less than
@@ -414,10 +371,7 @@ fn ipad_cliff_is_not_walked_over() {
     rig.tell(Event::EngineInspected { shape: model.clone() });
     rig.now = rig.now + ms(10);
     let plan = applies(&mut rig, &model);
-    assert!(
-        model.plan_bytes(&plan) <= mib(2820) && plan.resident.len() < 24,
-        "{plan:?}"
-    );
+    assert!(model.plan_bytes(&plan) <= mib(2820) && plan.resident.len() < 24, "{plan:?}");
     let limits = PlanLimits::new(&EngineParams::default(), Tokens::ZERO);
     let speed = |plan: &EnginePlan| {
         let worth = model.worth(&limits);
@@ -438,10 +392,7 @@ fn ipad_cliff_is_not_walked_over() {
     for step in 1..=3 {
         rig.wait(600);
         let actions = sample(&mut rig, 2820 + 1500);
-        assert!(
-            !actions.iter().any(|action| matches!(action, Action::ApplyPlan { .. })),
-            "within the dwell: {step}"
-        );
+        assert!(!actions.iter().any(|action| matches!(action, Action::ApplyPlan { .. })), "within the dwell: {step}");
     }
     for _ in 0..10 {
         rig.wait(600);
@@ -458,11 +409,7 @@ fn ab_thrash_serves_c_within_its_wait() {
     let mut served: Vec<(String, Duration)> = Vec::new();
     let note = |rig: &Rig, served: &mut Vec<(String, Duration)>| {
         for action in &rig.actions {
-            if let Action::Answer {
-                answer: Answer::Lease { lease },
-                ..
-            } = action
-            {
+            if let Action::Answer { answer: Answer::Lease { lease }, .. } = action {
                 served.push((lease.tenant.clone(), rig.now.since_start()));
             }
         }
@@ -522,17 +469,9 @@ fn a_release_by_an_operator_ends_the_lease_for_its_holder() {
         ticket,
         lease: lease.id,
         generation: lease.generation,
-        peer: Peer {
-            uid: 0,
-            operator: true,
-            ..Peer::default()
-        },
+        peer: Peer { uid: 0, operator: true, ..Peer::default() },
     });
-    assert!(
-        acts!(rig, Action::EndLease { lease: ended, .. } if ended.id == lease.id),
-        "{:#?}",
-        rig.actions
-    );
+    assert!(acts!(rig, Action::EndLease { lease: ended, .. } if ended.id == lease.id), "{:#?}", rig.actions);
 }
 
 /// Absurd sizes and a clock that goes back are answered, and leave the book as it was.
@@ -544,16 +483,10 @@ fn absurd_requests_leave_the_book_untouched() {
     let before = rig.snapshot();
     for (min, max) in [(0, 0), (0, u64::MAX), (u64::MAX, u64::MAX), (10, 9), (1 << 63, 1 << 63)] {
         let ticket = rig.ticket();
-        let request = LeaseRequest {
-            min: Bytes::new(min),
-            max: Bytes::new(max),
-            ..request("b", Class::Interactive, 1, 1, 0)
-        };
+        let request =
+            LeaseRequest { min: Bytes::new(min), max: Bytes::new(max), ..request("b", Class::Interactive, 1, 1, 0) };
         rig.tell(Event::LeaseRequested { ticket, request });
-        assert!(
-            matches!(rig.denial(), Denial::Invalid { .. } | Denial::ExceedsBudget { .. }),
-            "{min} {max}"
-        );
+        assert!(matches!(rig.denial(), Denial::Invalid { .. } | Denial::ExceedsBudget { .. }), "{min} {max}");
         let ticket = rig.ticket();
         rig.tell(Event::LeaseResizeRequested {
             ticket,
@@ -564,19 +497,11 @@ fn absurd_requests_leave_the_book_untouched() {
             max: Bytes::new(max),
             wait: Duration::ZERO,
         });
-        assert!(
-            matches!(rig.denial(), Denial::Invalid { .. } | Denial::ExceedsBudget { .. }),
-            "{min} {max}"
-        );
+        assert!(matches!(rig.denial(), Denial::Invalid { .. } | Denial::ExceedsBudget { .. }), "{min} {max}");
     }
     for generation in [0, lease.generation + 1, u64::MAX] {
         let ticket = rig.ticket();
-        rig.tell(Event::LeaseReleased {
-            ticket,
-            lease: lease.id,
-            generation,
-            peer: peer(1000),
-        });
+        rig.tell(Event::LeaseReleased { ticket, lease: lease.id, generation, peer: peer(1000) });
         assert!(
             matches!(rig.denial(), Denial::StaleGeneration { current, .. } if current == lease.generation),
             "{generation}"
@@ -588,10 +513,7 @@ fn absurd_requests_leave_the_book_untouched() {
     assert!(matches!(rig.denial(), Denial::InsufficientMemory { .. }));
     rig.now = now;
     let after = rig.snapshot();
-    assert_eq!(
-        (after.held, after.free, after.at),
-        (before.held, before.free, before.at)
-    );
+    assert_eq!((after.held, after.free, after.at), (before.held, before.free, before.at));
     assert_eq!(after.leases, before.leases);
 }
 

@@ -94,10 +94,7 @@ fn an_engine_grows_back_into_the_headroom_that_it_was_loaded_in() {
         rig.wait(100).sample(used + 150);
     }
     let engine = rig.snapshot().engine;
-    assert_eq!(
-        engine.asked, engine.full,
-        "in full it leaves 118 MiB, of which Elevated is 52"
-    );
+    assert_eq!(engine.asked, engine.full, "in full it leaves 118 MiB, of which Elevated is 52");
 }
 
 #[test]
@@ -135,10 +132,7 @@ fn layers_grow_back_before_capacity_that_no_token_has_touched() {
     rig.operator_shed(mib(90));
     let used = rig.engine_applies().whole_mib();
     let lost = rig.snapshot().engine.in_force.unwrap();
-    assert!(
-        lost.resident.len() < 8 && lost.kv_capacity < Tokens::new(4096),
-        "{lost:?}"
-    );
+    assert!(lost.resident.len() < 8 && lost.kv_capacity < Tokens::new(4096), "{lost:?}");
     for _ in 0..30 {
         // 25 MiB may be used, above 52 of Elevated and 8 of hysteresis.
         rig.wait(100).sample(315);
@@ -181,11 +175,7 @@ fn growth_and_shedding_work_at_both_ends_of_every_accepted_range() {
             ms(1),
             minute,
         ),
-        (
-            |params, span| params.engine.as_mut().unwrap().apply_timeout = span,
-            ms(100),
-            minute * 10,
-        ),
+        (|params, span| params.engine.as_mut().unwrap().apply_timeout = span, ms(100), minute * 10),
     ];
     let mut all = Vec::new();
     for (set, least, most) in ranges {
@@ -239,10 +229,7 @@ fn a_request_that_needs_capacity_gets_it_from_layers_within_what_is_held() {
     let (revision, plan) = rig.plan_asked().unwrap();
     assert!(plan.kv_capacity >= Tokens::new(2000), "{plan:?}");
     assert!(plan.resident.len() < before.resident.len(), "{plan:?}");
-    assert!(
-        shape().plan_bytes(&plan) <= held,
-        "what the operator wanted back stays back"
-    );
+    assert!(shape().plan_bytes(&plan) <= held, "what the operator wanted back stays back");
     rig.engine_applies_plan(revision, plan.clone());
     // Nothing uses the capacity until the request begins, and it stays for it.
     rig.tell(untouched(mib(16)));
@@ -261,10 +248,7 @@ fn a_request_for_capacity_that_no_plan_has_is_answered_with_what_is_missing() {
     rig.wait(10).sample(90);
     rig.wants_capacity(4000, 4000);
     assert_eq!(rig.plan_asked(), None);
-    assert!(matches!(
-        rig.decisions().next(),
-        Some(Decision::Growth(GrowthDecision::CapacityWithheld { .. }))
-    ));
+    assert!(matches!(rig.decisions().next(), Some(Decision::Growth(GrowthDecision::CapacityWithheld { .. }))));
 }
 
 #[test]

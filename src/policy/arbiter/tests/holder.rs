@@ -64,21 +64,12 @@ fn a_process_with_two_names_comes_down_in_one_and_keeps_the_other_full() {
     assert_eq!(rig.granted().held, mib(100));
     assert_eq!((rig.held("a"), rig.held("b")), (mib(100), mib(200)));
     // The end of one is measured against what is left of the other.
-    rig.release(
-        &other,
-        Peer {
-            pid: Some(10),
-            ..peer(1000)
-        },
-    );
+    rig.release(&other, Peer { pid: Some(10), ..peer(1000) });
     rig.wait(5).measure("a", 150);
     let left = rig.lease("b").map(|lease| lease.held);
     assert_eq!((left, rig.snapshot().unaccounted), (None, mib(50)));
     // It goes with its process.
-    rig.tell(Event::HolderLost {
-        lease: one.id,
-        pid: Some(10),
-    });
+    rig.tell(Event::HolderLost { lease: one.id, pid: Some(10) });
     assert_eq!((rig.held("a"), rig.snapshot().unaccounted), (mib(0), mib(0)));
 }
 
@@ -90,34 +81,16 @@ fn what_a_process_keeps_counts_once_by_however_many_names_it_had_leases() {
         let name = format!("t{round}");
         let lease = ask(&mut rig, &name, (1, 1));
         assert_eq!(lease.holder(), "t0");
-        rig.release(
-            &lease,
-            Peer {
-                pid: Some(10),
-                ..peer(1000)
-            },
-        );
+        rig.release(&lease, Peer { pid: Some(10), ..peer(1000) });
         rig.wait(5).measure("t0", 150);
         rig.wait(5);
     }
     let state = rig.snapshot();
-    let ghosts = state
-        .leases
-        .iter()
-        .filter(|lease| lease.kind == LeaseKind::Tenant)
-        .count();
+    let ghosts = state.leases.iter().filter(|lease| lease.kind == LeaseKind::Tenant).count();
     assert_eq!((ghosts, state.unaccounted), (1, mib(150)), "{state:#?}");
     let asked = rig.pass(5000).iter();
-    let measured: Vec<_> = asked
-        .filter(|action| matches!(action, Action::Measure { .. }))
-        .collect();
-    assert!(
-        measured.iter().all(|action| **action
-            == Action::Measure {
-                tenant: "t0".to_owned()
-            }),
-        "{measured:?}"
-    );
+    let measured: Vec<_> = asked.filter(|action| matches!(action, Action::Measure { .. })).collect();
+    assert!(measured.iter().all(|action| **action == Action::Measure { tenant: "t0".to_owned() }), "{measured:?}");
     assert!(!measured.is_empty());
     // It is back when it is measured to be.
     rig.measure("t0", 0);
@@ -162,11 +135,7 @@ fn a_place_in_the_queue_is_that_of_the_process_that_took_it() {
 
 /// The holders that the last denial names.
 fn holders(rig: &Rig) -> Vec<(LeaseId, Bytes)> {
-    let Denial::InsufficientMemory {
-        holders: Holders::Shares { shares, .. },
-        ..
-    } = rig.denial()
-    else {
+    let Denial::InsufficientMemory { holders: Holders::Shares { shares, .. }, .. } = rig.denial() else {
         panic!("{:?}", rig.denial());
     };
     shares.iter().map(|share| (share.holder.id, share.held)).collect()
@@ -205,10 +174,7 @@ fn the_end_of_a_process_ends_all_of_its_leases_in_one_step() {
     for number in 1..COUNT {
         ask(&format!("many-{number}"), 7);
     }
-    rig.tell(Event::HolderLost {
-        lease: first.id,
-        pid: Some(7),
-    });
+    rig.tell(Event::HolderLost { lease: first.id, pid: Some(7) });
     assert!(matches!(
         rig.decisions().next(),
         Some(Decision::Lease(LeaseDecision::HolderGone { leases, .. })) if *leases as u64 == COUNT

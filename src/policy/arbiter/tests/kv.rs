@@ -36,34 +36,15 @@ pub(super) fn with_slow_prompts(params: Params) -> Rig {
 }
 
 pub(super) fn untouched(untouched: Bytes) -> Event {
-    activity(
-        0,
-        KvUse {
-            untouched,
-            ..KvUse::default()
-        },
-    )
+    activity(0, KvUse { untouched, ..KvUse::default() })
 }
 
 #[test]
 fn the_order_is_computed_from_what_the_user_loses() {
     let mut rig = Rig::with_engine_ready(params());
-    rig.tell(activity(
-        0,
-        KvUse {
-            kept: Tokens::new(1024),
-            ..KvUse::default()
-        },
-    ));
+    rig.tell(activity(0, KvUse { kept: Tokens::new(1024), ..KvUse::default() }));
     rig.operator_shed(mib(16));
-    assert_eq!(
-        weighed(&rig),
-        [
-            (Source::UnusedKv, Some(mib(16))),
-            (Source::PrefixKv, None),
-            (Source::Layers, None)
-        ]
-    );
+    assert_eq!(weighed(&rig), [(Source::UnusedKv, Some(mib(16))), (Source::PrefixKv, None), (Source::Layers, None)]);
     let (_, plan) = rig.plan_asked().unwrap();
     assert_eq!((plan.resident.len(), plan.kv_capacity), (8, Tokens::new(2048)));
 }
@@ -98,10 +79,7 @@ fn the_oldest_of_a_running_answer_goes_last_and_only_where_its_request_allows_th
     let given = |source: &Source| balance.iter().find(|(name, _)| name == source).unwrap().1;
     assert!(given(&oldest) > Some(mib(18)), "{balance:?}");
     let (revision, plan) = rig.plan_asked().unwrap();
-    assert!(
-        plan.kv_capacity < Tokens::new(3000) && plan.resident.len() == 8,
-        "{plan:?}"
-    );
+    assert!(plan.kv_capacity < Tokens::new(3000) && plan.resident.len() == 8, "{plan:?}");
     rig.engine_applies_plan(revision, plan);
     // What it has lost is decided once.
     rig.tell(running(1900, 1152));
@@ -111,10 +89,7 @@ fn the_oldest_of_a_running_answer_goes_last_and_only_where_its_request_allows_th
     // Whatever it was said to lose: what the engine keeps of it, it cannot, and is not asked for it again.
     rig.operator_shed(mib(10));
     let (revision, plan) = rig.plan_asked().unwrap();
-    let kept = EnginePlan {
-        kv_capacity: Tokens::new(plan.kv_capacity.get() + 128),
-        ..plan
-    };
+    let kept = EnginePlan { kv_capacity: Tokens::new(plan.kv_capacity.get() + 128), ..plan };
     rig.engine_applies_plan(revision, kept.clone());
     rig.operator_shed(mib(10));
     assert!(weighed(&rig).iter().all(|(source, _)| *source != oldest));
@@ -131,13 +106,7 @@ fn the_oldest_of_a_running_answer_goes_last_and_only_where_its_request_allows_th
 #[test]
 fn kv_that_was_never_touched_counts_as_used() {
     let mut rig = Rig::with_engine_ready(params());
-    rig.tell(activity(
-        0,
-        KvUse {
-            untouched: mib(30),
-            ..KvUse::default()
-        },
-    ));
+    rig.tell(activity(0, KvUse { untouched: mib(30), ..KvUse::default() }));
     // 80 MiB seem to be left of 400, but the engine may touch 30 of them with the next token.
     rig.samples(320);
     assert_eq!(rig.snapshot().level, PressureLevel::Elevated);
@@ -207,17 +176,11 @@ fn an_operator_has_kv_kept_in_another_type_and_is_answered_with_what_came_of_it(
     let mut rig = Rig::with_engine_ready(params());
     rig.keep_kv_as(KvType::Q8);
     let (revision, plan) = rig.plan_asked().unwrap();
-    assert_eq!(
-        (plan.resident.len(), plan.kv_capacity, plan.kv_type),
-        (8, Tokens::new(4096), KvType::Q8)
-    );
+    assert_eq!((plan.resident.len(), plan.kv_capacity, plan.kv_type), (8, Tokens::new(4096), KvType::Q8));
     assert_eq!(rig.held("llm"), mib(132), "asking frees nothing");
     let used = rig.engine_applies_plan(revision, plan);
     assert_eq!(used, mib(117));
-    let Done::KvChanged {
-        before, held, freed, ..
-    } = rig.done()
-    else {
+    let Done::KvChanged { before, held, freed, .. } = rig.done() else {
         panic!("{:?}", rig.answer());
     };
     assert_eq!((before, held, freed), (mib(132), mib(117), mib(15)));
@@ -298,11 +261,7 @@ fn what_is_shed_next_is_what_is_shed_then() {
     let next = rig.arbiter.next_shed().unwrap();
     assert_eq!((next.below, next.headroom, next.need), (mib(52), mib(268), mib(20)));
     assert_eq!(next.chosen[0].source, Source::UnusedKv, "{next}");
-    assert!(
-        next.to_string()
-            .contains("): cheapest for 20 MiB, with headroom below 52 MiB (now 268 MiB)"),
-        "{next}"
-    );
+    assert!(next.to_string().contains("): cheapest for 20 MiB, with headroom below 52 MiB (now 268 MiB)"), "{next}");
     // The headroom comes down to just below the watermark, for longer than the grace.
     rig.samples(349);
     let at_once = rig.plan_asked();

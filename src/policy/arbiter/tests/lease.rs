@@ -117,11 +117,7 @@ fn unknown_is_not_zero() {
             rig.tell(Event::Sampled(sample));
             assert_eq!(rig.snapshot().headroom, Some(Bytes::from_gib(2)));
         }
-        rig.tell(Event::Measured {
-            tenant: "a".to_owned(),
-            used: None,
-            taken_at: rig.now,
-        });
+        rig.tell(Event::Measured { tenant: "a".to_owned(), used: None, taken_at: rig.now });
         rig.request("b", Class::Interactive, 6 * GIB, 6 * GIB, 0);
         assert!(matches!(rig.denial(), Denial::InsufficientMemory { .. }));
         rig.request("c", Class::Interactive, 2 * GIB, 2 * GIB, 0);
@@ -199,19 +195,12 @@ fn no_request_starves_behind_a_stream_of_more_urgent_ones() {
             actions.extend(rig.actions.clone());
         }
         for action in &actions {
-            if let Action::Answer {
-                answer: Answer::Lease { lease },
-                ..
-            } = action
-            {
+            if let Action::Answer { answer: Answer::Lease { lease }, .. } = action {
                 holders.push(lease.clone());
                 waiting -= 1;
             }
         }
-        if actions
-            .iter()
-            .any(|action| matches!(action, Action::StartWorker { .. }))
-        {
+        if actions.iter().any(|action| matches!(action, Action::StartWorker { .. })) {
             let after = rig.now.since_start();
             assert!(after > ms(6500) && after < ms(7700), "in its turn: {after:?}");
             return;
@@ -241,17 +230,10 @@ fn a_turn_that_brings_nothing_is_over_after_a_while() {
     rig.request("other", Class::Interactive, 100, 100, 2000);
     assert_eq!(rig.try_answer(), None, "not before its turn is over");
     rig.request("asr", Class::AudioRealtime, 50, 50, 0);
-    assert_eq!(
-        rig.granted().held,
-        mib(50),
-        "audio does not wait for the turn of another"
-    );
+    assert_eq!(rig.granted().held, mib(50), "audio does not wait for the turn of another");
     rig.pass(800);
     assert_eq!(rig.granted().held, mib(100));
-    let over = Decision::Admission(AdmissionDecision::TurnOver {
-        tenant: "indexer".to_owned(),
-        class: Class::Batch,
-    });
+    let over = Decision::Admission(AdmissionDecision::TurnOver { tenant: "indexer".to_owned(), class: Class::Batch });
     assert!(rig.decisions().any(|decision| *decision == over));
 }
 
@@ -292,10 +274,7 @@ fn waiting_requests_are_served_by_class_and_then_by_arrival() {
         .actions
         .iter()
         .filter_map(|action| match action {
-            Action::Answer {
-                answer: Answer::Lease { lease },
-                ..
-            } => Some(lease.tenant.clone()),
+            Action::Answer { answer: Answer::Lease { lease }, .. } => Some(lease.tenant.clone()),
             _ => None,
         })
         .collect();
@@ -331,25 +310,13 @@ fn no_user_acts_on_the_lease_of_another() {
     let a = rig.granted();
     let mut release = |uid, generation| {
         let ticket = rig.ticket();
-        rig.tell(Event::LeaseReleased {
-            ticket,
-            lease: a.id,
-            generation,
-            peer: peer(uid),
-        });
+        rig.tell(Event::LeaseReleased { ticket, lease: a.id, generation, peer: peer(uid) });
         rig.denial()
     };
     let denial = release(1001, a.generation);
     assert!(matches!(denial, Denial::NotHolder { problem, .. } if problem == NotHolder::OwnedBy { uid: 1000 }));
     let denial = release(1000, 99);
-    assert!(matches!(
-        denial,
-        Denial::StaleGeneration {
-            generation: 99,
-            current: 1,
-            ..
-        }
-    ));
+    assert!(matches!(denial, Denial::StaleGeneration { generation: 99, current: 1, .. }));
     assert_eq!(rig.held("a"), mib(100));
 }
 
@@ -380,15 +347,7 @@ fn figures_that_contradict_are_refused() {
     for (min, max, denial) in [
         (0, 10, invalid("min", mib(0), Problem::Zero)),
         (20, 10, invalid("max", mib(10), Problem::BelowMin { min: mib(20) })),
-        (
-            401,
-            500,
-            Denial::ExceedsBudget {
-                tenant: "a".to_owned(),
-                asked: mib(401),
-                budget: mib(400),
-            },
-        ),
+        (401, 500, Denial::ExceedsBudget { tenant: "a".to_owned(), asked: mib(401), budget: mib(400) }),
     ] {
         rig.request("a", Class::Interactive, min, max, 0);
         assert_eq!(rig.denial(), denial);
@@ -412,11 +371,7 @@ fn nothing_is_granted_on_a_sample_that_is_too_old() {
     rig.granted();
     rig.wait(1).request("b", Class::Interactive, 10, 10, 0);
     let age = limit + ms(1);
-    assert!(
-        matches!(rig.denial(), Denial::StaleSample { age: shown, .. } if shown == age),
-        "{:#?}",
-        rig.actions
-    );
+    assert!(matches!(rig.denial(), Denial::StaleSample { age: shown, .. } if shown == age), "{:#?}", rig.actions);
     // One that waits is served with the next sample.
     rig.request("c", Class::AudioRealtime, 10, 10, 5000);
     assert_eq!(rig.try_answer(), None);
@@ -525,12 +480,6 @@ fn validation_books_nothing() {
     let mut request = request("a", Class::AudioRealtime, 300, 300, 0);
     request.validate_only = true;
     rig.ask(request);
-    assert_eq!(
-        rig.answer(),
-        Answer::WouldGrant {
-            bytes: mib(300),
-            after_shedding: mib(32)
-        }
-    );
+    assert_eq!(rig.answer(), Answer::WouldGrant { bytes: mib(300), after_shedding: mib(32) });
     assert_eq!(rig.plan_asked(), None);
 }

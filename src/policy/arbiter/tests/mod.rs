@@ -75,10 +75,7 @@ pub(super) fn worker(name: &str, mib_held: u64) -> WorkerParams {
         name: name.to_owned(),
         steady: mib(mib_held),
         peak: mib(mib_held),
-        start: StartParams {
-            ready_timeout: ms(5000),
-            ..StartParams::default()
-        },
+        start: StartParams { ready_timeout: ms(5000), ..StartParams::default() },
         ..WorkerParams::default()
     }
 }
@@ -95,10 +92,7 @@ pub(super) fn of_class(class: Class, params: WorkerParams) -> WorkerParams {
 }
 
 pub(super) fn recycled_above(limit_mib: u64) -> RestParams {
-    RestParams {
-        recycle_above: Some(mib(limit_mib)),
-        ..RestParams::default()
-    }
+    RestParams { recycle_above: Some(mib(limit_mib)), ..RestParams::default() }
 }
 
 /// The engine has so many requests, and this in its KV cache.
@@ -125,12 +119,7 @@ impl Rig {
     /// Samples are given where a scenario needs them, so that none is too old for that.
     pub(super) fn new(mut params: Params) -> Self {
         params.pressure.sample_age_max = Duration::from_secs(3600);
-        Self {
-            arbiter: Arbiter::new(params).unwrap(),
-            now: Timestamp::START,
-            actions: Vec::new(),
-            tickets: 0,
-        }
+        Self { arbiter: Arbiter::new(params).unwrap(), now: Timestamp::START, actions: Vec::new(), tickets: 0 }
     }
 
     /// With the engine ready in its full plan, and everything used that is held.
@@ -215,20 +204,12 @@ impl Rig {
     }
 
     pub(super) fn measure(&mut self, tenant: &str, used_mib: u64) -> &[Action] {
-        self.tell(Event::Measured {
-            tenant: tenant.to_owned(),
-            used: Some(mib(used_mib)),
-            taken_at: self.now,
-        })
+        self.tell(Event::Measured { tenant: tenant.to_owned(), used: Some(mib(used_mib)), taken_at: self.now })
     }
 
     /// A measurement that was taken earlier.
     pub(super) fn measure_at(&mut self, tenant: &str, used_mib: u64, taken_at: Timestamp) {
-        self.tell(Event::Measured {
-            tenant: tenant.to_owned(),
-            used: Some(mib(used_mib)),
-            taken_at,
-        });
+        self.tell(Event::Measured { tenant: tenant.to_owned(), used: Some(mib(used_mib)), taken_at });
     }
 
     pub(super) fn peak(&mut self, worker: &str, peak_mib: u64) {
@@ -262,10 +243,7 @@ impl Rig {
 
     /// The process of a holder has ended.
     pub(super) fn lost(&mut self, lease: &LeaseView) -> &[Action] {
-        self.tell(Event::HolderLost {
-            lease: lease.id,
-            pid: None,
-        })
+        self.tell(Event::HolderLost { lease: lease.id, pid: None })
     }
 
     pub(super) fn operator_shed(&mut self, bytes: Bytes) {
@@ -286,20 +264,12 @@ impl Rig {
 
     pub(super) fn command(&mut self, worker: &str, command: WorkerCommand) {
         let worker = worker.to_owned();
-        self.call(|ticket| Event::OperatorWorker {
-            ticket,
-            worker,
-            command,
-        });
+        self.call(|ticket| Event::OperatorWorker { ticket, worker, command });
     }
 
     pub(super) fn wants_capacity(&mut self, needed: u32, wanted: u32) {
         let (needed, wanted) = (Tokens::new(needed), Tokens::new(wanted));
-        self.tell(Event::CapacityWanted {
-            needed,
-            wanted,
-            client: None,
-        });
+        self.tell(Event::CapacityWanted { needed, wanted, client: None });
     }
 
     pub(super) fn engine_fails(&mut self, left: Option<Bytes>) {
@@ -327,11 +297,7 @@ impl Rig {
 
     pub(super) fn exits(&mut self, worker: &str, intended: bool, cause: &str) {
         let (worker, cause) = (worker.to_owned(), cause.to_owned());
-        self.tell(Event::WorkerExited {
-            worker,
-            intended,
-            cause,
-        });
+        self.tell(Event::WorkerExited { worker, intended, cause });
     }
 
     pub(super) fn busy(&mut self, worker: &str, requests: u32) {
@@ -373,8 +339,7 @@ impl Rig {
     }
 
     pub(super) fn answer(&self) -> Answer {
-        self.try_answer()
-            .unwrap_or_else(|| panic!("no answer in {:#?}", self.actions))
+        self.try_answer().unwrap_or_else(|| panic!("no answer in {:#?}", self.actions))
     }
 
     pub(super) fn try_answer(&self) -> Option<Answer> {
@@ -395,9 +360,7 @@ impl Rig {
 
     /// The engine does what it was asked for by the last call; returns the bytes of its plan.
     pub(super) fn engine_applies(&mut self) -> Bytes {
-        let (revision, plan) = self
-            .plan_asked()
-            .unwrap_or_else(|| panic!("no plan in {:#?}", self.actions));
+        let (revision, plan) = self.plan_asked().unwrap_or_else(|| panic!("no plan in {:#?}", self.actions));
         self.engine_applies_plan(revision, plan)
     }
 
@@ -435,11 +398,7 @@ impl Rig {
     }
 
     pub(super) fn worker(&self, name: &str) -> WorkerView {
-        self.snapshot()
-            .workers
-            .into_iter()
-            .find(|worker| worker.name == name)
-            .unwrap()
+        self.snapshot().workers.into_iter().find(|worker| worker.name == name).unwrap()
     }
 
     /// The decisions of the last call.
@@ -487,11 +446,5 @@ pub(super) fn request(tenant: &str, class: Class, min: u64, max: u64, wait_ms: u
 
 /// A request by a process that the kernel names, which does not wait.
 pub(super) fn of_process(tenant: &str, class: Class, (min, max): (u64, u64), uid: u32, pid: u32) -> LeaseRequest {
-    LeaseRequest {
-        peer: Peer {
-            pid: Some(pid),
-            ..peer(uid)
-        },
-        ..request(tenant, class, min, max, 0)
-    }
+    LeaseRequest { peer: Peer { pid: Some(pid), ..peer(uid) }, ..request(tenant, class, min, max, 0) }
 }

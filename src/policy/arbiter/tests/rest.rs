@@ -14,10 +14,7 @@ use crate::policy::{
 
 fn sleepy(name: &str, mib_held: u64) -> WorkerParams {
     WorkerParams {
-        rest: RestParams {
-            idle_stop_after: Some(ms(60_000)),
-            ..RestParams::default()
-        },
+        rest: RestParams { idle_stop_after: Some(ms(60_000)), ..RestParams::default() },
         ..worker(name, mib_held)
     }
 }
@@ -99,17 +96,10 @@ fn the_engine_grows_into_the_space_of_one_that_sleeps_and_gives_it_back_when_it_
 }
 
 fn in_two_sizes() -> WorkerParams {
-    let variant = |name: &str, size| VariantParams {
-        name: name.to_owned(),
-        steady: mib(size),
-        peak: mib(size),
-    };
+    let variant = |name: &str, size| VariantParams { name: name.to_owned(), steady: mib(size), peak: mib(size) };
     WorkerParams {
         variants: vec![variant("open", 100), variant("grammar", 40)],
-        rest: RestParams {
-            idle_shrink_after: Some(ms(10_000)),
-            ..RestParams::default()
-        },
+        rest: RestParams { idle_shrink_after: Some(ms(10_000)), ..RestParams::default() },
         ..worker("asr", 100)
     }
 }
@@ -169,14 +159,8 @@ fn a_worker_that_cannot_become_smaller_is_not_asked_again_until_it_has_worked() 
 
 #[test]
 fn a_worker_that_outgrows_its_bounds_ends_its_work_and_is_restarted_before_any_other_holder() {
-    let mut rig = with_ready(
-        WorkerParams {
-            peak: mib(120),
-            rest: recycled_above(150),
-            ..worker("detector", 100)
-        },
-        100,
-    );
+    let mut rig =
+        with_ready(WorkerParams { peak: mib(120), rest: recycled_above(150), ..worker("detector", 100) }, 100);
     rig.busy("detector", 1);
     rig.wait(100).measure("detector", 149);
     assert!(!rig.worker("detector").winding_up, "within its bounds");
@@ -190,11 +174,7 @@ fn a_worker_that_outgrows_its_bounds_ends_its_work_and_is_restarted_before_any_o
         held: rig.held("detector"),
         requests: 1,
     });
-    assert!(
-        rig.decisions().any(|decision| *decision == outgrown),
-        "{:#?}",
-        rig.actions
-    );
+    assert!(rig.decisions().any(|decision| *decision == outgrown), "{:#?}", rig.actions);
     rig.pass(5000);
     assert!(!rig.stops("detector"), "it ends its request first");
 
@@ -221,14 +201,8 @@ fn a_worker_that_outgrows_its_bounds_ends_its_work_and_is_restarted_before_any_o
 
 #[test]
 fn what_a_worker_has_grown_to_is_learned_when_it_goes_on_with_it_and_not_when_it_ends_for_it() {
-    let mut rig = with_ready(
-        WorkerParams {
-            peak: mib(120),
-            rest: recycled_above(120),
-            ..worker("detector", 100)
-        },
-        100,
-    );
+    let mut rig =
+        with_ready(WorkerParams { peak: mib(120), rest: recycled_above(120), ..worker("detector", 100) }, 100);
     let learned = |rig: &Rig| {
         let peaks = rig.snapshot().peaks;
         peaks.of("detector", None).map(|peak| peak.bytes)
@@ -266,12 +240,7 @@ fn what_a_worker_has_grown_to_is_learned_when_it_goes_on_with_it_and_not_when_it
 #[test]
 fn a_worker_that_was_to_be_restarted_is_even_if_its_memory_is_taken_first() {
     let mut rig = with_ready(
-        WorkerParams {
-            class: Class::Batch,
-            peak: mib(120),
-            rest: recycled_above(150),
-            ..worker("detector", 100)
-        },
+        WorkerParams { class: Class::Batch, peak: mib(120), rest: recycled_above(150), ..worker("detector", 100) },
         100,
     );
     rig.wait(10).measure("detector", 340);
@@ -280,15 +249,7 @@ fn a_worker_that_was_to_be_restarted_is_even_if_its_memory_is_taken_first() {
     rig.samples(395);
     assert_eq!(rig.snapshot().level, PressureLevel::Critical);
     assert!(rig.stops("detector"), "{:#?}", rig.actions);
-    let by_shed = |action: &Action| {
-        matches!(
-            action,
-            Action::StopWorker {
-                reason: StopReason::Reclaim { .. },
-                ..
-            }
-        )
-    };
+    let by_shed = |action: &Action| matches!(action, Action::StopWorker { reason: StopReason::Reclaim { .. }, .. });
     assert!(rig.actions.iter().any(by_shed), "before it had wound up");
     rig.wait(10).exits("detector", true, "SIGTERM");
     // By the 340 MiB that it had grown to, it would not come back beside another holder.
@@ -298,13 +259,7 @@ fn a_worker_that_was_to_be_restarted_is_even_if_its_memory_is_taken_first() {
 
 #[test]
 fn work_that_does_not_end_does_not_keep_a_worker_that_has_outgrown_its_bounds() {
-    let mut rig = with_ready(
-        WorkerParams {
-            rest: recycled_above(150),
-            ..worker("detector", 100)
-        },
-        100,
-    );
+    let mut rig = with_ready(WorkerParams { rest: recycled_above(150), ..worker("detector", 100) }, 100);
     rig.busy("detector", 1);
     rig.wait(10).measure("detector", 300);
     rig.wait(1000).measure("detector", 300);
@@ -340,10 +295,7 @@ fn a_worker_that_is_not_started_by_itself_is_started_by_the_first_request() {
 fn workers_wait_for_those_they_come_after_and_for_nobody_who_has_given_up() {
     let mut settings = params();
     let after = |name: &str, others: &[&str]| WorkerParams {
-        start: StartParams {
-            after: others.iter().map(|&other| other.to_owned()).collect(),
-            ..worker(name, 30).start
-        },
+        start: StartParams { after: others.iter().map(|&other| other.to_owned()).collect(), ..worker(name, 30).start },
         ..worker(name, 30)
     };
     settings.workers = vec![after("a", &["c"]), after("b", &["a"]), after("c", &[])];
@@ -358,14 +310,7 @@ fn workers_wait_for_those_they_come_after_and_for_nobody_who_has_given_up() {
 
 #[test]
 fn a_worker_that_asks_for_itself_takes_over_what_was_booked_for_it() {
-    let mut rig = with_ready(
-        WorkerParams {
-            own_lease: true,
-            peak: mib(250),
-            ..worker("vision", 250)
-        },
-        200,
-    );
+    let mut rig = with_ready(WorkerParams { own_lease: true, peak: mib(250), ..worker("vision", 250) }, 200);
     assert_eq!(rig.held("vision"), mib(250), "its peak until it has asked");
     // 150 are free beside it, so 300 only fit as it takes over its own.
     rig.request("vision", Class::Interactive, 300, 300, 0);
@@ -390,20 +335,12 @@ fn orin_nx_v080_ends_well_in_either_order() {
         settings.workers = vec![
             WorkerParams {
                 peak: mib(45),
-                start: StartParams {
-                    before_engine: speech_first,
-                    start_order: 0,
-                    ..worker("tts", 34).start
-                },
+                start: StartParams { before_engine: speech_first, start_order: 0, ..worker("tts", 34).start },
                 ..worker("tts", 34)
             },
             WorkerParams {
                 peak: mib(130),
-                start: StartParams {
-                    before_engine: speech_first,
-                    start_order: 1,
-                    ..worker("asr", 60).start
-                },
+                start: StartParams { before_engine: speech_first, start_order: 1, ..worker("asr", 60).start },
                 ..worker("asr", 60)
             },
         ];
@@ -426,18 +363,11 @@ fn orin_nx_v080_ends_well_in_either_order() {
                 rig.wait(100).sample(used);
             }
         }
-        let expected = if speech_first {
-            ["tts", "asr", "llm"]
-        } else {
-            ["llm", "tts", "asr"]
-        };
+        let expected = if speech_first { ["tts", "asr", "llm"] } else { ["llm", "tts", "asr"] };
         assert_eq!(order, expected);
         assert!(["tts", "asr"].iter().all(|name| rig.worker(name).state == Ready));
         assert_eq!(rig.snapshot().engine.state, EngineState::Ready);
-        assert_eq!(
-            rig.snapshot().workers.iter().map(|worker| worker.failures).sum::<u32>(),
-            0
-        );
+        assert_eq!(rig.snapshot().workers.iter().map(|worker| worker.failures).sum::<u32>(), 0);
     }
 }
 
@@ -445,11 +375,7 @@ fn orin_nx_v080_ends_well_in_either_order() {
 #[test]
 fn zoe_outage_starts_the_llm_first_and_then_the_voice() {
     let mut settings = with_engine(params());
-    settings.workers = vec![WorkerParams {
-        peak: mib(160),
-        rest: recycled_above(200),
-        ..worker("tts", 150)
-    }];
+    settings.workers = vec![WorkerParams { peak: mib(160), rest: recycled_above(200), ..worker("tts", 150) }];
     let mut rig = Rig::sampled(settings);
     rig.tell(Event::EngineInspected { shape: shape() });
     rig.engine_applies();
@@ -491,11 +417,7 @@ fn zoe_outage_starts_the_llm_first_and_then_the_voice() {
 fn zoe_crashloop_has_one_failed_start_at_the_most() {
     let mut settings = Params::for_budget(mib(15_656), mib(1224), Scope::Machine);
     settings.pressure.dwell = ms(2000);
-    settings.workers = vec![WorkerParams {
-        class: Class::LlmElastic,
-        peak: mib(6930),
-        ..worker("llama-server", 6300)
-    }];
+    settings.workers = vec![WorkerParams { class: Class::LlmElastic, peak: mib(6930), ..worker("llama-server", 6300) }];
     let mut rig = Rig::new(settings);
     let machine = |rig: &mut Rig, used_mib: u64| rig.machine(15_656, used_mib).to_vec();
     let base = 1224 + 4000; // the OS, and a container without a lease
@@ -506,11 +428,7 @@ fn zoe_crashloop_has_one_failed_start_at_the_most() {
     // The neighbour comes, and the next allocation fails.
     rig.wait(1000);
     machine(&mut rig, base + 6300 + 3800);
-    rig.wait(10).exits(
-        "llama-server",
-        false,
-        "exit code 1: NvMapMemAllocInternalTagged: 1075072515 error 12",
-    );
+    rig.wait(10).exits("llama-server", false, "exit code 1: NvMapMemAllocInternalTagged: 1075072515 error 12");
     let (mut starts, mut failed) = (0, 0);
     for second in 0..120 {
         let neighbour = if second < 90 { 3800 } else { 0 };
@@ -519,9 +437,7 @@ fn zoe_crashloop_has_one_failed_start_at_the_most() {
         let used = base + neighbour + if loaded { 6300 } else { 0 };
         let mut actions = machine(&mut rig, used);
         actions.extend_from_slice(rig.pass(1));
-        let started = actions
-            .iter()
-            .any(|action| matches!(action, Action::StartWorker { .. }));
+        let started = actions.iter().any(|action| matches!(action, Action::StartWorker { .. }));
         if started {
             starts += 1;
             if neighbour > 0 {
@@ -535,11 +451,7 @@ fn zoe_crashloop_has_one_failed_start_at_the_most() {
             assert!(matches!(state, BackingOff | AwaitingMemory | Stopped), "{state:?}");
         }
     }
-    assert_eq!(
-        (starts, failed),
-        (1, 0),
-        "it waits for its memory, and that costs no attempt"
-    );
+    assert_eq!((starts, failed), (1, 0), "it waits for its memory, and that costs no attempt");
     assert_eq!(rig.worker("llama-server").state, Ready);
     assert_ne!(rig.worker("llama-server").state, Stopping);
 }
@@ -570,8 +482,5 @@ fn a_shed_is_split_into_what_the_page_pool_of_the_gpu_keeps_and_what_everybody_c
     assert_eq!(rig.decisions().collect::<Vec<_>>(), [&decided]);
     // Programs of the processor have next to nothing, and the pool has much.
     let actions = sample(&mut rig, 300, 30);
-    assert!(
-        actions.contains(&Action::EmptyPagePool { bytes: mib(300) }),
-        "{actions:#?}"
-    );
+    assert!(actions.contains(&Action::EmptyPagePool { bytes: mib(300) }), "{actions:#?}");
 }

@@ -17,15 +17,9 @@ fn a_released_lease_is_credited_when_it_is_measured_back() {
     assert!(matches!(rig.answer(), Answer::Done { .. }));
     assert_eq!(rig.snapshot().free, mib(100));
     rig.wait(10).measure("a", 50);
-    assert_eq!(
-        (rig.snapshot().held, rig.snapshot().unaccounted),
-        (Bytes::ZERO, mib(50))
-    );
+    assert_eq!((rig.snapshot().held, rig.snapshot().unaccounted), (Bytes::ZERO, mib(50)));
     rig.pass(2000);
-    assert!(
-        rig.actions.contains(&Action::Measure { tenant: "a".to_owned() }),
-        "a ghost is measured on"
-    );
+    assert!(rig.actions.contains(&Action::Measure { tenant: "a".to_owned() }), "a ghost is measured on");
     rig.measure("a", 0);
     assert_eq!(rig.snapshot().free, mib(400));
     assert_eq!(rig.arbiter.next_deadline(), None);
@@ -39,11 +33,7 @@ fn a_release_by_a_holder_that_cannot_be_measured_waits_for_a_sample() {
     rig.samples(300);
     rig.wait(10).releases(&a, peer(1000));
     let taken_at = rig.wait(5).now;
-    rig.tell(Event::Measured {
-        tenant: "a".to_owned(),
-        used: None,
-        taken_at,
-    });
+    rig.tell(Event::Measured { tenant: "a".to_owned(), used: None, taken_at });
     assert_eq!(rig.snapshot().held, mib(300));
     rig.wait(5).sample(300);
     rig.wait(5).sample(300);
@@ -62,10 +52,7 @@ fn a_holder_that_is_gone_is_credited_at_once() {
     rig.measure("a", 300);
     rig.lost(&a);
     let gone = Decision::from(LeaseDecision::HolderGone {
-        lease: LeaseName {
-            id: a.id,
-            tenant: "a".to_owned(),
-        },
+        lease: LeaseName { id: a.id, tenant: "a".to_owned() },
         leases: 1,
         free: mib(400),
         budget: mib(400),
@@ -75,12 +62,7 @@ fn a_holder_that_is_gone_is_credited_at_once() {
 }
 
 pub(super) fn applied(lease: LeaseId, nonce: u64) -> Event {
-    Event::TargetAnswered {
-        lease,
-        nonce,
-        answer: TargetAnswer::Applied,
-        claimed: None,
-    }
+    Event::TargetAnswered { lease, nonce, answer: TargetAnswer::Applied, claimed: None }
 }
 
 /// A batch tenant with 100 to 300 MiB, all in use, and an audio request for 200 MiB more than is free.
@@ -112,9 +94,7 @@ fn an_honest_holder_shrinks_and_the_waiting_one_is_granted_when_it_is_measured()
         claimed: Some(mib(200)),
     });
     assert_eq!(rig.try_answer(), None, "an answer is not a measurement");
-    assert!(rig.actions.contains(&Action::Measure {
-        tenant: "batch".to_owned()
-    }));
+    assert!(rig.actions.contains(&Action::Measure { tenant: "batch".to_owned() }));
     rig.wait(5).measure("batch", 200);
     assert_eq!(rig.granted().held, mib(200));
 }
@@ -124,11 +104,7 @@ fn what_is_still_in_use_above_a_target_is_not_granted_but_asked_for_again() {
     let (mut rig, lease, nonce) = revoked();
     rig.wait(5).tell(applied(lease.id, nonce));
     rig.wait(5).measure("batch", 205);
-    assert_eq!(
-        (rig.try_answer(), rig.snapshot().free),
-        (None, mib(195)),
-        "90 % of the promise is enough"
-    );
+    assert_eq!((rig.try_answer(), rig.snapshot().free), (None, mib(195)), "90 % of the promise is enough");
     assert!(acts!(rig, Action::SetTarget { bytes, .. } if *bytes == mib(200)));
 }
 
@@ -208,11 +184,7 @@ fn no_request_waits_for_what_a_holder_may_keep_for_a_term() {
     let batch = rig.granted();
     rig.wait(10).measure("batch", 10);
     rig.wait(10).request("voice", Class::AudioRealtime, 150, 150, 8000);
-    assert!(
-        acts!(rig, Action::SetTarget { lease, .. } if *lease == batch.id),
-        "{:#?}",
-        rig.actions
-    );
+    assert!(acts!(rig, Action::SetTarget { lease, .. } if *lease == batch.id), "{:#?}", rig.actions);
     rig.engine_applies();
     // It says nothing, and its term goes on for 8 s: what is missing is asked of the engine.
     let actions = rig.pass(2300).to_vec();
@@ -242,10 +214,7 @@ fn liar_downsize() {
     rig.wait(5).measure("batch", 300);
     assert_eq!(rig.lease("batch").unwrap().state, LeaseState::Revoking);
     rig.pass(2300);
-    let measured = NotReduced::Measured {
-        used: mib(300),
-        claim: Claim::Applied,
-    };
+    let measured = NotReduced::Measured { used: mib(300), claim: Claim::Applied };
     assert_eq!(rig.not_reduced(), Some(measured));
     rig.wait(5).measure("batch", 300);
     let snapshot = rig.snapshot();
@@ -259,15 +228,9 @@ fn liar_downsize() {
     assert!(matches!(rig.denial(), Denial::InsufficientMemory { free, .. } if free == mib(100)));
     rig.wait(5).measure("batch", 300);
     let snapshot = rig.snapshot();
-    assert_eq!(
-        (snapshot.held, snapshot.unaccounted, snapshot.free),
-        (mib(0), mib(300), mib(100))
-    );
+    assert_eq!((snapshot.held, snapshot.unaccounted, snapshot.free), (mib(0), mib(300), mib(100)));
     let ghost = rig.lease("batch").unwrap();
-    assert_eq!(
-        (ghost.state, ghost.held, ghost.used),
-        (LeaseState::Gone, mib(0), Some(mib(300)))
-    );
+    assert_eq!((ghost.state, ghost.held, ghost.used), (LeaseState::Gone, mib(0), Some(mib(300))));
 }
 
 /// The deadline is 2 s after the target, and all is over 200 ms later.
@@ -295,10 +258,7 @@ fn who_answers_at_the_last_moment_is_measured_once_more() {
     rig.tell(Event::DeadlineReached);
     assert!(!ends(&rig), "{:#?}", rig.actions);
     rig.wait(5).measure("batch", 250);
-    assert!(
-        ends(&rig),
-        "a false claim ends the lease with the reading that shows it"
-    );
+    assert!(ends(&rig), "a false claim ends the lease with the reading that shows it");
 }
 
 /// Measuring may take longer than the grace, for a holder or for its neighbours.
@@ -355,12 +315,7 @@ fn a_second_claim_is_not_judged_by_a_reading_from_before_it() {
 #[test]
 fn an_answer_to_another_target_is_stale() {
     let (mut rig, lease, nonce) = revoked();
-    rig.tell(Event::TargetAnswered {
-        lease: lease.id,
-        nonce: nonce + 7,
-        answer: TargetAnswer::Applied,
-        claimed: None,
-    });
+    rig.tell(Event::TargetAnswered { lease: lease.id, nonce: nonce + 7, answer: TargetAnswer::Applied, claimed: None });
     assert_eq!(rig.ignored(), Some(Some(nonce)));
 }
 
@@ -374,10 +329,7 @@ fn an_expired_lease_ends_at_its_instant_and_its_use_is_unaccounted() {
     rig.pass(10);
     assert!(acts!(rig, Action::EndLease { .. }));
     rig.wait(5).measure("a", 100);
-    assert_eq!(
-        (rig.snapshot().held, rig.snapshot().unaccounted),
-        (Bytes::ZERO, mib(100))
-    );
+    assert_eq!((rig.snapshot().held, rig.snapshot().unaccounted), (Bytes::ZERO, mib(100)));
 }
 
 impl Rig {
@@ -401,12 +353,7 @@ impl Rig {
 
     pub(super) fn releases(&mut self, lease: &LeaseView, peer: Peer) {
         let ticket = self.ticket();
-        self.tell(Event::LeaseReleased {
-            ticket,
-            lease: lease.id,
-            generation: lease.generation,
-            peer,
-        });
+        self.tell(Event::LeaseReleased { ticket, lease: lease.id, generation: lease.generation, peer });
     }
 
     pub(super) fn target_of(&self, lease: &LeaseView) -> crate::policy::lease::Target {
@@ -425,21 +372,14 @@ impl Rig {
     /// Why the last call ended a lease whose holder has not come down.
     fn not_reduced(&self) -> Option<NotReduced> {
         self.actions.iter().find_map(|action| match action {
-            Action::EndLease {
-                end: LeaseEnd::NotReduced { cause, .. },
-                ..
-            } => Some(cause.clone()),
+            Action::EndLease { end: LeaseEnd::NotReduced { cause, .. }, .. } => Some(cause.clone()),
             _ => None,
         })
     }
 
     fn cannot_measure(&mut self, tenant: &str) {
         let taken_at = self.wait(5).now;
-        self.tell(Event::Measured {
-            tenant: tenant.to_owned(),
-            used: None,
-            taken_at,
-        });
+        self.tell(Event::Measured { tenant: tenant.to_owned(), used: None, taken_at });
     }
 }
 
@@ -467,11 +407,7 @@ fn a_later_call_of_a_holder_replaces_the_one_that_waits() {
         rig.actions
     );
     rig.wait(10).lost(&other);
-    assert_eq!(
-        (rig.try_answer(), rig.held("a")),
-        (None, mib(100)),
-        "nothing is granted"
-    );
+    assert_eq!((rig.try_answer(), rig.held("a")), (None, mib(100)), "nothing is granted");
     rig.wait(10).measure("a", 20);
     assert_eq!(rig.held("a"), mib(20));
 }
@@ -509,10 +445,7 @@ fn a_wish_for_less_answers_a_target_and_gives_no_more_time() {
         rig.wait(5).measure("batch", 300);
     }
     rig.pass(300);
-    let measured = NotReduced::Measured {
-        used: mib(300),
-        claim: Claim::Resized,
-    };
+    let measured = NotReduced::Measured { used: mib(300), claim: Claim::Resized };
     assert_eq!(rig.not_reduced(), Some(measured));
     // An honest one answers it as it was sent.
     let (mut rig, lease, same) = revoked();
@@ -530,12 +463,7 @@ fn a_wish_for_less_answers_a_target_and_gives_no_more_time() {
 #[test]
 fn wishes_for_less_that_never_come_true_do_not_spare_a_holder() {
     let falling: fn(u64) -> u64 = |step| 299 - step;
-    for wish in [
-        falling,
-        |step| 210 + step % 2,
-        |step| 101 + step,
-        |step| 300 - step % 2 * 90,
-    ] {
+    for wish in [falling, |step| 210 + step % 2, |step| 101 + step, |step| 300 - step % 2 * 90] {
         let mut rig = Rig::sampled(params());
         rig.wait(10).request("batch", Class::Batch, 100, 300, 0);
         let lease = rig.granted();
@@ -597,11 +525,7 @@ fn a_ghost_that_cannot_be_read_once_is_not_free() {
     rig.cannot_measure("a");
     assert_eq!((rig.try_answer(), rig.snapshot().unaccounted), (None, mib(300)));
     rig.wait(5).sample(300);
-    assert_eq!(
-        (rig.try_answer(), rig.snapshot().unaccounted),
-        (None, mib(300)),
-        "an unmanaged process's"
-    );
+    assert_eq!((rig.try_answer(), rig.snapshot().unaccounted), (None, mib(300)), "an unmanaged process's");
     assert!(rig.lease("a").is_none());
     rig.samples(0);
     assert_eq!(rig.granted().tenant, "b");
@@ -609,32 +533,15 @@ fn a_ghost_that_cannot_be_read_once_is_not_free() {
 
 #[test]
 fn an_operator_releases_an_ended_lease_whose_holder_says_nothing() {
-    for (peer, stands) in [
-        (
-            Peer {
-                uid: 0,
-                operator: true,
-                ..Peer::default()
-            },
-            0,
-        ),
-        (
-            Peer {
-                pid: Some(77),
-                ..peer(1000)
-            },
-            1000,
-        ),
-    ] {
+    for (peer, stands) in
+        [(Peer { uid: 0, operator: true, ..Peer::default() }, 0), (Peer { pid: Some(77), ..peer(1000) }, 1000)]
+    {
         let (mut rig, lease) = unanswered();
         rig.wait(5).measure("batch", 0);
         assert_eq!(rig.held("batch"), mib(300), "not acknowledged");
         rig.release(&lease, peer);
         let done = Done::Decided(Decision::from(LeaseDecision::EndAcknowledged {
-            lease: LeaseName {
-                id: lease.id,
-                tenant: "batch".to_owned(),
-            },
+            lease: LeaseName { id: lease.id, tenant: "batch".to_owned() },
             by: Some(stands),
             held: mib(300),
         }));
@@ -644,16 +551,8 @@ fn an_operator_releases_an_ended_lease_whose_holder_says_nothing() {
     }
     let (mut rig, lease) = unanswered();
     rig.release(&lease, peer(1001));
-    let ended = NotHolder::Ended {
-        uid: 1000,
-        held: mib(300),
-        left: ms(7675),
-    };
-    assert!(
-        matches!(rig.denial(), Denial::NotHolder { problem, .. } if problem == ended),
-        "{:?}",
-        rig.denial()
-    );
+    let ended = NotHolder::Ended { uid: 1000, held: mib(300), left: ms(7675) };
+    assert!(matches!(rig.denial(), Denial::NotHolder { problem, .. } if problem == ended), "{:?}", rig.denial());
 }
 
 /// Or a holder that always asks for more would never be asked for anything.
@@ -693,11 +592,7 @@ fn processes_of_one_name_are_measured_and_credited_each_for_itself() {
         let one = ask(&mut rig, (20, 200), 1000, 10);
         let other = ask(&mut rig, (180, 180), uid, 11);
         assert_eq!((one.holder(), other.holder()), ("vision", "vision (pid 11)"));
-        assert_eq!(
-            ask(&mut rig, (10, 10), 1000, 10).holder(),
-            "vision",
-            "one process, two leases"
-        );
+        assert_eq!(ask(&mut rig, (10, 10), 1000, 10).holder(), "vision", "one process, two leases");
         rig.wait(10).measure("vision", 210);
         rig.measure("vision (pid 11)", 0);
         rig.request("voice", Class::AudioRealtime, 100, 100, 9000);

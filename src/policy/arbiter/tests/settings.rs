@@ -5,15 +5,8 @@ use crate::policy::{event::ChangedKeys, snapshot::WorkerState};
 
 fn reconfigure(rig: &mut Rig, params: Params) -> Answer {
     let ticket = rig.ticket();
-    let changes = ChangedKeys {
-        applied: vec!["budget.dwell".to_owned()],
-        restart: vec!["llm.path".to_owned()],
-    };
-    rig.tell(Event::Reconfigured {
-        ticket,
-        params: Box::new(params),
-        changes,
-    });
+    let changes = ChangedKeys { applied: vec!["budget.dwell".to_owned()], restart: vec!["llm.path".to_owned()] };
+    rig.tell(Event::Reconfigured { ticket, params: Box::new(params), changes });
     rig.answer()
 }
 
@@ -73,25 +66,14 @@ fn a_worker_goes_on_with_its_settings_until_it_is_started_again() {
     settings.workers = vec![worker("asr", 100)];
     let mut rig = Rig::new(settings.clone());
     rig.sample(0);
-    rig.wait(10).tell(Event::WorkerReady {
-        worker: "asr".to_owned(),
-        pid: 7,
-    });
+    rig.wait(10).tell(Event::WorkerReady { worker: "asr".to_owned(), pid: 7 });
     settings.workers = vec![worker("asr", 150)];
     reconfigure(&mut rig, settings);
     assert_eq!(rig.held("asr"), mib(100));
     let ticket = rig.ticket();
-    rig.tell(Event::OperatorWorker {
-        ticket,
-        worker: "asr".to_owned(),
-        command: WorkerCommand::Recycle,
-    });
+    rig.tell(Event::OperatorWorker { ticket, worker: "asr".to_owned(), command: WorkerCommand::Recycle });
     rig.wait(10).sample(0);
-    rig.tell(Event::WorkerExited {
-        worker: "asr".to_owned(),
-        intended: true,
-        cause: "exit code 0".to_owned(),
-    });
+    rig.tell(Event::WorkerExited { worker: "asr".to_owned(), intended: true, cause: "exit code 0".to_owned() });
     assert_eq!(rig.worker("asr").state, WorkerState::Starting, "{:#?}", rig.actions);
     assert_eq!(rig.held("asr"), mib(150));
 }
@@ -113,10 +95,7 @@ fn shorter_times_serve_what_has_become_due() {
             generation: lease.generation,
             peer: peer(1000),
         });
-        rig.tell(Event::OperatorShed {
-            ticket: Ticket(78),
-            bytes: mib(20),
-        });
+        rig.tell(Event::OperatorShed { ticket: Ticket(78), bytes: mib(20) });
         rig.pass(wait);
         reconfigure(&mut rig, params());
         rig.pass(10_000);

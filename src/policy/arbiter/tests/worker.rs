@@ -30,11 +30,8 @@ fn dies(rig: &mut Rig, name: &str, class: DeathClass, needs_operator: bool) {
 #[test]
 fn an_unresponsive_worker_is_ended_once_it_is_the_process_that_runs() {
     let mut rig = Rig::with_workers(vec![worker("tts", 30)]);
-    let unresponsive = |pid| Event::WorkerUnresponsive {
-        worker: "tts".to_owned(),
-        pid,
-        evidence: "no answer within 30 s".to_owned(),
-    };
+    let unresponsive =
+        |pid| Event::WorkerUnresponsive { worker: "tts".to_owned(), pid, evidence: "no answer within 30 s".to_owned() };
     let aborts = |rig: &Rig| {
         let is_abort = |action: &Action| matches!(action, Action::AbortWorker { worker, .. } if worker == "tts");
         rig.actions.iter().any(is_abort)
@@ -65,26 +62,15 @@ fn a_worker_that_would_die_in_the_same_way_again_waits_for_an_operator() {
     assert!(rig.starts("tts"));
     dies(&mut rig, "tts", DeathClass::SegmentationFault, false);
     assert_eq!(rig.worker("tts").state, BackingOff);
-    assert_eq!(
-        rig.worker("tts").last_death.unwrap().class,
-        DeathClass::SegmentationFault
-    );
+    assert_eq!(rig.worker("tts").last_death.unwrap().class, DeathClass::SegmentationFault);
 }
 
 /// ASR in `grammar` (40 MiB) or `open` (104 MiB).
 fn asr() -> WorkerParams {
     WorkerParams {
         variants: vec![
-            VariantParams {
-                name: "grammar".to_owned(),
-                steady: mib(40),
-                peak: mib(50),
-            },
-            VariantParams {
-                name: "open".to_owned(),
-                steady: mib(104),
-                peak: mib(104),
-            },
+            VariantParams { name: "grammar".to_owned(), steady: mib(40), peak: mib(50) },
+            VariantParams { name: "open".to_owned(), steady: mib(104), peak: mib(104) },
         ],
         ..worker("asr", 40)
     }
@@ -108,10 +94,7 @@ fn a_worker_that_dies_comes_back_after_its_backoff_and_is_left_alone_after_too_m
     rig.ready("tts", 30);
     for wait in [500, 1000, 2000] {
         rig.wait(10).exits("tts", false, "exit code 3");
-        assert_eq!(
-            (rig.worker("tts").state, rig.snapshot().held),
-            (BackingOff, Bytes::ZERO)
-        );
+        assert_eq!((rig.worker("tts").state, rig.snapshot().held), (BackingOff, Bytes::ZERO));
         rig.pass(wait - 1);
         assert!(!rig.starts("tts"));
         rig.pass(1);
@@ -224,10 +207,7 @@ fn an_idle_worker_of_a_lower_class_gives_way_and_comes_back() {
 fn the_dearer_of_two_stopped_workers_comes_back_first() {
     let with_reload = |name: &str, seconds: u64| WorkerParams {
         class: Class::Batch,
-        start: StartParams {
-            reload: ms(1000 * seconds),
-            ..worker(name, 150).start
-        },
+        start: StartParams { reload: ms(1000 * seconds), ..worker(name, 150).start },
         ..worker(name, 150)
     };
     let mut rig = Rig::with_workers(vec![with_reload("quick", 1), with_reload("slow", 20)]);
@@ -254,11 +234,7 @@ fn under_critical_pressure_an_idle_worker_becomes_smaller_before_it_is_stopped()
     ask_variant(&mut rig, "open", 0);
     resized(&mut rig, "open", 100, None);
     rig.samples(395);
-    assert!(
-        acts!(rig, Action::ResizeWorker { variant, .. } if variant == "grammar"),
-        "{:#?}",
-        rig.actions
-    );
+    assert!(acts!(rig, Action::ResizeWorker { variant, .. } if variant == "grammar"), "{:#?}", rig.actions);
     resized(&mut rig, "grammar", 38, None);
     assert_eq!(rig.held("asr"), mib(40));
     for _ in 0..50 {
@@ -302,10 +278,8 @@ fn a_worker_is_stopped_for_what_is_missing_now_and_not_for_foresight() {
 fn who_is_stopped_is_chosen_for_what_is_missing_now() {
     let mut params = params();
     params.shed.minimum_reclaim = mib(100);
-    params.workers = vec![
-        of_class(Class::Batch, worker("indexer", 60)),
-        of_class(Class::AudioRealtime, worker("voice", 150)),
-    ];
+    params.workers =
+        vec![of_class(Class::Batch, worker("indexer", 60)), of_class(Class::AudioRealtime, worker("voice", 150))];
     let mut rig = Rig::sampled(params);
     rig.ready("indexer", 60);
     rig.ready("voice", 150);
@@ -349,10 +323,7 @@ fn a_worker_that_only_says_that_it_has_become_smaller_is_named_and_stopped() {
     resized(&mut rig, "grammar", 100, None);
     assert_eq!(rig.held("asr"), mib(100), "not credited");
     rig.pass(250);
-    let stays = StopReason::NotSmaller {
-        used: Some(mib(100)),
-        held: mib(100),
-    };
+    let stays = StopReason::NotSmaller { used: Some(mib(100)), held: mib(100) };
     assert_eq!(rig.stop_reason("asr"), Some(stays));
 }
 
@@ -363,14 +334,8 @@ fn a_kill_at_the_limit_of_its_group_raises_what_a_worker_is_expected_to_need() {
     let died = |class| {
         Box::new(DeathCertificate {
             worker: "asr".to_owned(),
-            verdict: DeathVerdict {
-                class,
-                ..DeathVerdict::default()
-            },
-            memory: DeathMemory {
-                peak_resident: Some(mib(140)),
-                ..DeathMemory::default()
-            },
+            verdict: DeathVerdict { class, ..DeathVerdict::default() },
+            memory: DeathMemory { peak_resident: Some(mib(140)), ..DeathMemory::default() },
             ..DeathCertificate::default()
         })
     };
@@ -382,18 +347,12 @@ fn a_kill_at_the_limit_of_its_group_raises_what_a_worker_is_expected_to_need() {
         stored.next_back()
     };
     // Any other end says nothing of it.
-    rig.wait(10).tell(Event::WorkerDied {
-        certificate: died(DeathClass::Abort),
-    });
+    rig.wait(10).tell(Event::WorkerDied { certificate: died(DeathClass::Abort) });
     assert_eq!(learned(&rig), None);
-    rig.wait(10).tell(Event::WorkerDied {
-        certificate: died(DeathClass::MemcgOom),
-    });
+    rig.wait(10).tell(Event::WorkerDied { certificate: died(DeathClass::MemcgOom) });
     let once = learned(&rig).unwrap();
     assert_eq!(once, mib(168), "a fifth more than it had");
-    rig.wait(10).tell(Event::WorkerDied {
-        certificate: died(DeathClass::MemcgOom),
-    });
+    rig.wait(10).tell(Event::WorkerDied { certificate: died(DeathClass::MemcgOom) });
     assert!(learned(&rig).unwrap() > once, "and again, when that was not enough");
     assert!(decided!(rig, Worker(WorkerDecision::PeakRaised { .. })));
 }
