@@ -222,34 +222,21 @@ fn planted(files: &[(&str, &str)]) -> Crate {
     Crate::new(&texts)
 }
 
-/// Fails when a folder has more files in cycles than the table allows, and names the cycles.
-fn assert_within(found: &[Cycle], table: &[(&str, usize)], what: &str) {
-    let folder = |cycle: &Cycle| cycle.files[0].iter().next().unwrap().to_string_lossy().into_owned();
-    let mut counts: BTreeMap<String, usize> = BTreeMap::new();
-    for cycle in found {
-        *counts.entry(folder(cycle)).or_default() += cycle.files.len();
-    }
-    let most = |name: &str| table.iter().find(|(known, _)| *known == name).map_or(0, |(_, most)| *most);
-    let faults: Vec<String> = counts
-        .iter()
-        .filter(|(name, count)| **count > most(name))
-        .map(|(name, count)| {
-            let cycles: Vec<_> = found.iter().filter(|cycle| folder(cycle) == *name).map(ToString::to_string).collect();
-            format!("src/{name}: {count} files {what}, at most {} may:\n{}", most(name), cycles.join("\n"))
-        })
-        .collect();
-    assert!(faults.is_empty(), "{}", faults.join("\n"));
+/// Fails when there are cycles, and names them.
+fn assert_none(found: &[Cycle], what: &str) {
+    let cycles: Vec<_> = found.iter().map(ToString::to_string).collect();
+    assert!(cycles.is_empty(), "files {what}:\n{}", cycles.join("\n"));
 }
 
 #[test]
 fn files_of_a_folder_import_in_one_direction() {
-    assert_within(&this_crate().import_cycles(), &IN_IMPORT_CYCLES, "import each other in a circle");
+    assert_none(&this_crate().import_cycles(), "import each other in a circle");
 }
 
 #[test]
 fn impl_blocks_of_a_type_call_in_one_direction() {
     let (cycles, spread) = this_crate().call_cycles(IMPL_FILES_MAX);
-    assert_within(&cycles, &IN_CALL_CYCLES, "call each other in a circle");
+    assert_none(&cycles, "call each other in a circle");
     assert!(
         spread.len() <= SPREAD_TYPES_MAX,
         "{} types have `impl` blocks in more than {IMPL_FILES_MAX} files, at most {SPREAD_TYPES_MAX} may:\n{}",
@@ -394,19 +381,13 @@ const FLAGS_MAX: usize = 2;
 /// Structs that still have more; falls to zero.
 const WIDE_STRUCTS_MAX: usize = 3;
 
-/// Files that still import each other in a circle, by folder; each number only falls.
-const IN_IMPORT_CYCLES: [(&str, usize); 2] = [("engine", 10), ("worker", 3)];
-
-/// Files whose `impl` blocks of one type still call each other in a circle, by folder; each number only falls.
-const IN_CALL_CYCLES: [(&str, usize); 1] = [("cli", 3)];
-
 /// Lines that a folder of `src` may have, tests included. Raising one is a line in the commit message, with its reason.
 const LINES_MAX: [(&str, usize); 14] = [
     (".", 671),
-    ("cli", 11297),
+    ("cli", 11311),
     ("config", 4430),
     ("daemon", 10498),
-    ("engine", 36625),
+    ("engine", 36640),
     ("http", 9498),
     ("journal", 3378),
     ("policy", 22108),
@@ -415,5 +396,5 @@ const LINES_MAX: [(&str, usize); 14] = [
     ("speech", 5037),
     ("emergency", 718),
     ("telemetry", 947),
-    ("worker", 10261),
+    ("worker", 10263),
 ];

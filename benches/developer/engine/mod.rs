@@ -22,7 +22,7 @@ use cotenant::{
     cli::{
         Output,
         bench::{
-            engine::{Bench, EngineSettings, Section as ProductSection},
+            engine::{Bench, EngineSettings, Section as ProductSection, measure},
             load::Reading,
         },
         exit::{self, CliError},
@@ -193,11 +193,11 @@ impl Workbench<'_> {
 
     fn section(&mut self, section: Section) -> Result<(), String> {
         match section {
-            Section::Speed => self.bench.section(ProductSection::Speed),
-            Section::Streaming => self.bench.section(ProductSection::Streaming),
-            Section::Elasticity => self.bench.section(ProductSection::Elasticity),
-            Section::Peer => self.bench.section(ProductSection::Peer),
-            Section::Sheds => self.bench.section(ProductSection::Sheds),
+            Section::Speed => measure(&mut self.bench, ProductSection::Speed),
+            Section::Streaming => measure(&mut self.bench, ProductSection::Streaming),
+            Section::Elasticity => measure(&mut self.bench, ProductSection::Elasticity),
+            Section::Peer => measure(&mut self.bench, ProductSection::Peer),
+            Section::Sheds => measure(&mut self.bench, ProductSection::Sheds),
             Section::Workspace => Ok(()),
             Section::Prediction => self.prediction(),
             Section::Choice => self.choice(),

@@ -11,7 +11,7 @@ use std::{
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 
 use super::{
-    VerbError,
+    error::VerbError,
     pocketsphinx::{Decoder, ModelFiles, Pocketsphinx, Search, SphinxError},
     serve::{EngineThread, artifact, keep_large_blocks_apart, own_rss, serve, trim},
 };
@@ -410,13 +410,13 @@ fn read_grammar(path: &Path) -> Result<String, VerbError> {
     file.take(GRAMMAR_MAX.get() + 1).read_to_string(&mut text).map_err(failed)?;
     let bytes = Bytes::of_len(text.len());
     if bytes > GRAMMAR_MAX {
-        return Err(VerbError::GrammarTooLong { path: path.to_owned(), bytes });
+        return Err(VerbError::GrammarTooLong { path: path.to_owned(), bytes, most: GRAMMAR_MAX });
     }
     Ok(text)
 }
 
 /// Longest grammar that is read: a household's sentences have a few KiB.
-pub(super) const GRAMMAR_MAX: Bytes = Bytes::from_kib(256);
+const GRAMMAR_MAX: Bytes = Bytes::from_kib(256);
 
 /// Longest recording, 18.3 MiB, as in `http`'s limits; a spoken command has 2 to 5 s.
 const RECORDING_MAX: Duration = Duration::from_mins(10);

@@ -12,7 +12,10 @@ use tokio::{
     time::{Instant, sleep, sleep_until},
 };
 
-use super::{VerbError, lifeline::left_alone};
+use super::{
+    error::VerbError,
+    lifeline::{left_alone, tell_ready},
+};
 use crate::units::Bytes;
 
 /// Options of `cotenant worker ballast`.
@@ -65,7 +68,7 @@ async fn take_and_hold(options: &BallastOptions) -> Result<(), VerbError> {
         }
     }
     say(&format!("holding {}", options.bytes));
-    super::tell_ready();
+    tell_ready();
     match options.hold {
         Some(time) => sleep(time).await,
         None => std::future::pending::<()>().await,

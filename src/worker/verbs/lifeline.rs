@@ -1,4 +1,4 @@
-//! Detection that no supervisor is left.
+//! Supervisor of a built-in worker: notified of readiness, and missed when it is gone.
 //!
 //! A supervisor keeps a file locked, and names it in the environment of its workers. When it is gone the kernel takes the
 //! lock away; when the next one is there it has it again. A worker that finds no supervisor for longer than a lease goes on
@@ -16,6 +16,13 @@ use std::{
 use tokio::time::{Instant, sleep};
 
 use super::super::adopt::LOCK_VARIABLE;
+
+/// Notifies the parent that it is ready, as sd_notify(3) does; nothing without `NOTIFY_SOCKET`.
+pub(super) fn tell_ready() {
+    if let Err(error) = sd_notify::notify(&[sd_notify::NotifyState::Ready]) {
+        tracing::warn!(%error, "cannot tell that this worker is ready");
+    }
+}
 
 /// Returns when this worker has been without a supervisor for a term; never for one that was started by hand.
 pub(super) async fn left_alone() {

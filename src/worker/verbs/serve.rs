@@ -8,7 +8,10 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-use super::{VerbError, lifeline::left_alone};
+use super::{
+    error::VerbError,
+    lifeline::{left_alone, tell_ready},
+};
 use crate::{
     speech::{
         client::Endpoint,
@@ -40,7 +43,7 @@ pub(super) fn serve<S: Service>(
             .map_err(|source| VerbError::Listen { endpoint: endpoint.clone(), source })?;
         let service = make()?;
         tracing::info!(%endpoint, "serving");
-        super::tell_ready();
+        tell_ready();
         let on_signal = stop.clone();
         tokio::spawn(async move {
             tokio::select! {

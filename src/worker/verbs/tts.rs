@@ -10,7 +10,7 @@ use std::{
 use tokio::sync::oneshot;
 
 use super::{
-    VerbError,
+    error::VerbError,
     flite::{Flite, FliteError},
     serve::{EngineThread, artifact, serve},
 };

@@ -7,8 +7,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Bench, count, median, mib, percent, spread, told};
+use super::subject::{Bench, count, mib, percent, spread};
 use crate::{
+    causes::in_one_line as told,
+    cli::bench::report::median,
     engine::{
         ApplyError, ApplyReport, Checkpoint, Flow,
         arena::{Backing, Mapping},

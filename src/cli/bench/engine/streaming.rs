@@ -2,11 +2,14 @@
 
 use std::{sync::Arc, time::Instant};
 
-use super::{Bench, TOKENS, told};
-use crate::engine::{
-    arena::Backing,
-    backend::{Device as _, cpu::CpuDevice},
-    reader::{Extent, Source, Stream, WeightFile},
+use super::subject::{Bench, TOKENS};
+use crate::{
+    causes::in_one_line as told,
+    engine::{
+        arena::Backing,
+        backend::{Device as _, cpu::CpuDevice},
+        reader::{Extent, Source, Stream, WeightFile},
+    },
 };
 
 impl Bench<'_> {

@@ -3,7 +3,8 @@
 use std::ptr::NonNull;
 
 use super::{
-    Copying, cells,
+    cells,
+    copying::Copying,
     flash::{self, Scratch},
     flash_walk::{TOKENS_MAX, Walk},
     float::{all_finite, rms_in_place},

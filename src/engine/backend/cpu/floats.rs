@@ -61,8 +61,10 @@ macro_rules! products {
         pub(super) mod $set {
             use std::{arch::$arch::*, array::from_fn, mem::MaybeUninit};
 
-            use super::super::rows::Rows;
-            use super::{Aligned, BF16, COLUMNS, F16, LANES, LINE, ROWS, TOKENS, bytes_of, element, rest, token};
+            use crate::engine::backend::cpu::{
+                floats::{Aligned, BF16, COLUMNS, F16, LANES, LINE, ROWS, TOKENS, bytes_of, element, rest, token},
+                rows::Rows,
+            };
 
             /// Registers of the lanes of a row.
             const PARTS: usize = $parts;
@@ -81,7 +83,7 @@ macro_rules! products {
             ///
             /// The machine has the set; `rows` is as its fields say.
             #[target_feature(enable = $features)]
-            pub(in super::super) unsafe fn rows<const KIND: u8>(rows: &Rows<'_>) {
+            pub(crate) unsafe fn rows<const KIND: u8>(rows: &Rows<'_>) {
                 // SAFETY: the caller's promise.
                 unsafe {
                     match rows.tokens {
@@ -392,7 +394,7 @@ products!(
             let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
             _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
         },
-        |sum: &[__m256; 1]| super::super::rows256::total(sum[0]),
+        |sum: &[__m256; 1]| crate::engine::backend::cpu::rows256::total(sum[0]),
         |row: *const u8| _mm_prefetch::<_MM_HINT_T0>(row.cast())
     ),
     (__m256, 1, 4, 3),
@@ -421,7 +423,7 @@ products!(
             let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
             _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
         },
-        |sum: &[__m256; 1]| super::super::rows256::total(sum[0]),
+        |sum: &[__m256; 1]| crate::engine::backend::cpu::rows256::total(sum[0]),
         |row: *const u8| _mm_prefetch::<_MM_HINT_T0>(row.cast())
     ),
     (__m512, 2, 4, 6),
@@ -445,7 +447,7 @@ products!(
         |from: *const f32| vld1q_f32(from),
         |to: *mut f32, value| vst1q_f32(to, value),
         |sum, x, y| vfmaq_f32(sum, x, y),
-        |from: *const u16| super::super::neon::widened(vld1_u16(from)),
+        |from: *const u16| crate::engine::backend::cpu::neon_unpack::widened(vld1_u16(from)),
         |from: *const u16| vreinterpretq_f32_u32(vshll_n_u16::<16>(vld1_u16(from))),
         |sum: &[float32x4_t; 2]| {
             let four = vaddq_f32(sum[0], sum[1]);

@@ -258,8 +258,8 @@ const FEW_ROWS_TOGETHER: usize = super::neon_tile::ROWS;
 mod tests {
     use super::{
         super::{
+            copying::rounded,
             quant::{Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER, quantize_q8_0, quantize_q8k},
-            rounded,
             test_numbers::numbers,
         },
         *,

@@ -22,10 +22,10 @@ use candle_core::quantized::{
     },
 };
 
-use self::{isa::Isa, pool::Pool, quant::Format, share::Share};
+use self::{copying::Copying, isa::Isa, pool::Pool, quant::Format, share::Share};
 use super::{
-    Activate, Backend, Buffer, Delta, Device, DeviceError, Fence, Finish, Multiply, Norm, Operation, Prepare, Region,
-    RowBytes, View, Widen,
+    Activate, Backend, Buffer, Delta, Device, DeviceError, Fence, Finish, Multiply, Norm, Operation, Region, RowBytes,
+    View, Widen,
     memory::{Access, Owner},
 };
 use crate::{
@@ -43,6 +43,7 @@ mod attention;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod cells;
+mod copying;
 mod delta;
 #[cfg(target_arch = "x86_64")]
 mod delta512;
@@ -64,6 +65,8 @@ mod matmul;
 mod neon;
 #[cfg(target_arch = "aarch64")]
 mod neon_tile;
+#[cfg(target_arch = "aarch64")]
+mod neon_unpack;
 mod pool;
 mod processors;
 mod quant;
@@ -207,64 +210,6 @@ unsafe impl Backend for Cpu {
 
     fn read<'a>(&'a mut self, from: &'a Buffer, floats: Range<usize>) -> Result<&'a [f32], DeviceError> {
         self.owner.read(from, floats)
-    }
-}
-
-/// Copies of rows in the formats that products need.
-struct Copying<'op> {
-    isa: Isa,
-    memory: Share<'op, u8>,
-    /// Of each format the place of its first row, and how far rows are apart.
-    places: [Option<(Format, usize, usize)>; Format::COPIES.len()],
-}
-
-impl<'op> Copying<'op> {
-    /// Of `rows` rows of `columns` elements.
-    fn new(
-        isa: Isa,
-        prepare: &'op Prepare,
-        (rows, columns): (usize, usize),
-        access: &mut Access<'op>,
-    ) -> Result<Self, DeviceError> {
-        let copies = &prepare.copies;
-        if prepare.first + rows > copies.rows || columns > copies.columns {
-            let reason = format!("{rows} rows of {columns} elements are too many for their copies");
-            return Err(DeviceError::new(reason));
-        }
-        let places = Format::COPIES.map(|format| {
-            let wanted = prepare.types.any(|dtype| Format::of(dtype) == format);
-            let (start, step) = matmul::place(copies, format, columns);
-            wanted.then_some((format, start + prepare.first * step, step))
-        });
-        let memory = if places.iter().any(Option::is_some) { access.write_bytes(&copies.memory)? } else { &mut [] };
-        Ok(Self { isa, memory: Share::new(memory), places })
-    }
-
-    /// # Safety
-    ///
-    /// No other thread copies this row.
-    unsafe fn row(&self, row: usize, input: &[f32]) {
-        for &(format, start, step) in self.places.iter().flatten() {
-            // SAFETY: each row has a place of its own in each format.
-            let copy = unsafe { self.memory.slice(start + row * step, step) };
-            match format {
-                Format::F32 => {}
-                Format::Q8_0 => quant::quantize_q8_0(self.isa, input, copy),
-                Format::Q8K => quant::quantize_q8k(self.isa, input, copy),
-                Format::F16 => rounded(input, copy, |x| half::f16::from_f32(x).to_f32()),
-                Format::Bf16 => rounded(input, copy, |x| half::bf16::from_f32(x).to_f32()),
-            }
-        }
-    }
-
-    /// Copies of all rows of `input`.
-    fn all(&self, pool: &mut Pool, input: &[f32], columns: usize) {
-        if self.places.iter().any(Option::is_some) {
-            pool.run(input.len() / columns.max(1), &|row| {
-                // SAFETY: each row is one item.
-                unsafe { self.row(row, &input[row * columns..][..columns]) };
-            });
-        }
     }
 }
 
@@ -459,12 +404,6 @@ fn same_len(one: &[f32], other: &[f32]) -> Result<usize, DeviceError> {
 fn widen(row: &[u8], out: &mut [f32], convert: impl Fn(u16) -> f32) {
     for (out, bits) in out.iter_mut().zip(matmul::cast::<u16>(row)) {
         *out = convert(*bits);
-    }
-}
-
-fn rounded(input: &[f32], copy: &mut [u8], round: impl Fn(f32) -> f32) {
-    for (x, to) in input.iter().zip(copy.chunks_exact_mut(4)) {
-        to.copy_from_slice(&round(*x).to_ne_bytes());
     }
 }
 

@@ -16,7 +16,7 @@ use std::{
 };
 
 use super::{
-    neon::{
+    neon_unpack::{
         PER_START, SUMS, Sixteen, bytes_to_words, half_at, heads_q2k, heads_q3k, heads_q6k, quants_q2k, quants_q3k,
         quants_q4_0, quants_q4_1, quants_q4k, quants_q5_0, quants_q5_1, quants_q5k, quants_q6k, quants_q8_0,
         two_halves_at,

@@ -1,0 +1,89 @@
+//! Settings of the engine's measurements, whatever the model.
+
+use std::path::{Path, PathBuf};
+
+use crate::{
+    causes::in_one_line as told,
+    cli::exit::{self, CliError},
+    engine::{LoadError, Model, ModelOptions, Sayable, arena::Backing, backend::cpu::use_instructions},
+    policy::residency::EnginePlan,
+};
+
+/// How to measure, whatever the model.
+#[derive(Clone, Debug, clap::Args)]
+pub struct EngineSettings {
+    /// Threads that compute.
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=256))]
+    pub threads: u16,
+    /// Instruction set of the kernels: `baseline`, `avx2`, `avx-vnni` or `avx512` [default: the best of this machine].
+    #[arg(long, value_name = "NAME")]
+    pub instructions: Option<String>,
+    /// Rounds; each takes every figure once.
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
+    pub rounds: u32,
+    /// Tokens of one prefill chunk.
+    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub chunk: u32,
+    /// Tokens over which one figure of decoding is taken, with all layers resident.
+    #[arg(long, default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub generate: u32,
+    /// Tokens in the cache for the second figure of decoding.
+    #[arg(long, default_value_t = 1024)]
+    pub depth: u32,
+    /// KV capacity that is given up and taken back, in MiB.
+    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u64).range(1..))]
+    pub kv_mib: u64,
+    /// The longest prompt for which the workspace is measured.
+    #[arg(long, default_value_t = 2048)]
+    pub prompt_max: u32,
+    /// Sheds of the section `sheds` in each round.
+    #[arg(long, default_value_t = 20)]
+    pub sheds: u32,
+    /// The least that each of them gives up, in MiB.
+    #[arg(long, default_value_t = 256)]
+    pub shed_mib: u64,
+    /// `llama-bench` of llama.cpp, measured in turns on the same file.
+    #[arg(long, value_name = "PROGRAM")]
+    pub peer: Option<PathBuf>,
+}
+
+impl EngineSettings {
+    /// Selects the kernels of `--instructions`.
+    ///
+    /// # Errors
+    /// When this machine has none of that name.
+    pub fn use_instructions(&self) -> Result<(), CliError> {
+        let Some(name) = &self.instructions else { return Ok(()) };
+        use_instructions(name).map_err(|names| {
+            CliError::plain(
+                format!("cannot use the instructions `{name}`: this machine has kernels for {}", names.join(", ")),
+                exit::FAILED,
+            )
+        })
+    }
+
+    /// Opens a model with a context as long as the capacity of its plan; its memory is used as tokens come.
+    ///
+    /// # Errors
+    /// When it cannot be loaded.
+    pub fn opened(
+        &self,
+        path: &Path,
+        plan: &EnginePlan,
+        vocabulary: Option<Sayable>,
+        open: OpenModel,
+    ) -> Result<Model, String> {
+        let options = ModelOptions {
+            compute: usize::from(self.threads).into(),
+            name: None,
+            context: Some(plan.kv_capacity),
+            kv_backing: Backing::OnTouch,
+            vocabulary,
+            helper: None,
+        };
+        open(path, plan, &options).map_err(|error| told(&error))
+    }
+}
+
+/// [`Model::open`], or a way to open it otherwise.
+pub type OpenModel = fn(&Path, &EnginePlan, &ModelOptions) -> Result<Model, LoadError>;

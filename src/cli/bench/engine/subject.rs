@@ -1,0 +1,459 @@
+//! Model under measurement, with the figures so far.
+
+use std::{
+    collections::BTreeSet,
+    path::{Path, PathBuf},
+    time::Instant,
+};
+
+use super::{
+    report::{Figure, Peer, Report, Values, quantile},
+    settings::{EngineSettings, OpenModel},
+};
+use crate::{
+    causes::in_one_line as told,
+    cli::bench::{
+        load::Reading,
+        peer::{PeerFigure, PeerJob},
+        report::median,
+    },
+    engine::{ApplyReport, Flow, Header, Logits, Model, arena, shape::Layout, spec::Spec},
+    policy::{kv_type::KvType, residency::EnginePlan},
+    units::{Bytes, Tokens},
+};
+
+/// A model under measurement.
+pub struct Bench<'settings> {
+    /// How to measure.
+    pub settings: &'settings EngineSettings,
+    /// The model, opened.
+    pub model: Model,
+    /// Its file.
+    pub path: PathBuf,
+    /// Its pieces.
+    pub layout: Layout,
+    /// Figures so far.
+    pub values: Values,
+    /// Remarks for the report.
+    pub notes: Vec<String>,
+    rss_before: Bytes,
+    /// Pages of files in it.
+    files_before: Bytes,
+    peer: Vec<PeerRun>,
+}
+
+/// The peer's figures of one round and setting.
+struct PeerRun {
+    repack: bool,
+    figures: Vec<PeerFigure>,
+}
+
+impl<'settings> Bench<'settings> {
+    /// Opens the model with all layers resident.
+    ///
+    /// # Errors
+    /// When it cannot be loaded.
+    pub fn prepare(settings: &'settings EngineSettings, path: &Path) -> Result<Self, String> {
+        let header = Header::read(path).map_err(|error| told(&error))?;
+        let spec = Spec::read(&header).map_err(|error| told(&error))?;
+        drop(header);
+        let layout = Layout::of(&spec);
+        arena::trim_heap();
+        let (rss_before, files_before) = (arena::process_resident(), arena::process_file_resident());
+        let layers = count(layout.parts.len());
+        let plan = EnginePlan {
+            resident: (0..layers).collect(),
+            kv_capacity: Tokens::new(capacity(settings, spec.context_max)),
+            prefill_chunk: Tokens::new(settings.chunk),
+            kv_type: KvType::F16,
+        };
+        let model = settings.opened(path, &plan, None, Model::open)?;
+        Ok(Self {
+            settings,
+            model,
+            path: path.to_owned(),
+            layout,
+            values: Values::default(),
+            notes: Vec::new(),
+            rss_before,
+            files_before,
+            peer: Vec::new(),
+        })
+    }
+
+    /// Checks that the model is exact, and compares its memory with the ledger.
+    ///
+    /// # Errors
+    /// When it is not exact.
+    pub fn begin(&mut self) -> Result<(), String> {
+        self.gate()?;
+        self.memory();
+        if self.settings.peer.is_none() {
+            self.notes.push("no peer was given (--peer), so there are no ratios".to_owned());
+        }
+        Ok(())
+    }
+
+    /// Notes use of the processors by others during a round that began with `reading`.
+    pub fn end_round(&mut self, round: u32, reading: &Reading) {
+        match reading.foreign_percent() {
+            Some(percent) if percent > FOREIGN_MAX_PERCENT => {
+                self.notes.push(format!("round {round}: other processes used {percent:.0} % of the processors"))
+            }
+            Some(_) => {}
+            None => self.notes.push(format!("round {round}: use by other processes is unknown")),
+        }
+    }
+
+    /// Logits of a streamed pass have to be those of a resident one, bit by bit.
+    fn gate(&mut self) -> Result<(), String> {
+        let resident = self.sample()?;
+        self.apply(0)?;
+        let streamed = self.sample()?;
+        self.apply(100)?;
+        let same = |a: &[f32], b: &[f32]| a.iter().map(|x| x.to_bits()).eq(b.iter().map(|x| x.to_bits()));
+        if resident.iter().any(|logit| !logit.is_finite()) {
+            return Err("the model's logits are not finite".to_owned());
+        }
+        if same(&resident, &streamed) {
+            Ok(())
+        } else {
+            Err("logits differ between resident and streamed layers; nothing was measured".to_owned())
+        }
+    }
+
+    /// Logits after a prompt and a few more tokens.
+    fn sample(&mut self) -> Result<Vec<f32>, String> {
+        self.model.reset();
+        let prompt = self.tokens(0, GATE_PROMPT);
+        self.forward(&prompt)?;
+        let mut last = Vec::new();
+        for token in self.tokens(GATE_PROMPT, 3) {
+            last = self.forward(&[token])?.to_vec();
+        }
+        Ok(last)
+    }
+
+    /// Resident set against the book, with everything resident.
+    fn memory(&mut self) {
+        // Whole logits, which the gate has compared, are the bench's own.
+        arena::trim_heap();
+        let held = self.model.breakdown();
+        // What is untouched is leased and in no memory: a resident set cannot have it.
+        let book = held.used();
+        let rss = arena::process_resident().saturating_sub(self.rss_before);
+        let pages = self.model.kernel_resident();
+        self.values.add("book, all resident", "MiB", mib(held.total));
+        self.values.add("of this context that no token has needed", "MiB", mib(held.kv_untouched));
+        self.values.add("of this the header with its vocabulary, on the heap", "MiB", mib(held.header));
+        self.values.add("mappings in memory, as the kernel has it", "MiB", mib(pages));
+        self.values.add("resident set since opening", "MiB", mib(rss));
+        let files = arena::process_file_resident().saturating_sub(self.files_before);
+        self.values.add("of this text and constants of the program", "MiB", mib(files));
+        self.values.add("book without the untouched, over resident set", "%", percent(book.get(), rss.get()));
+        let shape = self.model.shape();
+        let tensors: Bytes = shape.layers.iter().map(|part| part.resident_bytes).sum();
+        let kv = shape.kv.capacity_bytes(self.model.plan().kv_capacity, self.model.plan().kv_type);
+        let bound = Bytes::new(tensors.get() / 100 * 103) + shape.state_bytes + kv + Bytes::from_mib(64);
+        self.values.add("resident set over 1.03 x weights + state + KV + 64 MiB", "%", percent(rss.get(), bound.get()));
+    }
+
+    pub(super) fn speed(&mut self) -> Result<(), String> {
+        for prompt in PROMPTS {
+            if prompt > self.model.plan().kv_capacity.get() {
+                continue;
+            }
+            self.model.reset();
+            let tokens = self.tokens(0, prompt);
+            let started = Instant::now();
+            self.forward(&tokens)?;
+            self.values.add(format!("prefill {prompt}"), TOKENS, f64::from(prompt) / started.elapsed().as_secs_f64());
+        }
+        let depth = self.depth();
+        if depth > 0 {
+            self.model.reset();
+            let tokens = self.tokens(0, depth);
+            self.forward(&tokens)?;
+            let seconds = self.decode(self.settings.generate)?;
+            self.values.add(format!("decode at depth {depth}"), TOKENS, 1.0 / seconds);
+        }
+        self.model.reset();
+        let first = self.tokens(0, 1);
+        self.forward(&first)?;
+        let compute = self.decode(self.settings.generate)?;
+        self.values.add("decode, 100 % resident", TOKENS, 1.0 / compute);
+        Ok(())
+    }
+
+    /// Seconds for each of `tokens` tokens.
+    pub fn decode(&mut self, tokens: u32) -> Result<f64, String> {
+        let list = self.tokens(1, tokens);
+        let started = Instant::now();
+        for token in list {
+            self.forward(&[token])?;
+        }
+        Ok(started.elapsed().as_secs_f64() / f64::from(tokens))
+    }
+
+    /// Half of the layers given up and read again; KV capacity given up and taken back.
+    pub(super) fn elasticity(&mut self) -> Result<(), String> {
+        let report = self.apply(50)?;
+        self.values.add("shed of half the layers", "ms", report.took.as_secs_f64() * 1e3);
+        self.values.add("shed: freed, as the kernel has it", "MiB", mib(report.freed));
+        self.values.add("shed: freed over asked", "%", percent(report.freed.get(), report.asked.get()));
+        let report = self.apply(100)?;
+        self.values.add("regrow of half the layers", "ms", report.took.as_secs_f64() * 1e3);
+        let kv = self.model.shape().kv;
+        let small = self.model.plan().kv_capacity;
+        let more = Bytes::from_mib(self.settings.kv_mib).get().div_ceil(kv.block_bytes(KvType::F16).get().max(1));
+        let more = u32::try_from(more.saturating_mul(u64::from(kv.block_tokens.get()))).unwrap_or(u32::MAX);
+        let large = Tokens::new(small.get().saturating_add(more));
+        for (name, capacity) in [("grow", large), ("shrink", small)] {
+            let mut plan = self.model.plan().clone();
+            plan.kv_capacity = capacity;
+            let report = self.model.apply(&plan).map_err(|error| told(&error))?;
+            let moved = report.grown.max(report.freed);
+            self.values.add(format!("KV {name} of {} MiB", moved.whole_mib()), "ms", report.took.as_secs_f64() * 1e3);
+        }
+        Ok(())
+    }
+
+    /// The most that prompts of several lengths hold beside weights, state and KV.
+    pub fn workspace(&mut self) -> Result<(), String> {
+        let lengths = std::iter::successors(Some(128u32), |length| length.checked_mul(4));
+        for length in lengths.take_while(|&length| length <= self.settings.prompt_max.min(PROMPT_MAX)) {
+            if length > self.model.plan().kv_capacity.get() {
+                break;
+            }
+            self.model.reset();
+            let tokens = self.tokens(0, length);
+            let mut peak = Bytes::ZERO;
+            let mut watch = || {
+                peak = peak.max(arena::process_resident());
+                Flow::Continue
+            };
+            self.model.forward(&tokens, &mut watch).map_err(|error| told(&error))?;
+            let held = self.model.breakdown();
+            // With the context that the prompt has touched, and no more.
+            let other = held.used().saturating_sub(held.workspace).saturating_add(self.rss_before);
+            self.values.add(format!("prefill workspace, prompt of {length}"), "MiB on the book", mib(held.workspace));
+            self.values.add(
+                format!("resident beside weights, state and KV, prompt of {length}"),
+                "MiB",
+                mib(peak.saturating_sub(other)),
+            );
+        }
+        Ok(())
+    }
+
+    pub(super) fn ask_peer(&mut self) -> Result<(), String> {
+        let Some(program) = &self.settings.peer else {
+            return Ok(());
+        };
+        for repack in [false, true] {
+            let mut figures = Vec::new();
+            let depths: &[(u32, &[u32])] = &[(0, &PROMPTS), (self.depth(), &[])];
+            for (depth, prompts) in depths {
+                if *depth == 0 && prompts.is_empty() {
+                    continue;
+                }
+                let job = PeerJob {
+                    program,
+                    model: &self.path,
+                    threads: usize::from(self.settings.threads),
+                    prompts,
+                    generate: self.settings.generate,
+                    depth: *depth,
+                };
+                figures.extend(job.run(repack)?);
+            }
+            self.peer.push(PeerRun { repack, figures });
+        }
+        Ok(())
+    }
+
+    /// Tokens per second of the peer in the better of its settings, where there is one.
+    pub fn ask_decode(&self) -> Result<Option<f64>, String> {
+        let Some(program) = &self.settings.peer else {
+            return Ok(None);
+        };
+        let mut best: Option<f64> = None;
+        for repack in [false, true] {
+            let job = PeerJob {
+                program,
+                model: &self.path,
+                threads: usize::from(self.settings.threads),
+                prompts: &[0],
+                generate: self.settings.generate,
+                depth: 0,
+            };
+            let rates = job.run(repack)?.into_iter().map(|figure| figure.tokens_per_s);
+            best = rates.chain(best).max_by(f64::total_cmp);
+        }
+        Ok(best)
+    }
+
+    /// The peer's side of a figure of ours, whose values are one for each round.
+    fn peer_figure(&self, what: &str, ours: &[f64]) -> Option<Peer> {
+        let (prompt, depth) = match what.strip_prefix("prefill ") {
+            Some(prompt) => (prompt.parse().ok()?, 0),
+            None if what == "decode, 100 % resident" => (0, 0),
+            None => (0, what.strip_prefix("decode at depth ")?.parse().ok()?),
+        };
+        let of = |repack: bool| {
+            let values: Vec<f64> = self
+                .peer
+                .iter()
+                .filter(|run| run.repack == repack)
+                .filter_map(|run| run.figures.iter().find(|figure| figure.prompt == prompt && figure.depth == depth))
+                .map(|figure| figure.tokens_per_s)
+                .collect();
+            Some((repack, median(&values)?, values))
+        };
+        let (repack, middle, values) =
+            [of(false), of(true)].into_iter().flatten().max_by(|one, other| one.1.total_cmp(&other.1))?;
+        let ratios: Vec<f64> = ours.iter().zip(&values).map(|(ours, peer)| ours / peer).collect();
+        Some(Peer {
+            repack,
+            median: middle,
+            ratio: median(&ratios)?,
+            ratio_least: ratios.iter().copied().min_by(f64::total_cmp)?,
+            ratio_most: ratios.iter().copied().max_by(f64::total_cmp)?,
+        })
+    }
+
+    /// All figures.
+    pub fn report(self) -> Report {
+        let figures = self
+            .values
+            .order
+            .iter()
+            .filter_map(|(what, unit)| {
+                let values = self.values.values.get(what)?;
+                let median = self.values.median(what)?;
+                Some(Figure {
+                    what: what.clone(),
+                    unit,
+                    median,
+                    least: values.iter().copied().min_by(f64::total_cmp)?,
+                    most: values.iter().copied().max_by(f64::total_cmp)?,
+                    ninetieth: quantile(values, 90)?,
+                    ninety_ninth: quantile(values, 99)?,
+                    peer: self.peer_figure(what, values),
+                })
+            })
+            .collect();
+        Report {
+            version: env!("CARGO_PKG_VERSION"),
+            model: self.model.shape().name.clone(),
+            file_bytes: file_bytes(&self.path),
+            backend: self.model.backend_name(),
+            chunk: self.settings.chunk,
+            rounds: self.settings.rounds,
+            exact: true,
+            figures,
+            notes: self.notes,
+        }
+    }
+
+    /// Computes one pass over `tokens`.
+    ///
+    /// # Errors
+    /// When the pass fails.
+    pub fn forward(&mut self, tokens: &[u32]) -> Result<Logits<'_>, String> {
+        self.model.forward(tokens, &mut || Flow::Continue).map_err(|error| told(&error))
+    }
+
+    /// Opens the same file a second time, under another plan.
+    ///
+    /// # Errors
+    /// When it cannot be loaded.
+    pub fn another(&self, plan: &EnginePlan, open: OpenModel) -> Result<Model, String> {
+        self.settings.opened(&self.path, plan, None, open)
+    }
+
+    /// Makes `share` percent of the layers resident, spread evenly through the depth.
+    pub fn apply(&mut self, share: u32) -> Result<ApplyReport, String> {
+        let mut plan = self.model.plan().clone();
+        plan.resident = spread(count(self.layout.parts.len()), share);
+        self.model.apply(&plan).map_err(|error| told(&error))
+    }
+
+    /// `count` tokens from place `from` of a text without meaning.
+    pub fn tokens(&self, from: u32, count: u32) -> Vec<u32> {
+        let vocabulary = self.model.vocabulary().max(1);
+        (from..from.saturating_add(count)).map(|place| place.wrapping_mul(7919) % vocabulary).collect()
+    }
+
+    fn depth(&self) -> u32 {
+        let room = self.model.plan().kv_capacity.get().saturating_sub(self.settings.generate);
+        if self.settings.depth <= room { self.settings.depth } else { 0 }
+    }
+}
+
+/// KV capacity that all figures fit into.
+fn capacity(settings: &EngineSettings, context_max: u32) -> u32 {
+    let [_, longest] = PROMPTS;
+    settings
+        .depth
+        .saturating_add(settings.generate)
+        .max(settings.prompt_max.min(PROMPT_MAX))
+        .max(longest)
+        .min(context_max)
+}
+
+/// `share` percent of `layers` layers, spread evenly.
+pub fn spread(layers: u32, share: u32) -> BTreeSet<u32> {
+    (0..layers).filter(|layer| (layer + 1) * share / 100 > layer * share / 100).collect()
+}
+
+/// Size of a file; zero where it cannot be read.
+#[must_use]
+pub fn file_bytes(path: &Path) -> Bytes {
+    Bytes::new(std::fs::metadata(path).map_or(0, |file| file.len()))
+}
+
+/// A number of layers.
+#[must_use]
+pub fn count(layers: usize) -> u32 {
+    u32::try_from(layers).unwrap_or(u32::MAX)
+}
+
+#[expect(clippy::cast_precision_loss, reason = "for people; below 2^53")]
+/// In MiB.
+#[must_use]
+pub fn mib(bytes: Bytes) -> f64 {
+    bytes.get() as f64 / f64::from(1 << 20)
+}
+
+#[expect(clippy::cast_precision_loss, reason = "for people; below 2^53")]
+/// A part of a whole in percent.
+#[must_use]
+pub fn percent(part: u64, whole: u64) -> f64 {
+    100.0 * part as f64 / (whole as f64).max(1.0)
+}
+
+/// Prompts that prefill is measured with.
+const PROMPTS: [u32; 2] = [128, 512];
+/// The longest prompt for which the workspace is watched, whatever `--prompt-max` says: beyond it most models have no context.
+const PROMPT_MAX: u32 = 32_768;
+/// Unit of speed.
+pub const TOKENS: &str = "tokens/s";
+/// Tokens of the prompt that exactness is checked with: several chunks of odd sizes by default.
+const GATE_PROMPT: u32 = 150;
+/// Use by others above which a round is marked: what the peers' survey kept (8 %).
+const FOREIGN_MAX_PERCENT: f64 = 8.0;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_share_of_the_layers_is_spread_through_the_depth() {
+        assert_eq!(spread(8, 100).len(), 8);
+        assert!(spread(8, 0).is_empty());
+        assert_eq!(spread(8, 50), BTreeSet::from([1, 3, 5, 7]));
+        assert_eq!(spread(8, 25), BTreeSet::from([3, 7]));
+        assert_eq!(spread(24, 75).len(), 18);
+    }
+}

@@ -1,0 +1,74 @@
+//! Copies of rows in the formats that products need.
+
+use super::{
+    isa::Isa,
+    matmul,
+    pool::Pool,
+    quant::{self, Format},
+    share::Share,
+};
+use crate::engine::backend::{DeviceError, Prepare, memory::Access};
+
+/// Copies of rows in the formats that products need.
+pub(super) struct Copying<'op> {
+    isa: Isa,
+    memory: Share<'op, u8>,
+    /// Of each format the place of its first row, and how far rows are apart.
+    places: [Option<(Format, usize, usize)>; Format::COPIES.len()],
+}
+
+impl<'op> Copying<'op> {
+    /// Of `rows` rows of `columns` elements.
+    pub(super) fn new(
+        isa: Isa,
+        prepare: &'op Prepare,
+        (rows, columns): (usize, usize),
+        access: &mut Access<'op>,
+    ) -> Result<Self, DeviceError> {
+        let copies = &prepare.copies;
+        if prepare.first + rows > copies.rows || columns > copies.columns {
+            let reason = format!("{rows} rows of {columns} elements are too many for their copies");
+            return Err(DeviceError::new(reason));
+        }
+        let places = Format::COPIES.map(|format| {
+            let wanted = prepare.types.any(|dtype| Format::of(dtype) == format);
+            let (start, step) = matmul::place(copies, format, columns);
+            wanted.then_some((format, start + prepare.first * step, step))
+        });
+        let memory = if places.iter().any(Option::is_some) { access.write_bytes(&copies.memory)? } else { &mut [] };
+        Ok(Self { isa, memory: Share::new(memory), places })
+    }
+
+    /// # Safety
+    ///
+    /// No other thread copies this row.
+    pub(super) unsafe fn row(&self, row: usize, input: &[f32]) {
+        for &(format, start, step) in self.places.iter().flatten() {
+            // SAFETY: each row has a place of its own in each format.
+            let copy = unsafe { self.memory.slice(start + row * step, step) };
+            match format {
+                Format::F32 => {}
+                Format::Q8_0 => quant::quantize_q8_0(self.isa, input, copy),
+                Format::Q8K => quant::quantize_q8k(self.isa, input, copy),
+                Format::F16 => rounded(input, copy, |x| half::f16::from_f32(x).to_f32()),
+                Format::Bf16 => rounded(input, copy, |x| half::bf16::from_f32(x).to_f32()),
+            }
+        }
+    }
+
+    /// Copies of all rows of `input`.
+    pub(super) fn all(&self, pool: &mut Pool, input: &[f32], columns: usize) {
+        if self.places.iter().any(Option::is_some) {
+            pool.run(input.len() / columns.max(1), &|row| {
+                // SAFETY: each row is one item.
+                unsafe { self.row(row, &input[row * columns..][..columns]) };
+            });
+        }
+    }
+}
+
+pub(super) fn rounded(input: &[f32], copy: &mut [u8], round: impl Fn(f32) -> f32) {
+    for (x, to) in input.iter().zip(copy.chunks_exact_mut(4)) {
+        to.copy_from_slice(&round(*x).to_ne_bytes());
+    }
+}

@@ -1,0 +1,81 @@
+//! Errors that end a built-in worker.
+
+use std::{io, path::PathBuf};
+
+use super::{flite::FliteError, pocketsphinx::SphinxError};
+use crate::{speech::client::Endpoint, units::Bytes};
+
+/// Why a worker of this program ended.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum VerbError {
+    /// The runtime cannot be set up.
+    #[error("cannot start the worker")]
+    Runtime(#[source] io::Error),
+    /// It cannot listen.
+    #[error("cannot listen on `{endpoint}`")]
+    Listen {
+        /// Where.
+        endpoint: Endpoint,
+        /// Why not.
+        #[source]
+        source: io::Error,
+    },
+    /// A grammar is wanted, and none is named.
+    #[error("no grammar is given for vocabulary `grammar`")]
+    NoGrammar,
+    /// The grammar cannot be read.
+    #[error("cannot read grammar `{}`", path.display())]
+    Grammar {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        #[source]
+        source: io::Error,
+    },
+    /// The grammar is too long.
+    #[error("grammar `{}` has {bytes}, at most {most} is read", path.display())]
+    GrammarTooLong {
+        /// The file.
+        path: PathBuf,
+        /// Its length.
+        bytes: Bytes,
+        /// What is read.
+        most: Bytes,
+    },
+    /// The recogniser cannot be used.
+    #[error("cannot load the recogniser")]
+    Asr(#[source] SphinxError),
+    /// The voice cannot be used.
+    #[error("cannot load the voice")]
+    Flite(#[source] FliteError),
+    /// The program espeak-ng cannot be used.
+    #[error("cannot run `espeak-ng`")]
+    Espeak(#[source] io::Error),
+    /// The memory cannot be had.
+    #[error("cannot map {bytes} of memory")]
+    Map {
+        /// How much.
+        bytes: Bytes,
+        /// Why not.
+        #[source]
+        source: io::Error,
+    },
+    /// What was asked for makes no sense.
+    #[error("{0}")]
+    Options(String),
+}
+
+impl VerbError {
+    /// What to do, where that is known.
+    #[must_use]
+    pub const fn hint(&self) -> Option<&'static str> {
+        match self {
+            Self::NoGrammar => Some("name a JSGF file with `--grammar`, or choose `--vocabulary open`"),
+            Self::Asr(error) => error.hint(),
+            Self::Flite(FliteError::Library(error)) => Some(error.hint()),
+            Self::Espeak(_) => Some("install it with `apt-get install espeak-ng`, or choose `--engine flite`"),
+            _ => None,
+        }
+    }
+}
