@@ -145,7 +145,7 @@ pub(super) fn order_faults(config: &Config) -> Vec<Fault> {
     }
     if faults.is_empty() {
         for (index, worker) in config.workers.iter().enumerate() {
-            if let Some(round) = config.circle(&worker.name) {
+            if let Some(round) = circle(config, &worker.name) {
                 faults.push(Fault::new(
                     format!("workers[{index}].after"),
                     format!("each waits for the next: {}", round.join(", ")),
@@ -158,43 +158,40 @@ pub(super) fn order_faults(config: &Config) -> Vec<Fault> {
     faults
 }
 
-impl Config {
-    /// Workers that start before the LLM: those of `llm.after`, and all that these come after.
-    #[must_use]
-    pub fn before_llm(&self) -> Vec<String> {
-        let Some(llm) = &self.llm else { return Vec::new() };
-        self.all_before(&llm.after)
-    }
+/// Workers that start before the LLM: those of `llm.after`, and all that these come after.
+pub(super) fn before_llm(config: &Config) -> Vec<String> {
+    let Some(llm) = &config.llm else { return Vec::new() };
+    all_before(config, &llm.after)
+}
 
-    fn all_before(&self, names: &[String]) -> Vec<String> {
-        let mut found: Vec<String> = Vec::new();
-        let mut open: Vec<String> = names.to_vec();
-        while let Some(name) = open.pop() {
-            if !found.contains(&name) {
-                open.extend_from_slice(self.after_of(&name));
-                found.push(name);
-            }
+fn all_before(config: &Config, names: &[String]) -> Vec<String> {
+    let mut found: Vec<String> = Vec::new();
+    let mut open: Vec<String> = names.to_vec();
+    while let Some(name) = open.pop() {
+        if !found.contains(&name) {
+            open.extend_from_slice(after_of(config, &name));
+            found.push(name);
         }
-        found
     }
+    found
+}
 
-    fn after_of(&self, name: &str) -> &[String] {
-        if name == LLM {
-            return self.llm.as_ref().map_or(&[], |llm| &llm.after);
-        }
-        let worker = self.workers.iter().find(|worker| worker.name == name);
-        worker.map_or(&[], |worker| &worker.after)
+fn after_of<'config>(config: &'config Config, name: &str) -> &'config [String] {
+    if name == LLM {
+        return config.llm.as_ref().map_or(&[], |llm| &llm.after);
     }
+    let worker = config.workers.iter().find(|worker| worker.name == name);
+    worker.map_or(&[], |worker| &worker.after)
+}
 
-    /// The way from a worker back to itself, if there is one.
-    fn circle(&self, name: &str) -> Option<Vec<String>> {
-        self.all_before(self.after_of(name)).contains(&name.to_owned()).then(|| {
-            let mut round: Vec<String> = self.all_before(self.after_of(name));
-            round.retain(|other| self.all_before(self.after_of(other)).iter().any(|found| found == name));
-            round.sort();
-            round.into_iter().map(|name| format!("`{name}`")).collect()
-        })
-    }
+/// The way from a worker back to itself, if there is one.
+fn circle(config: &Config, name: &str) -> Option<Vec<String>> {
+    all_before(config, after_of(config, name)).contains(&name.to_owned()).then(|| {
+        let mut round: Vec<String> = all_before(config, after_of(config, name));
+        round.retain(|other| all_before(config, after_of(config, other)).iter().any(|found| found == name));
+        round.sort();
+        round.into_iter().map(|name| format!("`{name}`")).collect()
+    })
 }
 
 /// How `after` names the LLM.

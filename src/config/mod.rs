@@ -24,6 +24,7 @@ mod wyoming;
 pub use clients::{ClientConfig, Secret, load_clients};
 pub use error::{Fault, LoadError, LoadErrorKind, load_private, load_text};
 pub use load::load;
+pub use reload::reloaded;
 pub use settings::{
     BudgetConfig, Config, Confinement, FILE_MAX, FileAccess, GrpcConfig, GrpcLimits, HttpConfig, IdleConfig, IdsConfig,
     JournalConfig, Keyless, KvMemory, LeaseConfig, LeaseHolder, Listen, LlmConfig, LogConfig, LogFormat, OthersRole,

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{Config, Fault, LeaseHolder, Watermark, WorkerConfig};
+use super::{Config, Fault, LeaseHolder, Watermark, WorkerConfig, confinement::before_llm};
 use crate::{
     policy::params::{
         EngineParams, LeaseParams, ParamFault, Params, PressureParams, RestParams, ShedParams, StartParams,
@@ -33,7 +33,7 @@ impl Config {
         let budget = defaults.budget.bytes();
         let limit = |set: Option<Watermark>, default: Bytes| set.map_or(default, |mark| mark.of(budget));
         let marks = &self.budget.watermarks;
-        let before_llm = self.before_llm();
+        let before_llm = before_llm(self);
         let params = Params {
             pressure: PressureParams {
                 elevated_below: limit(marks.elevated, defaults.pressure.elevated_below),

@@ -9,23 +9,21 @@ use super::{
 };
 use crate::policy::{compute::DeviceSettings, event::ChangedKeys, params::ClassDeadlines};
 
-impl Config {
-    /// These settings with those of `new` that a running supervisor takes over, and the keys that differ.
-    ///
-    /// ```
-    /// use cotenant::config::Config;
-    /// let running = Config::parse("log: {filter: info, format: text}").unwrap();
-    /// let file = Config::parse("log: {filter: debug, format: json}").unwrap();
-    /// let (next, changes) = running.reloaded(&file);
-    /// assert_eq!((next.log.filter.as_str(), next.log.format), ("debug", running.log.format));
-    /// assert_eq!((changes.applied, changes.restart), (vec!["log.filter".to_owned()], vec!["log.format".to_owned()]));
-    /// ```
-    #[must_use]
-    pub fn reloaded(&self, new: &Self) -> (Self, ChangedKeys) {
-        let mut merge = Merge::default();
-        let config = merge.config(self, new);
-        (config, merge.changes)
-    }
+/// The settings of `running` with those of `file` that a running supervisor takes over, and the keys that differ.
+///
+/// ```
+/// use cotenant::config::{Config, reloaded};
+/// let running = Config::parse("log: {filter: info, format: text}").unwrap();
+/// let file = Config::parse("log: {filter: debug, format: json}").unwrap();
+/// let (next, changes) = reloaded(&running, &file);
+/// assert_eq!((next.log.filter.as_str(), next.log.format), ("debug", running.log.format));
+/// assert_eq!((changes.applied, changes.restart), (vec!["log.filter".to_owned()], vec!["log.format".to_owned()]));
+/// ```
+#[must_use]
+pub fn reloaded(running: &Config, file: &Config) -> (Config, ChangedKeys) {
+    let mut merge = Merge::default();
+    let config = merge.config(running, file);
+    (config, merge.changes)
 }
 
 /// Takes settings over or keeps them, and notes the keys.
@@ -246,7 +244,7 @@ mod tests {
         };
         let running = Config::parse(&text(["a", "b"])).unwrap();
         for (names, restart) in [(["a", "c"], vec!["workers.b", "workers.c"]), (["b", "a"], vec!["workers"])] {
-            let (next, changes) = running.reloaded(&Config::parse(&text(names)).unwrap());
+            let (next, changes) = reloaded(&running, &Config::parse(&text(names)).unwrap());
             assert_eq!(next, running);
             assert_eq!(
                 (changes.applied, changes.restart),
@@ -262,12 +260,12 @@ mod tests {
         };
         let running = Config::parse(&text("old", true, "1MiB")).unwrap();
         let file = Config::parse(&text("new", false, "2MiB")).unwrap();
-        let (next, changes) = running.reloaded(&file);
+        let (next, changes) = reloaded(&running, &file);
         assert_eq!(next.workers[0].argv, ["new"]);
         assert!(next.workers[0].autostart);
         assert_eq!(changes.applied, ["workers.a.argv", "workers.a.memory"]);
         assert_eq!(changes.restart, ["workers.a.autostart"]);
-        let again = next.reloaded(&file).1;
+        let again = reloaded(&next, &file).1;
         assert_eq!(again.restart, ["workers.a.autostart"], "it is named until it is done");
     }
 }

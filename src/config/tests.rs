@@ -329,7 +329,7 @@ workers:
 ",
     )
     .unwrap();
-    let mut before = config.before_llm();
+    let mut before = confinement::before_llm(&config);
     before.sort();
     assert_eq!(before, ["codec", "tts"]);
 }

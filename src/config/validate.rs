@@ -53,8 +53,8 @@ pub(super) fn check(raw: RawConfig, text: &str) -> Result<Config, LoadErrorKind>
     };
     let mut faults = checker.faults;
     if faults.is_empty() {
-        faults = config.collisions();
-        faults.extend(config.unknown_models());
+        faults = collisions(&config);
+        faults.extend(unknown_models(&config));
         faults.extend(confinement::order_faults(&config));
         if let Some(total) = config.budget.total {
             faults.extend(config.params(total).err().unwrap_or_default());
@@ -71,81 +71,77 @@ pub(super) fn check(raw: RawConfig, text: &str) -> Result<Config, LoadErrorKind>
     Err(LoadErrorKind::Faults(faults))
 }
 
-impl Config {
-    /// Names, sockets and ports that are used twice.
-    fn collisions(&self) -> Vec<Fault> {
-        let mut faults = Vec::new();
-        let mut taken: BTreeMap<String, String> = BTreeMap::new();
-        let mut claim = |what: String, path: String| {
-            if let Some(first) = taken.get(&what) {
-                faults.push(Fault::new(
-                    path,
-                    format!("{what} is already used by {first}"),
-                    Some("give each its own".to_owned()),
-                ));
-            } else {
-                taken.insert(what, path);
-            }
-        };
-        if let Some(socket) = &self.grpc.socket {
-            claim(format!("socket `{}`", socket.display()), "grpc.socket".to_owned());
+/// Names, sockets and ports that are used twice.
+fn collisions(config: &Config) -> Vec<Fault> {
+    let mut faults = Vec::new();
+    let mut taken: BTreeMap<String, String> = BTreeMap::new();
+    let mut claim = |what: String, path: String| {
+        if let Some(first) = taken.get(&what) {
+            faults.push(Fault::new(
+                path,
+                format!("{what} is already used by {first}"),
+                Some("give each its own".to_owned()),
+            ));
+        } else {
+            taken.insert(what, path);
         }
-        if let Some(listen) = self.http.listen.filter(|listen| listen.port() != 0) {
-            claim(format!("port `{}`", listen.port()), "http.listen".to_owned());
-        }
-        if let Some(tcp) = self.grpc.tcp.as_ref().filter(|tcp| tcp.listen.port() != 0) {
-            claim(format!("port `{}`", tcp.listen.port()), "grpc.tcp.listen".to_owned());
-        }
-        for (index, listen) in self.wyoming.listen.iter().enumerate() {
-            match listen {
-                WyomingListen::Tcp(address) if address.port() == 0 => {}
-                WyomingListen::Tcp(address) => {
-                    claim(format!("port `{}`", address.port()), format!("wyoming.listen[{index}]"));
-                }
-                WyomingListen::Unix(path) => {
-                    claim(format!("socket `{}`", path.display()), format!("wyoming.listen[{index}]"));
-                }
-            }
-        }
-        if let Some(llm) = &self.llm {
-            claim(format!("name `{}`", llm.name), "llm.name".to_owned());
-        }
-        for (index, worker) in self.workers.iter().enumerate() {
-            claim(format!("name `{}`", worker.name), format!("workers[{index}].name"));
-            match &worker.listen {
-                Listen::Socket(socket) => {
-                    claim(format!("socket `{}`", socket.display()), format!("workers[{index}].socket"));
-                }
-                Listen::Port(port) => claim(format!("port `{port}`"), format!("workers[{index}].port")),
-                Listen::FreePort | Listen::Nowhere => {}
-            }
-        }
-        faults
+    };
+    if let Some(socket) = &config.grpc.socket {
+        claim(format!("socket `{}`", socket.display()), "grpc.socket".to_owned());
     }
+    if let Some(listen) = config.http.listen.filter(|listen| listen.port() != 0) {
+        claim(format!("port `{}`", listen.port()), "http.listen".to_owned());
+    }
+    if let Some(tcp) = config.grpc.tcp.as_ref().filter(|tcp| tcp.listen.port() != 0) {
+        claim(format!("port `{}`", tcp.listen.port()), "grpc.tcp.listen".to_owned());
+    }
+    for (index, listen) in config.wyoming.listen.iter().enumerate() {
+        match listen {
+            WyomingListen::Tcp(address) if address.port() == 0 => {}
+            WyomingListen::Tcp(address) => {
+                claim(format!("port `{}`", address.port()), format!("wyoming.listen[{index}]"));
+            }
+            WyomingListen::Unix(path) => {
+                claim(format!("socket `{}`", path.display()), format!("wyoming.listen[{index}]"));
+            }
+        }
+    }
+    if let Some(llm) = &config.llm {
+        claim(format!("name `{}`", llm.name), "llm.name".to_owned());
+    }
+    for (index, worker) in config.workers.iter().enumerate() {
+        claim(format!("name `{}`", worker.name), format!("workers[{index}].name"));
+        match &worker.listen {
+            Listen::Socket(socket) => {
+                claim(format!("socket `{}`", socket.display()), format!("workers[{index}].socket"));
+            }
+            Listen::Port(port) => claim(format!("port `{port}`"), format!("workers[{index}].port")),
+            Listen::FreePort | Listen::Nowhere => {}
+        }
+    }
+    faults
 }
 
-impl Config {
-    /// Aliases of models that are not there, or that are models themselves.
-    fn unknown_models(&self) -> Vec<Fault> {
-        let llm = self.llm.iter().map(|llm| llm.name.as_str());
-        let speech = self.workers.iter().filter(|worker| worker.role != WorkerRole::Other);
-        let known: Vec<&str> = llm.chain(speech.map(|worker| worker.name.as_str())).collect();
-        let faults = self.http.models.iter().filter_map(|(alias, model)| {
-            let problem = if alias.is_empty() || known.contains(&alias.as_str()) {
-                "has a name of its own that is empty or that of a model"
-            } else if !known.contains(&model.as_str()) {
-                "stands for a model that is not configured"
-            } else {
-                return None;
-            };
-            Some(Fault::new(
-                "http.models".to_owned(),
-                format!("`{}: {}` {problem}", alias.escape_debug(), model.escape_debug()),
-                Some(format!("write `alias: model`, with one of {}", known.join(", "))),
-            ))
-        });
-        faults.collect()
-    }
+/// Aliases of models that are not there, or that are models themselves.
+fn unknown_models(config: &Config) -> Vec<Fault> {
+    let llm = config.llm.iter().map(|llm| llm.name.as_str());
+    let speech = config.workers.iter().filter(|worker| worker.role != WorkerRole::Other);
+    let known: Vec<&str> = llm.chain(speech.map(|worker| worker.name.as_str())).collect();
+    let faults = config.http.models.iter().filter_map(|(alias, model)| {
+        let problem = if alias.is_empty() || known.contains(&alias.as_str()) {
+            "has a name of its own that is empty or that of a model"
+        } else if !known.contains(&model.as_str()) {
+            "stands for a model that is not configured"
+        } else {
+            return None;
+        };
+        Some(Fault::new(
+            "http.models".to_owned(),
+            format!("`{}: {}` {problem}", alias.escape_debug(), model.escape_debug()),
+            Some(format!("write `alias: model`, with one of {}", known.join(", "))),
+        ))
+    });
+    faults.collect()
 }
 
 impl Checker {

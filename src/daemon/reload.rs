@@ -18,7 +18,7 @@ use super::{
 };
 use crate::{
     causes::in_one_line,
-    config::{self, ClientConfig, Config, Fault, LoadError},
+    config::{self, ClientConfig, Config, Fault, LoadError, reloaded},
     http::{Access, Client, Key, Keyless},
     policy::{
         denial::Denial,
@@ -106,7 +106,7 @@ impl Reloader {
             Ok::<_, LoadError>((new, clients))
         });
         let (new, clients) = read.await.map_err(|_ending| ReloadError::Stopping)??;
-        let (next, changes) = self.running.reloaded(&new);
+        let (next, changes) = reloaded(&self.running, &new);
         let params =
             next.params(self.machine).map_err(|faults| ReloadError::Settings { file: self.file.clone(), faults })?;
         // A worker may start as soon as the arbiter has its settings.
