@@ -390,7 +390,7 @@ const LINES_MAX: [(&str, usize); 14] = [
     ("engine", 36640),
     ("http", 9498),
     ("journal", 3378),
-    ("policy", 22108),
+    ("policy", 22178),
     ("probe", 4751),
     ("rpc", 5029),
     ("speech", 5037),

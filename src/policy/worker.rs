@@ -11,15 +11,22 @@
 //! A worker that is to end although no memory is short *winds down* first: APIs send it nothing new, what it does is
 //! finished, and only then it is stopped. One that was stopped for being idle is *asleep*: a request starts it.
 
+mod exit;
 mod lesson;
 mod rest;
+mod run;
 
 use std::{mem, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
+use self::run::{Ready, Stage};
+pub(super) use self::{
+    exit::{AfterExit, Ended, Failure},
+    run::{Due, Resizing, Run, StopCause},
+};
 use super::{
-    book::{BookedChange, BookedRun, BookedStop, BookedWorker, WorkerHistory},
+    book::{BookedRun, BookedWorker, WorkerHistory},
     death::DeathSummary,
     event::WorkerCommand,
     lease::{LeaseId, Ticket},
@@ -62,100 +69,6 @@ enum Phase {
     Running(Box<Run>),
 }
 
-/// One life of a worker's process.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Run {
-    pub(super) lease: LeaseId,
-    pub(super) pid: Option<u32>,
-    pub(super) variant: Option<String>,
-    stage: Stage,
-    /// When it was started, became ready, changed or was asked to stop.
-    pub(super) since: Timestamp,
-    pub(super) resizing: Option<Resizing>,
-    /// The variant that it had before it was made smaller to make room.
-    pub(super) before_shed: Option<String>,
-    peak: RunPeak,
-    /// When it was taken over from an earlier run, which says nothing of what it has come to use since.
-    pub(super) taken_over_at: Option<Timestamp>,
-    /// Whether it has shown that it can serve, to us or to the run before.
-    answered: bool,
-    /// It has died in a way that another start would repeat.
-    needs_operator: bool,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-enum Stage {
-    Starting,
-    Ready(Ready),
-    Stopping {
-        cause: StopCause,
-        /// It was to be restarted for its size when something else stopped it.
-        outgrown: bool,
-    },
-}
-
-/// State of a worker that answers.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Ready {
-    at: Timestamp,
-    /// A smaller variant has to be measured by then.
-    verify_by: Option<Timestamp>,
-    winding: Option<Winding>,
-    /// Since when it has been measured above what it may hold.
-    over_since: Option<Timestamp>,
-    /// The variant that it had before it was made smaller for being idle.
-    before_rest: Option<String>,
-    /// It was asked into its smallest variant for being idle, or could not be.
-    shrunk: bool,
-    /// It was notified that memory is short, and did not come down.
-    ignores_pressure: bool,
-}
-
-/// A worker that takes nothing new, and ends when it has finished.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Winding {
-    cause: WindCause,
-    since: Timestamp,
-}
-
-/// Why a worker takes nothing new.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-enum WindCause {
-    Idle,
-    /// It holds more than it may.
-    Outgrown,
-}
-
-/// The kernel's high water of one life.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-struct RunPeak {
-    seen: Option<Bytes>,
-    /// Whether a life was counted by it.
-    counted: bool,
-    /// High water that another variant of this life may have left; what does not exceed it says nothing of this one.
-    of_others: Option<Bytes>,
-    /// Whether the next reading is one of another variant.
-    next_is_of_others: bool,
-}
-
-/// A change of variant under way.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Resizing {
-    pub(super) variant: String,
-    pub(super) tickets: Vec<Ticket>,
-    pub(super) asked_at: Timestamp,
-    pub(super) to_shed: bool,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum StopCause {
-    Idle,
-    Operator,
-    Recycle,
-    Shed,
-    NotReady,
-}
-
 /// The consequence of an operator's command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Commanded {
@@ -164,55 +77,6 @@ pub(super) enum Commanded {
     /// It did not run, and is not to be started.
     Withdraw,
     Nothing,
-}
-
-/// A process that has ended.
-#[derive(Debug)]
-pub(super) struct Ended {
-    pub(super) lease: LeaseId,
-    /// Those who waited for its change of variant.
-    pub(super) tickets: Vec<Ticket>,
-    /// Whether we had asked it to stop.
-    pub(super) stopping: bool,
-    pub(super) next: AfterExit,
-}
-
-/// The consequence of the end of a process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum AfterExit {
-    /// It stays down.
-    Rests,
-    /// It was stopped for being idle.
-    Sleeps,
-    /// It was stopped to make room, and is started at once if it fits: it was to be restarted as small as it was, and by
-    /// what it had grown to it might never come back.
-    Shed {
-        restarts_if_fits: bool,
-    },
-    Restarts,
-    Failed(Failure),
-}
-
-/// The consequence of a failure.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Failure {
-    RetriesAt(Timestamp),
-    /// It failed too often.
-    GivenUp,
-    /// It would fail in the same way again.
-    NeedsOperator,
-}
-
-/// A deadline of a worker that has come.
-#[derive(Debug)]
-pub(super) enum Due {
-    Retry,
-    NotReady,
-    NotStopped,
-    /// It has not answered whether it has changed.
-    NotChanged(Resizing),
-    /// It confirmed a smaller variant and was not measured there.
-    NotSmaller,
 }
 
 /// A step that a ready worker takes by itself.
@@ -293,10 +157,7 @@ impl Worker {
     }
 
     fn ready_mut(&mut self) -> Option<&mut Ready> {
-        match &mut self.run_mut()?.stage {
-            Stage::Ready(ready) => Some(ready),
-            Stage::Starting | Stage::Stopping { .. } => None,
-        }
+        self.run_mut()?.ready_mut()
     }
 
     pub(super) fn is_ready(&self) -> bool {
@@ -460,26 +321,8 @@ impl Worker {
     pub(super) fn adopt(&mut self, booked: &BookedRun, lease: LeaseId, pid: u32, now: Timestamp) {
         self.begun_at = Some(now);
         self.history.starts = self.history.starts.max(1);
-        let change = booked.change.clone();
-        self.phase = Phase::Running(Box::new(Run {
-            pid: Some(pid),
-            // Not asked again for what it shows only once, though we end before it has answered to us.
-            answered: booked.ready,
-            resizing: change.map(|BookedChange { variant, to_shed }| Resizing {
-                variant,
-                tickets: Vec::new(),
-                asked_at: now,
-                to_shed,
-            }),
-            before_shed: booked.variant_before_shed.clone(),
-            peak: RunPeak {
-                // It is unknown of which of its sizes its high water is.
-                next_is_of_others: self.params.variants.len() > 1,
-                ..RunPeak::default()
-            },
-            taken_over_at: Some(now),
-            ..Run::new(lease, booked.variant.clone(), now)
-        }));
+        let resizes = self.params.variants.len() > 1;
+        self.phase = Phase::Running(Box::new(Run::adopted(booked, lease, pid, resizes, now)));
     }
 
     /// Takes its wanted state from an earlier run, whether or not it is still alive.
@@ -499,51 +342,18 @@ impl Worker {
 
     /// Its part of the book for the next run; `held` is what is on the book for it.
     pub(super) fn booked(&self, held: Bytes) -> BookedWorker {
-        let run = self.run().map(|run| BookedRun {
-            lease: Some((run.lease, held)),
-            ready: run.answered,
-            variant: run.variant.clone(),
-            change: run
-                .resizing
-                .as_ref()
-                .map(|resizing| BookedChange { variant: resizing.variant.clone(), to_shed: resizing.to_shed }),
-            stop: run.stopping().map(|cause| match cause {
-                StopCause::Operator => BookedStop::ForGood,
-                // One that was to sleep is started, and sleeps again when it has nothing to do.
-                StopCause::Idle | StopCause::Recycle | StopCause::NotReady => BookedStop::Again,
-                StopCause::Shed => BookedStop::ToShed,
-            }),
-            variant_before_shed: run.before_shed.clone(),
-        });
         BookedWorker {
             name: self.params.name.clone(),
             wanted: self.wanted,
             stopped_to_shed: self.was_shed(),
-            run: run.unwrap_or_default(),
+            run: self.run().map(|run| run.booked(held)).unwrap_or_default(),
             history: self.history.clone(),
         }
     }
 
     /// It answers. Returns how long that took, or `None` if it was not being started.
     pub(super) fn answered(&mut self, pid: u32, now: Timestamp) -> Option<Duration> {
-        let run = self.run_mut().filter(|run| run.stage == Stage::Starting)?;
-        let took = now.saturating_since(run.since);
-        run.stage = Stage::Ready(Ready {
-            at: now,
-            verify_by: None,
-            winding: None,
-            over_since: None,
-            before_rest: None,
-            shrunk: false,
-            ignores_pressure: false,
-        });
-        run.answered = true;
-        run.pid = Some(pid);
-        run.since = now;
-        if let Some(resizing) = &mut run.resizing {
-            // A change that an earlier run had asked for and not seen confirmed: asked again it does no harm.
-            resizing.asked_at = now;
-        }
+        let took = self.run_mut()?.answered(pid, now)?;
         self.idle_since = now;
         self.restart.ready(now);
         Some(took)
@@ -567,11 +377,7 @@ impl Worker {
     /// It is asked to stop. Returns those who waited for its change of variant, or `None` if it does not run.
     pub(super) fn stop(&mut self, cause: StopCause, now: Timestamp) -> Option<(LeaseId, Vec<Ticket>)> {
         let run = self.run_mut()?;
-        let outgrown = run.ready().is_some_and(Ready::is_outgrown);
-        run.stage = Stage::Stopping { cause, outgrown };
-        run.since = now;
-        let tickets = run.resizing.take().map(|resizing| resizing.tickets);
-        Some((run.lease, tickets.unwrap_or_default()))
+        Some((run.lease, run.stop(cause, now)))
     }
 
     /// Its process is gone. Returns `None` if there was none.
@@ -583,23 +389,13 @@ impl Worker {
         self.requests = 0;
         self.history.last_exit = Some(cause.to_owned());
         let tickets = run.resizing.take().map(|resizing| resizing.tickets);
-        let (rest, next) = match run.stage {
-            Stage::Stopping { cause, outgrown } => match cause {
-                StopCause::Operator => (Some(Rest::Operator), AfterExit::Rests),
-                StopCause::Idle => (Some(Rest::Idle), AfterExit::Sleeps),
-                StopCause::Shed => {
-                    let restarts_if_fits = outgrown && self.wanted;
-                    (self.wanted.then_some(Rest::Shed), AfterExit::Shed { restarts_if_fits })
-                }
-                StopCause::Recycle => (None, AfterExit::Restarts),
-                StopCause::NotReady => (None, self.failed(run.needs_operator, now)),
-            },
-            Stage::Starting | Stage::Ready(_) if intended => {
-                self.wanted = false;
-                (None, AfterExit::Rests)
-            }
-            Stage::Starting | Stage::Ready(_) => (None, self.failed(run.needs_operator, now)),
+        let (rest, next) = match exit::consequence(&run.stage, intended, self.wanted) {
+            Some(consequence) => consequence,
+            None => (None, self.failed(run.needs_operator, now)),
         };
+        if intended && run.stopping().is_none() {
+            self.wanted = false;
+        }
         if rest.is_some() {
             self.phase = Phase::Stopped(rest);
         }
@@ -666,12 +462,7 @@ impl Worker {
 
     /// It is asked to change. Returns `false` if it cannot be.
     pub(super) fn change(&mut self, resizing: Resizing) -> bool {
-        let Some(run) = self.run_mut() else { return false };
-        if resizing.to_shed {
-            run.before_shed = run.before_shed.take().or_else(|| run.variant.clone());
-        }
-        run.resizing = Some(resizing);
-        true
+        self.run_mut().map(|run| run.change(resizing)).is_some()
     }
 
     /// It has changed, or kept its variant. Returns what was asked of it, or `None` if it is not ready.
@@ -683,28 +474,7 @@ impl Worker {
         now: Timestamp,
     ) -> Option<Option<Resizing>> {
         let smaller = self.params.steady_of(Some(variant)) < self.steady();
-        let Phase::Running(run) = &mut self.phase else {
-            return None;
-        };
-        let Stage::Ready(ready) = &mut run.stage else {
-            return None;
-        };
-        let resizing = run.resizing.take();
-        // The kernel remembers one high water for the whole life.
-        run.peak.of_others = run.peak.of_others.max(run.peak.seen);
-        run.peak.next_is_of_others |= smaller;
-        run.variant = Some(variant.to_owned());
-        run.since = now;
-        if failed {
-            // It has kept its size, so that there is none to go back to.
-            ready.before_rest = None;
-        } else if resizing.as_ref().is_some_and(|resizing| resizing.to_shed) {
-            // Others wait for it, so a worker that only confirms it is not believed for long.
-            ready.verify_by = Some(now + believed);
-        } else {
-            run.before_shed = None;
-        }
-        Some(resizing)
+        self.run_mut()?.changed((variant, smaller), failed, believed, now)
     }
 
     /// It was measured at its steady size. Returns whether it had been made smaller to make room.
@@ -727,94 +497,22 @@ impl Worker {
         if next > now {
             return None;
         }
-        let run = match &mut self.phase {
-            Phase::BackingOff { .. } => return Some(Due::Retry),
-            Phase::Running(run) => run,
-            Phase::Stopped(_) | Phase::AwaitingMemory | Phase::Degraded => return None,
-        };
-        match &mut run.stage {
-            Stage::Starting => Some(Due::NotReady),
-            Stage::Stopping { .. } => {
-                run.since = now;
-                Some(Due::NotStopped)
-            }
-            Stage::Ready(ready) => {
-                match run.resizing.take_if(|resizing| resizing.asked_at + self.params.start.ready_timeout <= now) {
-                    Some(resizing) => {
-                        run.since = now;
-                        Some(Due::NotChanged(resizing))
-                    }
-                    None => ready.verify_by.take_if(|by| *by <= now).map(|_| Due::NotSmaller),
-                }
-            }
+        match &mut self.phase {
+            Phase::BackingOff { .. } => Some(Due::Retry),
+            Phase::Running(run) => run.take_due(&self.params.start, now),
+            Phase::Stopped(_) | Phase::AwaitingMemory | Phase::Degraded => None,
         }
     }
 
     /// When [`take_due`](Self::take_due) has something.
     fn next_due(&self) -> Option<Timestamp> {
-        let run = match &self.phase {
-            Phase::BackingOff { until } => return Some(*until),
-            Phase::Running(run) => run,
-            Phase::Stopped(_) | Phase::AwaitingMemory | Phase::Degraded => return None,
-        };
-        match &run.stage {
-            Stage::Starting => Some(run.since + self.params.start.ready_timeout),
-            Stage::Stopping { .. } => Some(run.since + self.params.stop_grace + STOP_SLACK),
-            Stage::Ready(ready) => {
-                let changed = run.resizing.as_ref().map(|resizing| resizing.asked_at + self.params.start.ready_timeout);
-                [changed, ready.verify_by].into_iter().flatten().min()
-            }
+        match &self.phase {
+            Phase::BackingOff { until } => Some(*until),
+            Phase::Running(run) => run.next_due(&self.params.start, self.params.stop_grace),
+            Phase::Stopped(_) | Phase::AwaitingMemory | Phase::Degraded => None,
         }
     }
 }
-
-impl Run {
-    const fn new(lease: LeaseId, variant: Option<String>, now: Timestamp) -> Self {
-        Self {
-            lease,
-            pid: None,
-            variant,
-            stage: Stage::Starting,
-            since: now,
-            resizing: None,
-            before_shed: None,
-            peak: RunPeak { seen: None, counted: false, of_others: None, next_is_of_others: false },
-            taken_over_at: None,
-            answered: false,
-            needs_operator: false,
-        }
-    }
-
-    const fn ready(&self) -> Option<&Ready> {
-        match &self.stage {
-            Stage::Ready(ready) => Some(ready),
-            Stage::Starting | Stage::Stopping { .. } => None,
-        }
-    }
-
-    const fn stopping(&self) -> Option<StopCause> {
-        match self.stage {
-            Stage::Stopping { cause, .. } => Some(cause),
-            Stage::Starting | Stage::Ready(_) => None,
-        }
-    }
-
-    const fn stopping_mut(&mut self) -> Option<&mut StopCause> {
-        match &mut self.stage {
-            Stage::Stopping { cause, .. } => Some(cause),
-            Stage::Starting | Stage::Ready(_) => None,
-        }
-    }
-}
-
-impl Ready {
-    fn is_outgrown(&self) -> bool {
-        self.winding.is_some_and(|winding| winding.cause == WindCause::Outgrown)
-    }
-}
-
-/// After its grace a worker is killed; reaping one that holds 1 GiB took 182 to 248 ms.
-const STOP_SLACK: Duration = Duration::from_secs(2);
 
 #[cfg(test)]
 mod tests {

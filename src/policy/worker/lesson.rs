@@ -2,7 +2,7 @@
 
 use std::{mem, time::Duration};
 
-use super::{Lesson, Run, Worker};
+use super::{Lesson, Worker, run::Run};
 use crate::units::{Bytes, Timestamp};
 
 impl Worker {

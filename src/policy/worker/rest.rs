@@ -2,7 +2,10 @@
 
 use std::time::Duration;
 
-use super::{Phase, RestStep, Stage, StopCause, WindCause, Winding, Worker};
+use super::{
+    Phase, RestStep, Worker,
+    run::{Stage, StopCause, WindCause, Winding},
+};
 use crate::units::{Bytes, Timestamp};
 
 impl Worker {
