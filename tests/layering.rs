@@ -372,29 +372,29 @@ fn the_table_is_the_one_of_the_document() {
 const IMPL_FILES_MAX: usize = 3;
 
 /// Types that still have more; falls to zero.
-const SPREAD_TYPES_MAX: usize = 3;
+const SPREAD_TYPES_MAX: usize = 2;
 
 /// Fields and booleans that one struct of `policy` may have.
 const FIELDS_MAX: usize = 12;
 const FLAGS_MAX: usize = 2;
 
 /// Structs that still have more; falls to zero.
-const WIDE_STRUCTS_MAX: usize = 3;
+const WIDE_STRUCTS_MAX: usize = 0;
 
 /// Lines that a folder of `src` may have, tests included. Raising one is a line in the commit message, with its reason.
 const LINES_MAX: [(&str, usize); 14] = [
     (".", 671),
-    ("cli", 11311),
+    ("cli", 11321),
     ("config", 4430),
     ("daemon", 10498),
     ("engine", 36640),
     ("http", 9498),
-    ("journal", 3378),
-    ("policy", 22178),
+    ("journal", 3380),
+    ("policy", 22330),
     ("probe", 4751),
     ("rpc", 5029),
     ("speech", 5037),
     ("emergency", 718),
-    ("telemetry", 947),
+    ("telemetry", 948),
     ("worker", 10263),
 ];

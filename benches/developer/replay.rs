@@ -23,7 +23,7 @@ use cotenant::{
         event::{Action, Answer, Event},
         lease::{Class, LeaseRequest, LeaseView, Peer, Ticket},
         params::{ENGINE_TENANT, EngineParams, Params, Scope, WorkerParams},
-        pressure::Sample,
+        pressure::{GpuReading, MemoryReading, Sample},
         residency::{EnginePlan, ModelShape},
     },
     units::{Bytes, Timestamp},
@@ -249,10 +249,8 @@ impl Day {
         let free = MACHINE.saturating_sub(others + workers + tenants + self.engine);
         self.tell(Event::Sampled(Sample {
             taken_at: self.now,
-            mem_total: MACHINE,
-            mem_available: free,
-            mem_free: free,
-            cma_free: Some(Bytes::ZERO),
+            memory: MemoryReading { mem_total: MACHINE, mem_available: free, mem_free: free },
+            gpu: GpuReading { cma_free: Some(Bytes::ZERO), ..GpuReading::default() },
             ..Sample::default()
         }));
     }

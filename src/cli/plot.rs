@@ -142,10 +142,10 @@ impl History {
             };
             self.order.insert((rank, lease.tenant.clone()));
             let held = owners.entry(lease.tenant.clone()).or_default();
-            *held = held.saturating_add(lease.held);
+            *held = held.saturating_add(lease.memory.held);
         }
-        owners.insert(UNACCOUNTED.to_owned(), state.unaccounted);
-        self.budget = self.budget.max(state.budget);
+        owners.insert(UNACCOUNTED.to_owned(), state.memory.unaccounted);
+        self.budget = self.budget.max(state.memory.budget);
         // What does not change is drawn by its first and its last point.
         match self.points.as_mut_slice() {
             [.., before, last] if before.owners == owners && last.owners == owners => last.at = at,
@@ -157,15 +157,15 @@ impl History {
         let mut add = |kind, what: String, bytes| {
             self.happened.push(Happened { at, kind, what, bytes, times: 1 });
         };
-        if state.level > before.level {
-            let weight = if state.level == PressureLevel::Critical { Bytes::MAX } else { Bytes::ZERO };
-            add(MarkKind::Alarm, format!("pressure {}", state.level), weight);
+        if state.pressure.level > before.pressure.level {
+            let weight = if state.pressure.level == PressureLevel::Critical { Bytes::MAX } else { Bytes::ZERO };
+            add(MarkKind::Alarm, format!("pressure {}", state.pressure.level), weight);
         }
-        let shed = state.shed_bytes.saturating_sub(before.shed_bytes);
+        let shed = state.totals.shed_bytes.saturating_sub(before.totals.shed_bytes);
         if shed > Bytes::ZERO {
             add(MarkKind::Shed, "shed".to_owned(), shed);
         }
-        let regrown = state.regrown_bytes.saturating_sub(before.regrown_bytes);
+        let regrown = state.totals.regrown_bytes.saturating_sub(before.totals.regrown_bytes);
         if regrown > Bytes::ZERO {
             add(MarkKind::Regrow, "grown back".to_owned(), regrown);
         }

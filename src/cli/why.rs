@@ -126,7 +126,12 @@ fn describe(story: &Story, answer: Option<&JournalEntry>) -> String {
         let _ = writeln!(
             text,
             "ledger          held {} -> {}, free {} -> {}, {} -> {}",
-            before.held, after.held, before.free, after.free, before.level, after.level
+            before.memory.held,
+            after.memory.held,
+            before.memory.free,
+            after.memory.free,
+            before.pressure.level,
+            after.pressure.level
         );
     }
     if let Some(answer) = answer {
@@ -143,30 +148,35 @@ fn describe_known(text: &mut String, before: &Snapshot, at: Timestamp) {
             |taken| format!("{} ms old", at.saturating_since(taken).as_millis()),
         )
     };
-    let sampled = before.sample.as_ref().map(|sample| sample.taken_at);
-    let headroom = before.headroom.map_or_else(|| "unknown".to_owned(), |bytes| bytes.to_string());
+    let sampled = before.pressure.sample.as_ref().map(|sample| sample.taken_at);
+    let headroom = before.pressure.headroom.map_or_else(|| "unknown".to_owned(), |bytes| bytes.to_string());
     let _ = writeln!(
         text,
         "what was known  {}: headroom {headroom} (sample {}); Elevated below {}, Critical below {}",
-        before.level,
+        before.pressure.level,
         age(sampled),
-        before.elevated_below,
-        before.critical_below
+        before.pressure.elevated_below,
+        before.pressure.critical_below
     );
     let _ = writeln!(
         text,
         "                {} held, {} unaccounted, {} free of {}; {} being released, {} kept for a holder that restarts",
-        before.held, before.unaccounted, before.free, before.budget, before.coming_back, before.returning
+        before.memory.held,
+        before.memory.unaccounted,
+        before.memory.free,
+        before.memory.budget,
+        before.memory.coming_back,
+        before.memory.returning
     );
     for lease in &before.leases {
-        let used = lease.used.map_or_else(|| "unknown".to_owned(), |used: Bytes| used.to_string());
+        let used = lease.memory.used.map_or_else(|| "unknown".to_owned(), |used: Bytes| used.to_string());
         let _ = writeln!(
             text,
             "                {:<16} {:<15} holds {}, uses {used} ({})",
             lease.name(),
             lease.class.to_string(),
-            lease.held,
-            age(lease.used_at)
+            lease.memory.held,
+            age(lease.memory.used_at)
         );
     }
 }
@@ -192,7 +202,7 @@ fn line(entry: &JournalEntry) -> String {
 }
 
 fn to_json(story: &Story, answer: Option<&JournalEntry>) -> Value {
-    let sampled = story.before.as_ref().and_then(|before| before.sample.as_ref());
+    let sampled = story.before.as_ref().and_then(|before| before.pressure.sample.as_ref());
     let age = sampled.map(|sample| story.event.at.saturating_since(sample.taken_at).as_micros());
     json!({
         "sequence": story.asked.sequence,

@@ -191,7 +191,7 @@ impl ControlHandle {
 
     /// Age of the last sample; `None` before the first one.
     pub(super) fn sample_age(&self) -> Option<Duration> {
-        let taken_at = self.snapshot.borrow().sample.as_ref()?.taken_at;
+        let taken_at = self.snapshot.borrow().pressure.sample.as_ref()?.taken_at;
         Some(self.clock.now().saturating_since(taken_at))
     }
 

@@ -192,7 +192,7 @@ impl<C: Clock, P: Perform> ControlLoop<C, P> {
     /// Publishes the state, then carries out what was decided.
     fn publish(&mut self) {
         let state = Arc::new(self.arbiter.snapshot());
-        self.free = state.free;
+        self.free = state.memory.free;
         let decided = std::mem::take(&mut self.decided);
         self.device.publish(&self.arbiter, state, &decided);
         for action in decided {
@@ -226,7 +226,7 @@ mod tests {
     use crate::policy::{
         lease::{Class, LeaseRequest, LeaseView, Peer},
         params::{EngineParams, Params, Scope},
-        pressure::Sample,
+        pressure::{MemoryReading, Sample},
         residency::small_model,
     };
 
@@ -323,8 +323,11 @@ mod tests {
             let taken_at = self.clock.now() + wait;
             let sample = Sample {
                 taken_at,
-                mem_total: Bytes::from_gib(8),
-                mem_available: Bytes::from_gib(7),
+                memory: MemoryReading {
+                    mem_total: Bytes::from_gib(8),
+                    mem_available: Bytes::from_gib(7),
+                    ..MemoryReading::default()
+                },
                 scope_used: Some(used),
                 ..Sample::default()
             };

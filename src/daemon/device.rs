@@ -186,7 +186,7 @@ impl Perform for Device {
         let state = self.control.state();
         let since = now.saturating_since(self.upkeep.measured);
         // Where the next sample would come too late, this one has to do.
-        let last_chance = since + state.sample_interval > ROUND_MAX;
+        let last_chance = since + state.pressure.sample_interval > ROUND_MAX;
         if since >= ROUND_MAX || (sampled && (since >= ROUND || last_chance)) {
             self.upkeep.measured = now;
             let held = state.leases.iter().filter(|lease| !lease.waits());

@@ -62,7 +62,7 @@ impl Figures {
         actions: &[Action],
         last_end: impl Fn(&str) -> Option<&'static str>,
     ) {
-        let shed = after.sheds > self.sheds;
+        let shed = after.totals.sheds > self.sheds;
         for action in actions {
             match action {
                 Action::Answer { answer: Answer::Denied { denial, .. }, .. } => {
@@ -92,7 +92,7 @@ impl Figures {
                 _ => {}
             }
         }
-        self.sheds = after.sheds;
+        self.sheds = after.totals.sheds;
         self.forget_unasked(after);
     }
 
@@ -150,7 +150,7 @@ impl Figures {
     }
 
     fn ask(&mut self, holder: Holder, reason: &'static str, after: &Snapshot) {
-        self.asked.entry(holder).or_insert(Asked { at: after.at, level: after.level, reason });
+        self.asked.entry(holder).or_insert(Asked { at: after.at, level: after.pressure.level, reason });
     }
 
     /// The first of the questions that the answer to a plan answers: it has waited longest.
@@ -175,7 +175,7 @@ impl Figures {
 
     /// Counts a shed; what the arbiter credited is what came back.
     fn count_shed(&self, asked: Option<Asked>, after: &Snapshot, parts: &[(&'static str, Bytes)]) {
-        self.metrics.shed(asked.map_or(after.level, |asked| asked.level));
+        self.metrics.shed(asked.map_or(after.pressure.level, |asked| asked.level));
         if let Some(asked) = asked {
             self.metrics.reclaimed(after.at.saturating_since(asked.at));
         }
@@ -251,7 +251,7 @@ mod tests {
         event::{Event, WorkerCommand},
         lease::{Class, LeaseRequest, Peer, TargetAnswer, Ticket},
         params::{EngineParams, Params, Scope, VariantParams, WorkerParams},
-        pressure::Sample,
+        pressure::{MemoryReading, Sample},
         residency::small_model,
     };
 
@@ -292,8 +292,11 @@ mod tests {
             let taken_at = self.now;
             self.tell(Event::Sampled(Sample {
                 taken_at,
-                mem_total: Bytes::from_gib(8),
-                mem_available: Bytes::from_gib(7),
+                memory: MemoryReading {
+                    mem_total: Bytes::from_gib(8),
+                    mem_available: Bytes::from_gib(7),
+                    ..MemoryReading::default()
+                },
                 scope_used: Some(used),
                 ..Sample::default()
             }));
@@ -384,7 +387,7 @@ mod tests {
         assert_eq!(scene.figure("cotenant_shed_events_total", ""), 0, "a load is no shed");
         scene.tell(Event::OperatorShed { ticket: Ticket(1), bytes: mib(60) });
         scene.apply();
-        let credited = scene.arbiter.snapshot().shed_bytes;
+        let credited = scene.arbiter.snapshot().totals.shed_bytes;
         assert!(credited >= mib(60));
         let (kv, layers) = (
             scene.figure("cotenant_shed_bytes_total", r#"what="kv",reason="operator""#),
@@ -408,7 +411,7 @@ mod tests {
         scene.request("asr", Class::AudioRealtime, mib(300));
         scene.apply();
         assert!(scene.figure("cotenant_shed_bytes_total", r#"reason="lease""#) > 0);
-        assert_eq!(scene.figure("cotenant_shed_events_total", ""), scene.arbiter.snapshot().sheds);
+        assert_eq!(scene.figure("cotenant_shed_events_total", ""), scene.arbiter.snapshot().totals.sheds);
     }
 
     /// A request of class batch, which does not wait.
@@ -504,7 +507,7 @@ mod tests {
         let mut scene = Scene::new(params);
         let up = |scene: &mut Scene| {
             scene.now = scene.now + Duration::from_secs(1);
-            let used = scene.arbiter.snapshot().held;
+            let used = scene.arbiter.snapshot().memory.held;
             scene.sample(used);
             scene.tell(Event::DeadlineReached);
             scene.tell(Event::WorkerReady { worker: "asr".to_owned(), pid: 7 });

@@ -317,7 +317,7 @@ fn health_of(snapshot: &Snapshot, sample_age: Option<Duration>) -> impl Iterator
     let parts = [
         (health::OVERALL, Health::of(snapshot, sample_age).serves()),
         (health::ENGINE, engine && !snapshot.draining),
-        (health::PRESSURE, snapshot.level < PressureLevel::Critical),
+        (health::PRESSURE, snapshot.pressure.level < PressureLevel::Critical),
         (health::REBOOT, snapshot.reboot.is_empty()),
     ];
     let workers =

@@ -279,7 +279,7 @@ fn owners_of(leases: &[LeaseView]) -> BTreeMap<&str, Vec<u32>> {
     for lease in leases {
         if lease.kind == LeaseKind::Tenant && !lease.waits() {
             let pids = owners.entry(lease.holder()).or_default();
-            pids.extend(lease.owner_pid.filter(|pid| !pids.contains(pid)));
+            pids.extend(lease.owner.owner_pid.filter(|pid| !pids.contains(pid)));
         }
     }
     owners
@@ -326,7 +326,7 @@ mod tests {
     use super::*;
     use crate::{
         daemon::clock::MonotonicClock,
-        policy::lease::{Class, LeaseId, LeaseState},
+        policy::lease::{Class, LeaseId, LeaseMemory, LeaseOwner, LeaseState},
         units::Timestamp,
     };
 
@@ -404,16 +404,11 @@ mod tests {
             class: Class::Batch,
             state,
             generation: 1,
-            held: Bytes::ZERO,
-            min: Bytes::ZERO,
-            max: Bytes::ZERO,
-            used: None,
-            used_at: None,
+            memory: LeaseMemory { held: Bytes::ZERO, min: Bytes::ZERO, max: Bytes::ZERO, used: None, used_at: None },
             target: None,
             granted_at: Timestamp::START,
             expires_at: None,
-            owner_uid: 1000,
-            owner_pid: pid,
+            owner: LeaseOwner { owner_uid: 1000, owner_pid: pid },
         }
     }
 

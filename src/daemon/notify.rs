@@ -47,7 +47,7 @@ pub(super) fn status_line(snapshot: &Snapshot) -> String {
         ),
         _ => String::new(),
     };
-    format!("{}{engine}, {} leases, {} free", snapshot.level, snapshot.leases.len(), snapshot.free)
+    format!("{}{engine}, {} leases, {} free", snapshot.pressure.level, snapshot.leases.len(), snapshot.memory.free)
 }
 
 fn tell(state: &[NotifyState<'_>]) {

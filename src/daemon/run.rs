@@ -190,7 +190,7 @@ pub async fn run(
     }
     tracing::info!(
         boot_id,
-        budget = %control.state().budget,
+        budget = %control.state().memory.budget,
         grpc = listeners.grpc_address(),
         http = listeners.http_address(),
         wyoming = listeners.wyoming_address(),

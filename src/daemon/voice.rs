@@ -254,7 +254,7 @@ fn look(state: &Snapshot, speaker: &Speaker, act: &str) -> Look {
                 asked: wait.needs,
                 free: wait.free,
                 reclaimable: wait.most.saturating_sub(wait.free),
-                budget: state.budget,
+                budget: state.memory.budget,
                 retry_after: RETRY_LATE,
             })
         }

@@ -396,7 +396,12 @@ fn end_of(exit: &ExitReport) -> &'static str {
 /// What the book has of a worker at its end.
 fn lease_of(state: &Snapshot, worker: &str) -> Option<LeaseAtDeath> {
     let lease = state.leases.iter().find(|lease| lease.tenant == worker && lease.kind == LeaseKind::Worker)?;
-    Some(LeaseAtDeath { held: lease.held, min: lease.min, max: lease.max, free: state.free })
+    Some(LeaseAtDeath {
+        held: lease.memory.held,
+        min: lease.memory.min,
+        max: lease.memory.max,
+        free: state.memory.free,
+    })
 }
 
 fn tell_death(certificate: &DeathCertificate) {

@@ -71,7 +71,7 @@ pub(super) async fn health(State(api): State<Api>) -> Response {
     let status = &api.backends().status;
     let snapshot = status.snapshot();
     let (code, state) = health_of(&snapshot, status.sample_age());
-    (code, Json(json!({"status": state, "pressure": snapshot.level}))).into_response()
+    (code, Json(json!({"status": state, "pressure": snapshot.pressure.level}))).into_response()
 }
 
 fn health_of(snapshot: &Snapshot, sample_age: Option<Duration>) -> (StatusCode, String) {

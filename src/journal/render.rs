@@ -269,21 +269,21 @@ pub fn render_action(action: &Action) -> String {
 }
 
 fn render_sample(sample: &Sample) -> String {
-    let mut line = format!("{} of {} available", sample.mem_available, sample.mem_total);
+    let mut line = format!("{} of {} available", sample.memory.mem_available, sample.memory.mem_total);
     if let Some(used) = sample.scope_used {
         let _ = write!(line, ", session uses {used}");
     }
-    if let Some(cma) = sample.cma_free {
+    if let Some(cma) = sample.gpu.cma_free {
         let _ = write!(line, ", CMA free {cma}");
     }
-    if let Some(avg10) = sample.psi_some_avg10 {
+    if let Some(avg10) = sample.stalls.psi_some_avg10 {
         let _ = write!(line, ", stalled {}.{:02} %", avg10 / 100, avg10 % 100);
     }
     line
 }
 
 fn lease_words(lease: &LeaseView) -> String {
-    let mut words = format!("{} of {}", lease.held, range(lease.min, lease.max));
+    let mut words = format!("{} of {}", lease.memory.held, range(lease.memory.min, lease.memory.max));
     if let Some(target) = &lease.target {
         let _ = write!(words, ", asked to come down to {}", target.bytes);
     }
@@ -322,7 +322,13 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::{policy::lease::Ticket, units::Timestamp};
+    use crate::{
+        policy::{
+            lease::Ticket,
+            pressure::{MemoryReading, StallReading},
+        },
+        units::Timestamp,
+    };
 
     fn entry(content: Content) -> JournalEntry {
         JournalEntry { sequence: 1, boot_id: "a".into(), at: Timestamp::START, unix_us: 0, content }
@@ -347,9 +353,12 @@ mod tests {
     #[test]
     fn a_sample_is_one_line_of_what_is_known() {
         let sample = Sample {
-            mem_total: Bytes::from_gib(16),
-            mem_available: Bytes::from_gib(3),
-            psi_some_avg10: Some(1205),
+            memory: MemoryReading {
+                mem_total: Bytes::from_gib(16),
+                mem_available: Bytes::from_gib(3),
+                ..MemoryReading::default()
+            },
+            stalls: StallReading { psi_some_avg10: Some(1205), ..StallReading::default() },
             ..Sample::default()
         };
         assert_eq!(

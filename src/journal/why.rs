@@ -174,7 +174,7 @@ fn chosen(entry: &JournalEntry, before: Option<&Snapshot>, later: &[JournalEntry
         }
         Action::SetTarget { lease, bytes, deadline, .. } => {
             let view = before.and_then(|before| before.leases.iter().find(|view| view.id == *lease));
-            chosen.promised = view.map(|view| view.held.saturating_sub(*bytes));
+            chosen.promised = view.map(|view| view.memory.held.saturating_sub(*bytes));
             chosen.deadline = Some(*deadline);
             chosen.outcome = later
                 .iter()
@@ -198,7 +198,7 @@ fn chosen(entry: &JournalEntry, before: Option<&Snapshot>, later: &[JournalEntry
         }
         Action::StopWorker { worker, .. } | Action::AbortWorker { worker, .. } => {
             let view = before.and_then(|before| before.leases.iter().find(|view| view.tenant == *worker));
-            chosen.promised = view.map(|view| view.held);
+            chosen.promised = view.map(|view| view.memory.held);
             chosen.outcome =
                 find_event(&|event| matches!(event, Event::WorkerExited { worker: other, .. } if other == worker));
         }
@@ -271,7 +271,7 @@ mod tests {
     use crate::policy::{
         lease::{Class, LeaseRequest, Peer},
         params::{Params, Scope},
-        pressure::Sample,
+        pressure::{MemoryReading, Sample},
     };
 
     /// A run in which a small request asks memory back from a large holder, who answers.
@@ -297,8 +297,11 @@ mod tests {
         };
         let sample = |at| Sample {
             taken_at: at,
-            mem_total: Bytes::from_gib(4),
-            mem_available: Bytes::from_gib(3),
+            memory: MemoryReading {
+                mem_total: Bytes::from_gib(4),
+                mem_available: Bytes::from_gib(3),
+                ..MemoryReading::default()
+            },
             scope_used: Some(Bytes::ZERO),
             ..Sample::default()
         };
@@ -341,8 +344,8 @@ mod tests {
         let why = why(&lines, target.sequence).unwrap();
         assert!(matches!(&why.event.content, Content::Event(Event::LeaseRequested { ticket: Ticket(2), .. })));
         let before = why.before.unwrap();
-        assert_eq!(before.held, Bytes::from_mib(900));
-        assert_eq!(before.sample.unwrap().taken_at, Timestamp::from_millis(10));
+        assert_eq!(before.memory.held, Bytes::from_mib(900));
+        assert_eq!(before.pressure.sample.unwrap().taken_at, Timestamp::from_millis(10));
         let chosen = why.actions.iter().find(|one| one.entry == *target).unwrap();
         assert_eq!(chosen.promised, Some(Bytes::from_mib(200)));
         assert_eq!(chosen.measured, Some(Bytes::from_mib(200)));

@@ -45,7 +45,7 @@ impl Health {
     #[must_use]
     pub fn of(state: &Snapshot, sample_age: Option<Duration>) -> Self {
         // An interval may be configured that is longer.
-        let age_max = HEALTHY_SAMPLE_AGE.max(state.sample_interval.saturating_mul(3));
+        let age_max = HEALTHY_SAMPLE_AGE.max(state.pressure.sample_interval.saturating_mul(3));
         if state.draining {
             return Self::Draining;
         }
@@ -109,7 +109,7 @@ mod tests {
         state.engine.failure = None;
         let age = HEALTHY_SAMPLE_AGE + Duration::from_millis(1);
         assert_eq!(Health::of(&state, Some(age)), Health::Blind { age });
-        state.sample_interval = Duration::from_secs(4);
+        state.pressure.sample_interval = Duration::from_secs(4);
         assert_eq!(Health::of(&state, Some(age)), Health::EngineFailed, "sampled on purpose so rarely");
         state.draining = true;
         assert_eq!(Health::of(&state, fresh), Health::Draining);

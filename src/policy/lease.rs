@@ -157,7 +157,7 @@ pub struct Target {
     pub deadline: Timestamp,
 }
 
-/// A lease as others see it.
+/// A lease as others see it. In JSON the groups are not to be seen: their fields stand beside each other.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeaseView {
     pub id: LeaseId,
@@ -172,6 +172,20 @@ pub struct LeaseView {
     pub state: LeaseState,
     /// Rises with every grant; an answer or renewal that carries an older one is refused.
     pub generation: u64,
+    #[serde(flatten)]
+    pub memory: LeaseMemory,
+    /// What it has been asked to come down to.
+    pub target: Option<Target>,
+    pub granted_at: Timestamp,
+    /// When it ends unless renewed; `None` for leases that we hold ourselves.
+    pub expires_at: Option<Timestamp>,
+    #[serde(flatten)]
+    pub owner: LeaseOwner,
+}
+
+/// Memory of a lease.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeaseMemory {
     pub held: Bytes,
     /// The least that is of use to the holder.
     pub min: Bytes,
@@ -179,11 +193,11 @@ pub struct LeaseView {
     pub max: Bytes,
     pub used: Option<Bytes>,
     pub used_at: Option<Timestamp>,
-    /// What it has been asked to come down to.
-    pub target: Option<Target>,
-    pub granted_at: Timestamp,
-    /// When it ends unless renewed; `None` for leases that we hold ourselves.
-    pub expires_at: Option<Timestamp>,
+}
+
+/// Owner of a lease, by its socket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeaseOwner {
     pub owner_uid: u32,
     /// Process of the owner, where its socket shows it; it is measured by it.
     pub owner_pid: Option<u32>,

@@ -32,7 +32,9 @@ use super::{
     decision::LeaseDecision,
     denial::{Denial, NotHolder},
     event::Action,
-    lease::{LeaseId, LeaseKind, LeaseName, LeaseRequest, LeaseState, LeaseView, Peer, Target},
+    lease::{
+        LeaseId, LeaseKind, LeaseMemory, LeaseName, LeaseOwner, LeaseRequest, LeaseState, LeaseView, Peer, Target,
+    },
     ledger::Ledger,
     params::ShedParams,
 };
@@ -163,16 +165,17 @@ impl LeaseTable {
             class: lease.class,
             state,
             generation: lease.generation,
-            held: ledger.held_by(id),
-            min: lease.min,
-            max: lease.max,
-            used: measured.map(|measured| measured.used),
-            used_at: measured.map(|measured| measured.at),
+            memory: LeaseMemory {
+                held: ledger.held_by(id),
+                min: lease.min,
+                max: lease.max,
+                used: measured.map(|measured| measured.used),
+                used_at: measured.map(|measured| measured.at),
+            },
             target,
             granted_at: lease.granted_at,
             expires_at: lease.expires_at,
-            owner_uid,
-            owner_pid,
+            owner: LeaseOwner { owner_uid, owner_pid },
         })
     }
 
@@ -181,8 +184,11 @@ impl LeaseTable {
         self.residual.values().map(|residual| {
             let measured = ledger.measurement(&residual.lease.holder);
             LeaseView {
-                used: measured.map(|measured| measured.used),
-                used_at: measured.map(|measured| measured.at),
+                memory: LeaseMemory {
+                    used: measured.map(|measured| measured.used),
+                    used_at: measured.map(|measured| measured.at),
+                    ..residual.lease.clone().memory
+                },
                 ..residual.lease.clone()
             }
         })
@@ -229,7 +235,7 @@ impl LeaseTable {
         let mut residual = self.residual.iter();
         let known = residual.find(|(_, residual)| {
             let lease = &residual.lease;
-            is_it(&lease.tenant, (lease.owner_uid, lease.owner_pid))
+            is_it(&lease.tenant, (lease.owner.owner_uid, lease.owner.owner_pid))
         });
         if let Some((holder, _)) = known {
             return holder.clone();

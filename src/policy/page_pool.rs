@@ -44,7 +44,7 @@ impl PagePool {
 
     /// Takes a sample; returns what became of the releases that it is the first to show.
     pub(super) fn observe(&mut self, sample: &Sample) -> Option<Release> {
-        let Some(pool) = sample.nvmap_pool else {
+        let Some(pool) = sample.gpu.nvmap_pool else {
             (self.open, self.last) = (None, None);
             return None;
         };
@@ -83,13 +83,17 @@ const PAUSE: Duration = Duration::from_secs(5);
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::policy::pressure::{GpuReading, MemoryReading};
 
     fn sample(millis: u64, pool: u64, low: u64) -> Sample {
         Sample {
             taken_at: Timestamp::from_millis(millis),
-            mem_available: Bytes::from_mib(low + 30),
-            cma_free: Some(Bytes::from_mib(30)),
-            nvmap_pool: Some(Bytes::from_mib(pool)),
+            memory: MemoryReading { mem_available: Bytes::from_mib(low + 30), ..MemoryReading::default() },
+            gpu: GpuReading {
+                cma_free: Some(Bytes::from_mib(30)),
+                nvmap_pool: Some(Bytes::from_mib(pool)),
+                ..GpuReading::default()
+            },
             ..Sample::default()
         }
     }

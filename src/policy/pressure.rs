@@ -76,16 +76,55 @@ impl GpuUse {
 }
 
 /// One reading of the machine. What is not there is `None`, which is neither zero nor plenty.
+///
+/// In a journal the groups are not to be seen: their fields stand beside each other.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Sample {
     /// When it was read.
     pub taken_at: Timestamp,
+    /// `/proc/meminfo`.
+    #[serde(flatten)]
+    pub memory: MemoryReading,
+    /// CMA and the GPU.
+    #[serde(flatten)]
+    pub gpu: GpuReading,
+    /// Memory that zram keeps pushed-out pages in. No decision needs it.
+    #[serde(skip)]
+    pub zram_store: Option<Bytes>,
+    /// The largest free block of memory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub largest_free: Option<Bytes>,
+    /// Memory used by all processes that share the budget, where the budget is for a session and not for the machine.
+    pub scope_used: Option<Bytes>,
+    /// Stalls for memory.
+    #[serde(flatten)]
+    pub stalls: StallReading,
+    /// Counters of the kernel.
+    #[serde(flatten)]
+    pub counters: KernelCounters,
+    /// Memory of the supervisor's own process beyond what the LLM holds. No lease covers it: the reserve does, and what
+    /// exceeds that is unaccounted.
+    #[serde(default)]
+    pub own_used: Option<Bytes>,
+    /// How stalls are watched.
+    #[serde(default)]
+    pub stall_watch: Option<StallWatch>,
+}
+
+/// Memory of the machine.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemoryReading {
     /// `MemTotal`.
     pub mem_total: Bytes,
     /// `MemAvailable`.
     pub mem_available: Bytes,
     /// `MemFree`.
     pub mem_free: Bytes,
+}
+
+/// Memory that the GPU can have, or has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GpuReading {
     /// `CmaFree`; memory that user pages may borrow and the GPU can never have.
     pub cma_free: Option<Bytes>,
     /// Pages that the nvmap pool keeps for the next GPU allocation.
@@ -96,20 +135,22 @@ pub struct Sample {
     /// The part of it that no process holds, at most 10 s old.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub gpu_orphaned: Option<Bytes>,
-    /// Memory that zram keeps pushed-out pages in. No decision needs it.
-    #[serde(skip)]
-    pub zram_store: Option<Bytes>,
-    /// The largest free block of memory.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub largest_free: Option<Bytes>,
-    /// Memory used by all processes that share the budget, where the budget is for a session and not for the machine.
-    pub scope_used: Option<Bytes>,
+}
+
+/// Pressure stall information of memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StallReading {
     /// PSI memory `some`, `avg10`, in hundredths of a percent.
     pub psi_some_avg10: Option<u32>,
     /// PSI memory `some`, total stall so far, µs.
     pub psi_some_total_us: Option<u64>,
     /// PSI memory `full`, total stall so far, µs.
     pub psi_full_total_us: Option<u64>,
+}
+
+/// Events that the kernel has counted so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KernelCounters {
     /// `workingset_refault_file` so far, pages.
     pub refaults_file: Option<u64>,
     /// `pgscan_direct` so far, pages.
@@ -123,13 +164,6 @@ pub struct Sample {
     /// `cma_alloc_fail` so far: what cameras and displays asked of CMA in vain.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cma_failures: Option<u64>,
-    /// Memory of the supervisor's own process beyond what the LLM holds. No lease covers it: the reserve does, and what
-    /// exceeds that is unaccounted.
-    #[serde(default)]
-    pub own_used: Option<Bytes>,
-    /// How stalls are watched.
-    #[serde(default)]
-    pub stall_watch: Option<StallWatch>,
 }
 
 impl Sample {
@@ -137,18 +171,20 @@ impl Sample {
     /// and the nvmap pool where it can be read.
     #[must_use]
     pub fn available(&self) -> Bytes {
-        self.mem_available
-            .saturating_sub(self.cma_free.unwrap_or(Bytes::ZERO))
-            .saturating_add(self.nvmap_pool.unwrap_or(Bytes::ZERO))
+        self.memory
+            .mem_available
+            .saturating_sub(self.gpu.cma_free.unwrap_or(Bytes::ZERO))
+            .saturating_add(self.gpu.nvmap_pool.unwrap_or(Bytes::ZERO))
     }
 
     /// What can be had without reclaiming anything, which is all that libraries see that ask CUDA: `MemFree − CmaFree`,
     /// and the nvmap pool where it can be read.
     #[must_use]
     pub fn free_without_reclaim(&self) -> Bytes {
-        self.mem_free
-            .saturating_sub(self.cma_free.unwrap_or(Bytes::ZERO))
-            .saturating_add(self.nvmap_pool.unwrap_or(Bytes::ZERO))
+        self.memory
+            .mem_free
+            .saturating_sub(self.gpu.cma_free.unwrap_or(Bytes::ZERO))
+            .saturating_add(self.gpu.nvmap_pool.unwrap_or(Bytes::ZERO))
     }
 }
 
@@ -406,15 +442,15 @@ impl Pressure {
         let at = sample.taken_at;
         let micros = at.saturating_since(last.at).as_micros().max(1);
         let grown = |before: Option<u64>, now: Option<u64>| u128::from(grown(before, now).unwrap_or(0));
-        let refaults = grown(last.sample.refaults_file, sample.refaults_file) * 1_000_000 / micros;
+        let refaults = grown(last.sample.counters.refaults_file, sample.counters.refaults_file) * 1_000_000 / micros;
         self.refaulting_since = if refaults >= REFAULTS_PER_S { self.refaulting_since.or(Some(last.at)) } else { None };
-        let stalls = grown(last.sample.allocstalls, sample.allocstalls);
-        let scans = grown(last.sample.pgscan_direct, sample.pgscan_direct);
+        let stalls = grown(last.sample.counters.allocstalls, sample.counters.allocstalls);
+        let scans = grown(last.sample.counters.pgscan_direct, sample.counters.pgscan_direct);
         self.stalls_in_a_row = if stalls > 0 || scans > 0 { self.stalls_in_a_row.saturating_add(1) } else { 0 };
-        let full = grown(last.sample.psi_full_total_us, sample.psi_full_total_us);
+        let full = grown(last.sample.stalls.psi_full_total_us, sample.stalls.psi_full_total_us);
         let all_stalled = full * 1000 / micros >= PSI_FULL_PER_MILLE && micros >= PSI_LEAST_US;
         // The kernel counts for the whole machine. What stalls others says nothing of a session while the machine has plenty.
-        let plenty = Bytes::new(sample.mem_total.get() / SESSION_PLENTY);
+        let plenty = Bytes::new(sample.memory.mem_total.get() / SESSION_PLENTY);
         if sample.scope_used.is_some() && sample.available() >= plenty {
             return None;
         }
@@ -428,7 +464,7 @@ impl Pressure {
             };
             return Some((PressureLevel::Critical, reason));
         }
-        let refused = grown(last.sample.cma_failures, sample.cma_failures);
+        let refused = grown(last.sample.counters.cma_failures, sample.counters.cma_failures);
         if refused > 0 && headroom < elevated.saturating_mul(2) {
             let refused = to_u64(refused);
             return Some((PressureLevel::Elevated, LevelReason::CmaRefused { headroom, refused }));
@@ -552,13 +588,15 @@ fn confirmation(before: &Sample, now: &Sample) -> Option<Confirmation> {
     let micros = now.taken_at.saturating_since(before.taken_at).as_micros().max(1);
     let (of_us, took_ms) = (to_u64(micros), to_u64(micros / 1000));
     let per_s = |count: u64| u128::from(count) * 1_000_000 / micros;
-    let stalled = grown(before.psi_some_total_us, now.psi_some_total_us)
+    let stalled = grown(before.stalls.psi_some_total_us, now.stalls.psi_some_total_us)
         .filter(|stalled| u128::from(*stalled) * 1000 / micros >= PSI_SOME_PER_MILLE)
         .map(|stalled_us| Confirmation::Stalled { stalled_us, of_us });
-    let stalls = grown(before.allocstalls, now.allocstalls).filter(|count| *count > 0);
-    let scans = grown(before.pgscan_direct, now.pgscan_direct).filter(|pages| *pages > 0);
-    let swap_ins = grown(before.swap_ins, now.swap_ins).filter(|pages| per_s(*pages) >= SWAP_INS_PER_S);
-    let refaults = grown(before.refaults_file, now.refaults_file).filter(|pages| per_s(*pages) >= REFAULTS_PER_S);
+    let stalls = grown(before.counters.allocstalls, now.counters.allocstalls).filter(|count| *count > 0);
+    let scans = grown(before.counters.pgscan_direct, now.counters.pgscan_direct).filter(|pages| *pages > 0);
+    let swap_ins =
+        grown(before.counters.swap_ins, now.counters.swap_ins).filter(|pages| per_s(*pages) >= SWAP_INS_PER_S);
+    let refaults = grown(before.counters.refaults_file, now.counters.refaults_file)
+        .filter(|pages| per_s(*pages) >= REFAULTS_PER_S);
     stalled
         .or(stalls.map(|count| Confirmation::Stalls { count }))
         .or(scans.map(|pages| Confirmation::Scans { pages }))

@@ -104,14 +104,14 @@ impl RebootAdvice {
     /// Takes a sample, and the level that it has led to; returns what changes by it.
     pub(super) fn observe(&mut self, sample: &Sample, level: PressureLevel) -> impl Iterator<Item = Changed> + use<> {
         let now = sample.taken_at;
-        let orphaned = sample.gpu_orphaned.and_then(|bytes| {
-            let bound = ORPHANED_LEAST.max(sample.mem_total.per_mille(ORPHANED_PER_MILLE));
+        let orphaned = sample.gpu.gpu_orphaned.and_then(|bytes| {
+            let bound = ORPHANED_LEAST.max(sample.memory.mem_total.per_mille(ORPHANED_PER_MILLE));
             let bound = lower_where(self.orphaned.advised, bound);
-            let of = sample.gpu_used.map_or(bytes, GpuUse::bytes);
+            let of = sample.gpu.gpu_used.map_or(bytes, GpuUse::bytes);
             let seen = (bytes > bound).then_some(RebootReason::OrphanedGpuMemory { bytes, of });
             self.orphaned.observe(seen, now)
         });
-        let contiguous = sample.cma_failures.and_then(|count| {
+        let contiguous = sample.counters.cma_failures.and_then(|count| {
             let seen = self.refused(count, level, now);
             self.contiguous.observe(seen, now)
         });
@@ -164,6 +164,7 @@ const PLENTY_FREE: Bytes = Bytes::from_mib(512);
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::policy::pressure::{GpuReading, KernelCounters, MemoryReading};
 
     fn at(second: u64) -> Timestamp {
         Timestamp::from_millis(second * 1000)
@@ -172,18 +173,24 @@ mod tests {
     fn board(second: u64) -> Sample {
         Sample {
             taken_at: at(second),
-            mem_total: Bytes::from_gib(16),
-            mem_free: Bytes::from_gib(4),
+            memory: MemoryReading {
+                mem_total: Bytes::from_gib(16),
+                mem_free: Bytes::from_gib(4),
+                ..MemoryReading::default()
+            },
             largest_free: Some(Bytes::from_mib(4)),
-            cma_failures: Some(7),
-            gpu_used: Some(GpuUse::Counted(Bytes::from_gib(3))),
-            gpu_orphaned: Some(Bytes::ZERO),
+            counters: KernelCounters { cma_failures: Some(7), ..KernelCounters::default() },
+            gpu: GpuReading {
+                gpu_used: Some(GpuUse::Counted(Bytes::from_gib(3))),
+                gpu_orphaned: Some(Bytes::ZERO),
+                ..GpuReading::default()
+            },
             ..Sample::default()
         }
     }
 
     fn orphaned(second: u64, mib: u64) -> Sample {
-        Sample { gpu_orphaned: Some(Bytes::from_mib(mib)), ..board(second) }
+        Sample { gpu: GpuReading { gpu_orphaned: Some(Bytes::from_mib(mib)), ..board(second).gpu }, ..board(second) }
     }
 
     fn changes(advice: &mut RebootAdvice, sample: &Sample) -> Vec<Changed> {
@@ -212,7 +219,10 @@ mod tests {
 
     #[test]
     fn refusals_of_contiguous_memory_are_advised_where_they_go_on_though_memory_is_plentiful() {
-        let refused = |second, count| Sample { cma_failures: Some(count), ..board(second) };
+        let refused = |second, count| Sample {
+            counters: KernelCounters { cma_failures: Some(count), ..board(second).counters },
+            ..board(second)
+        };
         let mut advice = RebootAdvice::default();
         for second in (0..600).step_by(60) {
             assert_eq!(changes(&mut advice, &refused(second, 7 + second / 60)), []);
@@ -237,7 +247,7 @@ mod tests {
     fn free_memory_without_a_block_for_drivers_is_advised() {
         let pieces = |second, kib, mib| Sample {
             largest_free: Some(Bytes::from_kib(kib)),
-            mem_free: Bytes::from_mib(mib),
+            memory: MemoryReading { mem_free: Bytes::from_mib(mib), ..board(second).memory },
             ..board(second)
         };
         let mut advice = RebootAdvice::default();

@@ -15,7 +15,7 @@ use super::{
     arbiter::Arbiter,
     event::{Action, Event},
     params::{ENGINE_TENANT, Params, ParamsError},
-    pressure::{PressureLevel, Sample},
+    pressure::{MemoryReading, PressureLevel, Sample},
     residency::{EnginePlan, ModelShape},
     shedding::Source,
     snapshot::{EngineState, WorkerState},
@@ -87,13 +87,13 @@ pub fn rehearse(params: &Params, shape: Option<&ModelShape>) -> Result<Rehearsal
     if shape.is_some() && after.engine.state != EngineState::Ready {
         waiting.insert(0, ENGINE_TENANT.to_owned());
     }
-    let (elevated, critical) = (after.elevated_below, after.critical_below);
+    let (elevated, critical) = (after.pressure.elevated_below, after.pressure.critical_below);
     let mut rehearsal = Rehearsal {
         starts: std::mem::take(&mut stage.starts),
         peak: stage.peak,
-        held: after.held,
-        headroom: after.headroom.unwrap_or_default(),
-        level: after.level,
+        held: after.memory.held,
+        headroom: after.pressure.headroom.unwrap_or_default(),
+        level: after.pressure.level,
         plan: after.engine.in_force,
         waiting,
         shortages: Vec::new(),
@@ -154,7 +154,7 @@ impl Stage {
         while self.now < end {
             self.sample();
             self.settle();
-            self.peak = self.peak.max(self.arbiter.snapshot().held);
+            self.peak = self.peak.max(self.arbiter.snapshot().memory.held);
             let tick = self.now + TICK;
             let due = self.arbiter.next_deadline().filter(|due| *due > self.now && *due < tick);
             self.now = due.unwrap_or(tick);
@@ -165,7 +165,7 @@ impl Stage {
 
     /// Lets others take memory until the headroom is `target`, and returns what is reclaimed for it.
     fn shortage(&mut self, level: PressureLevel, target: Bytes) -> Shortage {
-        let headroom = self.arbiter.snapshot().headroom.unwrap_or_default();
+        let headroom = self.arbiter.snapshot().pressure.headroom.unwrap_or_default();
         let before = self.others;
         self.others = self.others.saturating_add(headroom.saturating_sub(target));
         self.reclaimed.clear();
@@ -184,9 +184,7 @@ impl Stage {
         let available = taken.into_iter().fold(total, Bytes::saturating_sub);
         self.handle(Event::Sampled(Sample {
             taken_at: self.now,
-            mem_total: total,
-            mem_available: available,
-            mem_free: available,
+            memory: MemoryReading { mem_total: total, mem_available: available, mem_free: available },
             scope_used: Some(used.saturating_add(self.others)),
             ..Sample::default()
         }));
@@ -269,7 +267,7 @@ impl Stage {
     }
 
     fn started(&mut self, holder: &str) {
-        let held = self.arbiter.snapshot().held;
+        let held = self.arbiter.snapshot().memory.held;
         self.peak = self.peak.max(held);
         if self.starts.iter().all(|start| start.holder != holder) {
             self.starts.push(Start { holder: holder.to_owned(), held });

@@ -178,10 +178,37 @@ impl WorkerWait {
     }
 }
 
-/// The whole state.
+/// The whole state. In JSON the groups are not to be seen: their fields stand beside each other.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Snapshot {
     pub at: Timestamp,
+    #[serde(flatten)]
+    pub memory: MemoryView,
+    #[serde(flatten)]
+    pub pressure: PressureView,
+    /// All leases; those that have ended, as [`LeaseState::Gone`](super::lease::LeaseState::Gone) with nothing held, while
+    /// their holders are measured to use memory; and requests that wait.
+    pub leases: Vec<LeaseView>,
+    pub waiting: u32,
+    pub engine: EngineView,
+    pub workers: Vec<WorkerView>,
+    /// What was learned of holders' peaks.
+    #[serde(default)]
+    pub peaks: Peaks,
+    pub draining: bool,
+    #[serde(flatten)]
+    pub totals: Totals,
+    /// What became of the last memory that was given back, on a board with a page pool for the GPU.
+    #[serde(default)]
+    pub last_release: Option<Release>,
+    /// Why a reboot is advised; empty while none is.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub reboot: Vec<RebootReason>,
+}
+
+/// The budget, and what of it is held and used.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemoryView {
     pub budget: Bytes,
     /// Sum of all leases, those in transition with the larger of old and new.
     pub held: Bytes,
@@ -198,6 +225,11 @@ pub struct Snapshot {
     pub returning: Bytes,
     /// The part of `held` that holders have been asked to give back and that is not measured back yet.
     pub coming_back: Bytes,
+}
+
+/// The pressure level, and the figures that it comes from.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PressureView {
     /// What can still be used before the budget is used up, by the last sample; `None` before the first. The part of the
     /// reserve that is not used does not count.
     pub headroom: Option<Bytes>,
@@ -217,26 +249,35 @@ pub struct Snapshot {
     /// How long the last sample is trusted.
     pub sample_interval: Duration,
     pub sample: Option<Sample>,
-    /// All leases; those that have ended, as [`LeaseState::Gone`](super::lease::LeaseState::Gone) with nothing held, while
-    /// their holders are measured to use memory; and requests that wait.
-    pub leases: Vec<LeaseView>,
-    pub waiting: u32,
-    pub engine: EngineView,
-    pub workers: Vec<WorkerView>,
-    /// What was learned of holders' peaks.
-    #[serde(default)]
-    pub peaks: Peaks,
-    pub draining: bool,
-    /// Sheds carried out so far, and bytes verified back by them.
+}
+
+/// What was given back and grown back so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Totals {
+    /// Sheds carried out.
     pub sheds: u64,
-    /// Bytes verified back by sheds so far.
+    /// Bytes verified back by sheds.
     pub shed_bytes: Bytes,
-    /// Bytes grown back so far.
+    /// Bytes grown back.
     pub regrown_bytes: Bytes,
-    /// What became of the last memory that was given back, on a board with a page pool for the GPU.
-    #[serde(default)]
-    pub last_release: Option<Release>,
-    /// Why a reboot is advised; empty while none is.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub reboot: Vec<RebootReason>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn groups_are_not_to_be_seen_in_json() {
+        let sample = Some(Sample::default());
+        let pressure = PressureView { sample, ..PressureView::default() };
+        let state = Snapshot { pressure, ..Snapshot::default() };
+        let text = serde_json::to_string(&state).unwrap();
+        let start = r#"{"at":0,"budget":0,"held":0,"used":0,"unaccounted":0,"free":0,"unmanaged":0,"returning":0,"#;
+        assert!(text.starts_with(start), "{text}");
+        assert!(
+            text.contains(r#""sample":{"taken_at":0,"mem_total":0,"mem_available":0,"mem_free":0,"cma_free":null,"#)
+        );
+        assert!(text.contains(r#""sheds":0,"shed_bytes":0,"regrown_bytes":0,"last_release":null}"#), "{text}");
+        assert_eq!(serde_json::from_str::<Snapshot>(&text).unwrap(), state);
+    }
 }

@@ -21,7 +21,7 @@ use super::{
     vmstat::Vmstat,
 };
 use crate::{
-    policy::pressure::{GpuUse, Sample},
+    policy::pressure::{GpuReading, GpuUse, KernelCounters, MemoryReading, Sample, StallReading},
     units::{Bytes, Timestamp},
 };
 
@@ -55,26 +55,34 @@ impl Reading {
         let stat = self.vmstat.unwrap_or_default();
         Sample {
             taken_at,
-            mem_total: self.meminfo.total,
-            mem_available: self.meminfo.available,
-            mem_free: self.meminfo.free.unwrap_or_default(),
-            cma_free: self.meminfo.cma_free,
-            // Not `NvMapMemFree`: where the kernel prints it, its own estimate of what is available has it already.
-            nvmap_pool: self.pool.map(|pool| pool.bytes()),
-            gpu_used: self.gpu,
-            gpu_orphaned: self.gpu_orphaned,
+            memory: MemoryReading {
+                mem_total: self.meminfo.total,
+                mem_available: self.meminfo.available,
+                mem_free: self.meminfo.free.unwrap_or_default(),
+            },
+            gpu: GpuReading {
+                cma_free: self.meminfo.cma_free,
+                // Not `NvMapMemFree`: where the kernel prints it, its own estimate of what is available has it already.
+                nvmap_pool: self.pool.map(|pool| pool.bytes()),
+                gpu_used: self.gpu,
+                gpu_orphaned: self.gpu_orphaned,
+            },
             zram_store: self.zram_store,
             largest_free: self.free_blocks.map(|blocks| blocks.size),
             scope_used: self.scope.map(|scope| scope.used),
-            psi_some_avg10: self.pressure.map(|pressure| pressure.some.avg10),
-            psi_some_total_us: self.pressure.map(|pressure| pressure.some.total_us),
-            psi_full_total_us: self.pressure.and_then(|pressure| pressure.full).map(|full| full.total_us),
-            refaults_file: stat.refaults_file,
-            pgscan_direct: stat.pgscan_direct,
-            allocstalls: stat.allocstalls,
-            swap_ins: stat.swap_ins,
-            oom_kills: stat.oom_kills,
-            cma_failures: stat.cma_failures,
+            stalls: StallReading {
+                psi_some_avg10: self.pressure.map(|pressure| pressure.some.avg10),
+                psi_some_total_us: self.pressure.map(|pressure| pressure.some.total_us),
+                psi_full_total_us: self.pressure.and_then(|pressure| pressure.full).map(|full| full.total_us),
+            },
+            counters: KernelCounters {
+                refaults_file: stat.refaults_file,
+                pgscan_direct: stat.pgscan_direct,
+                allocstalls: stat.allocstalls,
+                swap_ins: stat.swap_ins,
+                oom_kills: stat.oom_kills,
+                cma_failures: stat.cma_failures,
+            },
             own_used: None,
             stall_watch: None,
         }

@@ -109,7 +109,7 @@ impl Call {
 
     /// That the caller is the process that holds the lease: the one that asked for it, and that is measured.
     pub(super) fn check_holds(&self, view: &LeaseView) -> Result<(), CallError> {
-        if (view.owner_uid, view.owner_pid) == (self.peer.uid, self.peer.pid) {
+        if (view.owner.owner_uid, view.owner.owner_pid) == (self.peer.uid, self.peer.pid) {
             return Ok(());
         }
         let process = |pid: Option<u32>| {
@@ -117,7 +117,7 @@ impl Call {
         };
         Err(CallError::NotTheHolder {
             lease: view.name(),
-            holder: process(view.owner_pid),
+            holder: process(view.owner.owner_pid),
             caller: process(self.peer.pid),
         })
     }

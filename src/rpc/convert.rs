@@ -76,16 +76,16 @@ pub(super) fn lease(view: &LeaseView, boot_id: &str, clock: Clock) -> v1::Lease 
         .into(),
         boot_id: boot_id.to_owned(),
         generation: view.generation,
-        held_bytes: view.held.get(),
-        min_bytes: view.min.get(),
-        max_bytes: view.max.get(),
-        used_bytes: view.used.map(Bytes::get),
-        measure_time: view.used_at.map(|at| clock.time(at)),
+        held_bytes: view.memory.held.get(),
+        min_bytes: view.memory.min.get(),
+        max_bytes: view.memory.max.get(),
+        used_bytes: view.memory.used.map(Bytes::get),
+        measure_time: view.memory.used_at.map(|at| clock.time(at)),
         target: view.target.as_ref().map(|at| target(at, String::new(), clock)),
         grant_time: (view.state != LeaseState::Requested).then(|| clock.time(view.granted_at)),
         expire_time: view.expires_at.map(|at| clock.time(at)),
         expires_in: view.expires_at.map(|at| clock.left(at)),
-        owner_uid: view.owner_uid,
+        owner_uid: view.owner.owner_uid,
     }
 }
 
@@ -131,8 +131,8 @@ pub(super) fn full_status(supervisor: &dyn Supervisor) -> v1::GetStatusResponse 
 
 /// The state in one message.
 fn status(snapshot: &Snapshot, boot_id: &str, last_sequence: u64, clock: Clock) -> v1::GetStatusResponse {
-    let sample = snapshot.sample.as_ref();
-    let gpu = sample.and_then(|sample| sample.gpu_used);
+    let sample = snapshot.pressure.sample.as_ref();
+    let gpu = sample.and_then(|sample| sample.gpu.gpu_used);
     v1::GetStatusResponse {
         version: env!("CARGO_PKG_VERSION").to_owned(),
         boot_id: boot_id.to_owned(),
@@ -140,34 +140,36 @@ fn status(snapshot: &Snapshot, boot_id: &str, last_sequence: u64, clock: Clock) 
         snapshot_time: Some(clock.time(snapshot.at)),
         last_sequence,
         budget: Some(v1::Budget {
-            budget_bytes: snapshot.budget.get(),
-            held_bytes: snapshot.held.get(),
-            used_bytes: snapshot.used.get(),
-            unaccounted_bytes: snapshot.unaccounted.get(),
-            free_bytes: snapshot.free.get(),
+            budget_bytes: snapshot.memory.budget.get(),
+            held_bytes: snapshot.memory.held.get(),
+            used_bytes: snapshot.memory.used.get(),
+            unaccounted_bytes: snapshot.memory.unaccounted.get(),
+            free_bytes: snapshot.memory.free.get(),
             supervisor_bytes: sample.and_then(|sample| sample.own_used).map(Bytes::get),
         }),
         pressure: Some(v1::Pressure {
-            level: match snapshot.level {
+            level: match snapshot.pressure.level {
                 PressureLevel::Normal => v1::PressureLevel::Normal,
                 PressureLevel::Elevated => v1::PressureLevel::Elevated,
                 PressureLevel::Critical => v1::PressureLevel::Critical,
             }
             .into(),
-            headroom_bytes: snapshot.headroom.map(Bytes::get),
-            elevated_below_bytes: snapshot.elevated_below.get(),
-            critical_below_bytes: snapshot.critical_below.get(),
-            mem_total_bytes: sample.map(|sample| sample.mem_total.get()),
-            mem_available_bytes: sample.map(|sample| sample.mem_available.get()),
-            cma_free_bytes: sample.and_then(|sample| sample.cma_free).map(Bytes::get),
+            headroom_bytes: snapshot.pressure.headroom.map(Bytes::get),
+            elevated_below_bytes: snapshot.pressure.elevated_below.get(),
+            critical_below_bytes: snapshot.pressure.critical_below.get(),
+            mem_total_bytes: sample.map(|sample| sample.memory.mem_total.get()),
+            mem_available_bytes: sample.map(|sample| sample.memory.mem_available.get()),
+            cma_free_bytes: sample.and_then(|sample| sample.gpu.cma_free).map(Bytes::get),
             // Hundredths of a percent.
-            some_avg10_ratio: sample.and_then(|sample| sample.psi_some_avg10).map(|avg10| f64::from(avg10) / 10_000.0),
+            some_avg10_ratio: sample
+                .and_then(|sample| sample.stalls.psi_some_avg10)
+                .map(|avg10| f64::from(avg10) / 10_000.0),
             scope_used_bytes: sample.and_then(|sample| sample.scope_used).map(Bytes::get),
-            oom_kills: sample.and_then(|sample| sample.oom_kills),
+            oom_kills: sample.and_then(|sample| sample.counters.oom_kills),
             free_without_reclaim_bytes: sample.map(|sample| sample.free_without_reclaim().get()),
-            nvmap_pool_bytes: sample.and_then(|sample| sample.nvmap_pool).map(Bytes::get),
-            losing_bytes_per_second: snapshot.losing_per_s.get(),
-            exhausted_in: snapshot.exhausted_in.and_then(|left| left.try_into().ok()),
+            nvmap_pool_bytes: sample.and_then(|sample| sample.gpu.nvmap_pool).map(Bytes::get),
+            losing_bytes_per_second: snapshot.pressure.losing_per_s.get(),
+            exhausted_in: snapshot.pressure.exhausted_in.and_then(|left| left.try_into().ok()),
             stall_watch: sample
                 .and_then(|sample| sample.stall_watch)
                 .map_or_else(String::new, |watch| watch.to_string()),
@@ -177,7 +179,7 @@ fn status(snapshot: &Snapshot, boot_id: &str, last_sequence: u64, clock: Clock) 
             largest_free_block_bytes: sample.and_then(|sample| sample.largest_free).map(Bytes::get),
             released_to_pool_bytes: snapshot.last_release.map(|release| release.to_pool.get()),
             released_to_os_bytes: snapshot.last_release.map(|release| release.to_os.get()),
-            cma_failures: sample.and_then(|sample| sample.cma_failures),
+            cma_failures: sample.and_then(|sample| sample.counters.cma_failures),
         }),
         engine: Some(engine(snapshot)),
         workers: snapshot.workers.iter().map(worker).collect(),
@@ -237,9 +239,9 @@ fn engine(snapshot: &Snapshot) -> v1::Engine {
         full_plan_bytes: bytes_of(full),
         changing: asked.is_some(),
         failure: failure.clone().unwrap_or_default(),
-        sheds: snapshot.sheds,
-        shed_bytes: snapshot.shed_bytes.get(),
-        regrown_bytes: snapshot.regrown_bytes.get(),
+        sheds: snapshot.totals.sheds,
+        shed_bytes: snapshot.totals.shed_bytes.get(),
+        regrown_bytes: snapshot.totals.regrown_bytes.get(),
         milli_tokens_per_second: milli_tokens_per_s.unwrap_or(0),
         kv_type: in_force.as_ref().map_or(v1::KvType::Unspecified, |plan| kv_type(plan.kv_type)).into(),
         kv_used_tokens: kv.used.get(),

@@ -54,7 +54,7 @@ impl Holders {
 
     /// Takes note that `process` has to do with a lease, and watches it if it is the one that holds it.
     pub(super) fn attach(&self, view: &LeaseView, process: &Arc<Process>) {
-        if view.owner_pid == Some(process.pid()) {
+        if view.owner.owner_pid == Some(process.pid()) {
             self.attach_holder(view.id, process);
         }
     }

@@ -12,7 +12,10 @@ use super::{
     supervisor::Supervisor,
     v1::{WatchLeasesRequest, WatchLeasesResponse},
 };
-use crate::policy::{lease::LeaseView, snapshot::Snapshot};
+use crate::policy::{
+    lease::{LeaseMemory, LeaseView},
+    snapshot::Snapshot,
+};
 
 /// The state that was sent last, and since when it is the state, so that a watch can be taken up again.
 ///
@@ -129,7 +132,7 @@ impl Watching {
 
 /// A measurement that gives the same bytes again is no change.
 fn without_time_of_measurement(view: LeaseView) -> LeaseView {
-    LeaseView { used_at: None, ..view }
+    LeaseView { memory: LeaseMemory { used_at: None, ..view.memory }, ..view }
 }
 
 #[cfg(test)]

@@ -151,7 +151,7 @@ impl OperatorService for Operators {
         let supervisor = &self.context.supervisor;
         let response = match answer {
             Answer::Lease { lease } => ResizeWorkerResponse {
-                message: format!("{} holds {}", lease.name(), lease.held),
+                message: format!("{} holds {}", lease.name(), lease.memory.held),
                 lease: Some(convert::lease(&lease, supervisor.boot_id(), Clock::new(supervisor.now()))),
             },
             answer => ResizeWorkerResponse { lease: None, message: words_in(answer, "ResizeWorker")? },

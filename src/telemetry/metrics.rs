@@ -172,19 +172,19 @@ impl Metrics {
     /// Takes over everything that a snapshot tells.
     pub fn observe(&self, snapshot: &Snapshot) {
         let _whole = self.whole.lock().unwrap_or_else(PoisonError::into_inner);
-        set(&self.budget, snapshot.budget);
-        set(&self.budget_free, snapshot.free);
-        set(&self.budget_held, snapshot.held);
-        set(&self.budget_unaccounted, snapshot.unaccounted);
-        set(&self.budget_used, snapshot.used);
-        set_known(&self.headroom, snapshot.headroom);
+        set(&self.budget, snapshot.memory.budget);
+        set(&self.budget_free, snapshot.memory.free);
+        set(&self.budget_held, snapshot.memory.held);
+        set(&self.budget_unaccounted, snapshot.memory.unaccounted);
+        set(&self.budget_used, snapshot.memory.used);
+        set_known(&self.headroom, snapshot.pressure.headroom);
         self.safe_profile.set(u64::from(safe_profile(snapshot).is_some()));
         for reason in RebootReason::WORDS {
             let advised = snapshot.reboot.iter().any(|known| known.word() == reason);
             let reason = reason.to_owned();
             self.reboot_advised.get_or_create(&Reason { reason }).set(advised.into());
         }
-        self.pressure_level.set(match snapshot.level {
+        self.pressure_level.set(match snapshot.pressure.level {
             PressureLevel::Normal => 0,
             PressureLevel::Elevated => 1,
             PressureLevel::Critical => 2,
@@ -312,22 +312,22 @@ impl Metrics {
     }
 
     fn observe_sample(&self, snapshot: &Snapshot) {
-        let Some(sample) = &snapshot.sample else {
+        let Some(sample) = &snapshot.pressure.sample else {
             return;
         };
-        set_known(&self.memory_available, Some(sample.mem_available));
-        set_known(&self.cma_free, sample.cma_free);
-        set_known(&self.gpu_used, sample.gpu_used.map(GpuUse::bytes));
-        set_known(&self.page_pool, sample.nvmap_pool);
+        set_known(&self.memory_available, Some(sample.memory.mem_available));
+        set_known(&self.cma_free, sample.gpu.cma_free);
+        set_known(&self.gpu_used, sample.gpu.gpu_used.map(GpuUse::bytes));
+        set_known(&self.page_pool, sample.gpu.nvmap_pool);
         set_known(&self.zram_store, sample.zram_store);
-        if let Some(kills) = sample.oom_kills {
+        if let Some(kills) = sample.counters.oom_kills {
             raise(&self.oom_kills, kills);
         }
-        if let Some(hundredths) = sample.psi_some_avg10 {
+        if let Some(hundredths) = sample.stalls.psi_some_avg10 {
             let window = "10s".to_owned();
             self.pressure_some.get_or_create(&Window { window }).set(f64::from(hundredths) / 10_000.0);
         }
-        for (kind, total_us) in [("some", sample.psi_some_total_us), ("full", sample.psi_full_total_us)] {
+        for (kind, total_us) in [("some", sample.stalls.psi_some_total_us), ("full", sample.stalls.psi_full_total_us)] {
             if let Some(total_us) = total_us {
                 let kind = kind.to_owned();
                 let seconds = Duration::from_micros(total_us).as_secs_f64();
@@ -364,9 +364,9 @@ impl Metrics {
                 .to_owned(),
             };
             // A tenant may have several leases.
-            self.lease_held.get_or_create(&holder).inc_by(lease.held.get());
+            self.lease_held.get_or_create(&holder).inc_by(lease.memory.held.get());
             // One reading of its process, however many leases that has.
-            if let Some(used) = lease.used
+            if let Some(used) = lease.memory.used
                 && read.insert(lease.holder())
             {
                 self.lease_used.get_or_create(&tenant).inc_by(used.get());
@@ -378,7 +378,7 @@ impl Metrics {
     }
 
     fn observe_engine(&self, snapshot: &Snapshot) {
-        raise(&self.regrow_bytes, snapshot.regrown_bytes.get());
+        raise(&self.regrow_bytes, snapshot.totals.regrown_bytes.get());
         let (mut resident, mut streamed) = (0, 0);
         let (mut weights, mut capacity) = (Bytes::ZERO, Bytes::ZERO);
         let chunk = snapshot.engine.in_force.as_ref().map_or(0, |plan| plan.prefill_chunk.get());
@@ -531,8 +531,9 @@ mod tests {
     use super::*;
     use crate::{
         policy::{
-            lease::{Class, LeaseId, LeaseView, Target},
-            pressure::Sample,
+            lease::{Class, LeaseId, LeaseMemory, LeaseOwner, LeaseView, Target},
+            pressure::{KernelCounters, MemoryReading, Sample, StallReading},
+            snapshot::{MemoryView, PressureView, Totals},
         },
         units::Timestamp,
     };
@@ -546,16 +547,17 @@ mod tests {
             class: Class::AudioRealtime,
             state: LeaseState::Granted,
             generation: id,
-            held: Bytes::from_mib(mib),
-            min: Bytes::ZERO,
-            max: Bytes::from_mib(mib),
-            used: None,
-            used_at: None,
+            memory: LeaseMemory {
+                held: Bytes::from_mib(mib),
+                min: Bytes::ZERO,
+                max: Bytes::from_mib(mib),
+                used: None,
+                used_at: None,
+            },
             target: None,
             granted_at: Timestamp::START,
             expires_at: None,
-            owner_uid: 0,
-            owner_pid: None,
+            owner: LeaseOwner { owner_uid: 0, owner_pid: None },
         }
     }
 
@@ -563,24 +565,33 @@ mod tests {
     fn all_metrics_are_written_as_openmetrics() {
         let metrics = Metrics::new();
         let mut asr = lease(2, "asr", LeaseKind::Worker, 180);
-        asr.used = Some(Bytes::from_mib(170));
+        asr.memory.used = Some(Bytes::from_mib(170));
         asr.state = LeaseState::Revoking;
         asr.target = Some(Target { nonce: 1, bytes: Bytes::from_mib(120), deadline: Timestamp::NEVER });
         metrics.observe(&Snapshot {
-            budget: Bytes::from_mib(896),
-            held: Bytes::from_mib(580),
-            free: Bytes::from_mib(316),
-            headroom: Some(Bytes::from_mib(200)),
-            level: PressureLevel::Elevated,
-            sample: Some(Sample {
-                mem_available: Bytes::from_gib(4),
-                psi_some_avg10: Some(6142),
-                psi_some_total_us: Some(1_500_000),
-                oom_kills: Some(3),
-                ..Sample::default()
-            }),
+            memory: MemoryView {
+                budget: Bytes::from_mib(896),
+                held: Bytes::from_mib(580),
+                free: Bytes::from_mib(316),
+                ..MemoryView::default()
+            },
+            pressure: PressureView {
+                headroom: Some(Bytes::from_mib(200)),
+                level: PressureLevel::Elevated,
+                sample: Some(Sample {
+                    memory: MemoryReading { mem_available: Bytes::from_gib(4), ..MemoryReading::default() },
+                    stalls: StallReading {
+                        psi_some_avg10: Some(6142),
+                        psi_some_total_us: Some(1_500_000),
+                        ..StallReading::default()
+                    },
+                    counters: KernelCounters { oom_kills: Some(3), ..KernelCounters::default() },
+                    ..Sample::default()
+                }),
+                ..PressureView::default()
+            },
             leases: vec![lease(1, "llm", LeaseKind::Engine, 400), asr],
-            regrown_bytes: Bytes::from_mib(7),
+            totals: Totals { regrown_bytes: Bytes::from_mib(7), ..Totals::default() },
             ..Snapshot::default()
         });
         metrics.lease_denied("insufficient_memory");
@@ -615,7 +626,7 @@ mod tests {
         let leases = [("tts", "tts"), ("tts", "tts"), ("tts", "tts (pid 7)"), ("cache", "tts (pid 7)")];
         let leases = leases.into_iter().zip(1..).map(|((tenant, holder), id)| LeaseView {
             holder: holder.to_owned(),
-            used: Some(Bytes::from_mib(4)),
+            memory: LeaseMemory { used: Some(Bytes::from_mib(4)), ..lease(id, tenant, LeaseKind::Tenant, 10).memory },
             ..lease(id, tenant, LeaseKind::Tenant, 10)
         });
         metrics.observe(&Snapshot { leases: leases.collect(), ..Snapshot::default() });

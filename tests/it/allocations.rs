@@ -29,7 +29,7 @@ use cotenant::{
         kv_type::KvType,
         lease::Ticket,
         params::{EngineParams, Params, Scope},
-        pressure::Sample,
+        pressure::{MemoryReading, Sample},
         residency::{EnginePlan, KvShape, LayerKind, LayerShape, ModelShape},
     },
     units::{Bytes, Timestamp, Tokens},
@@ -211,8 +211,11 @@ fn a_sample_that_leads_to_a_shed_asks_for_little() {
     let mut arbiter = Arbiter::new(params).unwrap();
     let sample = |used: u64, at| Sample {
         taken_at: at,
-        mem_total: Bytes::from_gib(64),
-        mem_available: Bytes::from_gib(60),
+        memory: MemoryReading {
+            mem_total: Bytes::from_gib(64),
+            mem_available: Bytes::from_gib(60),
+            ..MemoryReading::default()
+        },
         scope_used: Some(Bytes::from_mib(used)),
         ..Sample::default()
     };
@@ -326,8 +329,11 @@ impl Shedding {
         self.now = self.now + Duration::from_millis(400);
         let event = Event::Sampled(Sample {
             taken_at: self.now,
-            mem_total: Bytes::from_gib(64),
-            mem_available: Bytes::from_gib(60),
+            memory: MemoryReading {
+                mem_total: Bytes::from_gib(64),
+                mem_available: Bytes::from_gib(60),
+                ..MemoryReading::default()
+            },
             scope_used: Some(Bytes::from_mib(used_mib)),
             ..Sample::default()
         });
@@ -386,10 +392,10 @@ fn from_the_sample_to_the_credit_nobody_asks_the_system_for_memory() {
     };
     let engines = ASKED_BY_ENGINES.load(Ordering::Relaxed) - engines;
     assert!(report.freed > Bytes::ZERO, "{report:?}");
-    let held = shedding.arbiter.snapshot().held;
+    let held = shedding.arbiter.snapshot().memory.held;
     let credit = || shedding.applied(revision, report.plan.clone(), report.held, report.freed);
     let (_, asked, _) = asked_by(|| emergency::within(credit));
-    assert!(shedding.arbiter.snapshot().held < held, "it is credited");
+    assert!(shedding.arbiter.snapshot().memory.held < held, "it is credited");
     let counts = emergency::counts();
     assert_eq!((times, engines, asked), (0, 0, 0), "{counts:?}");
     assert_eq!(counts.missed, before.missed);
@@ -414,7 +420,7 @@ fn what_is_set_aside_is_there_again_after_many_sheds() {
         shedding.settle();
         in_use.push(emergency::in_use());
     }
-    assert_eq!(shedding.arbiter.snapshot().sheds, 8);
+    assert_eq!(shedding.arbiter.snapshot().totals.sheds, 8);
     let counts = emergency::counts();
     assert_eq!(counts.missed, 0, "{counts:?}, in use {in_use:?}");
     // What is kept of a decision is replaced by what is kept of the next one; a channel keeps a few blocks for itself.

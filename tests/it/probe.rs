@@ -97,13 +97,13 @@ fn a_full_board_is_read_in_the_words_of_policy() {
     let mut sampler = Sampler::open(&machine.root, None).unwrap();
     let sample = sampler.read().unwrap().sample(Timestamp::from_millis(7));
     assert_eq!(sample.taken_at, Timestamp::from_millis(7));
-    assert_eq!(sample.mem_total, Bytes::from_kib(16_031_988));
-    assert!(sample.mem_available < sample.mem_free);
-    assert_eq!(sample.nvmap_pool, Some(Bytes::from_mib(4)));
-    assert_eq!(sample.refaults_file, Some(64_000_000_000));
-    assert_eq!(sample.allocstalls, Some(522_449));
-    assert_eq!(sample.oom_kills, Some(3));
-    assert_eq!((sample.psi_some_avg10, sample.scope_used), (None, None));
+    assert_eq!(sample.memory.mem_total, Bytes::from_kib(16_031_988));
+    assert!(sample.memory.mem_available < sample.memory.mem_free);
+    assert_eq!(sample.gpu.nvmap_pool, Some(Bytes::from_mib(4)));
+    assert_eq!(sample.counters.refaults_file, Some(64_000_000_000));
+    assert_eq!(sample.counters.allocstalls, Some(522_449));
+    assert_eq!(sample.counters.oom_kills, Some(3));
+    assert_eq!((sample.stalls.psi_some_avg10, sample.scope_used), (None, None));
 }
 
 #[test]
@@ -126,14 +126,14 @@ fn gpu_memory_is_counted_where_it_can_be_and_inferred_elsewhere() {
         .with_capture("proc/buddyinfo", "vmstat/buddyinfo_orin-nx-16g_lfb-53x1MB.RECONSTRUCTED.txt")
         .with("proc/vmstat", "cma_alloc_success 7\ncma_alloc_fail 2\n");
     let counted = read(&mut Sampler::open(&root.root, None).unwrap());
-    assert_eq!(counted.gpu_used, Some(GpuUse::Counted(Bytes::new(3_874_488_320))));
+    assert_eq!(counted.gpu.gpu_used, Some(GpuUse::Counted(Bytes::new(3_874_488_320))));
     assert_eq!(counted.zram_store, Some(Bytes::new(4_187_593_113)));
-    assert_eq!((counted.largest_free, counted.cma_failures), (Some(Bytes::from_mib(1)), Some(2)));
-    assert_eq!(counted.gpu_orphaned, Some(Bytes::ZERO), "its rows are all there is");
+    assert_eq!((counted.largest_free, counted.counters.cma_failures), (Some(Bytes::from_mib(1)), Some(2)));
+    assert_eq!(counted.gpu.gpu_orphaned, Some(Bytes::ZERO), "its rows are all there is");
     let orphaned = root
         .with_capture("sys/kernel/debug/nvmap/iovmm/clients", "nvmap/iovmm_clients_vllm_r36.txt")
         .with("sys/kernel/debug/nvmap/stats/total_memory", "15687254016\n");
-    let orphaned = read(&mut Sampler::open(&orphaned.root, None).unwrap()).gpu_orphaned;
+    let orphaned = read(&mut Sampler::open(&orphaned.root, None).unwrap()).gpu.gpu_orphaned;
     assert_eq!(orphaned, Some(Bytes::from_kib(15_319_584 - 14_617_792)));
     // Without root, on a board of which meminfo alone is read: idle, and then with the voice stack. 5241728 − 1125520 KiB more
     // are accounted for by nobody, of which zram's store has grown by 1000 KiB.
@@ -142,19 +142,19 @@ fn gpu_memory_is_counted_where_it_can_be_and_inferred_elsewhere() {
         .with_capture("proc/meminfo", "meminfo/orin-nx-16g_r36.4_idle.RECONSTRUCTED.txt")
         .with("sys/block/zram0/mm_stat", "0 0 2048000 0\n");
     let mut sampler = Sampler::open(&board.root, None).unwrap();
-    assert_eq!(read(&mut sampler).gpu_used, Some(GpuUse::Inferred(Bytes::ZERO)));
+    assert_eq!(read(&mut sampler).gpu.gpu_used, Some(GpuUse::Inferred(Bytes::ZERO)));
     let board = board
         .with_capture("proc/meminfo", &format!("meminfo/{tight}.txt"))
         .with("sys/block/zram0/mm_stat", "0 0 3072000 0\n");
     let expected = Bytes::from_kib(5_241_728 - 1_125_520 - 1000);
-    assert_eq!(read(&mut sampler).gpu_used, Some(GpuUse::Inferred(expected)));
+    assert_eq!(read(&mut sampler).gpu.gpu_used, Some(GpuUse::Inferred(expected)));
     drop(board);
     // Older kernels print it. Elsewhere the GPU has memory of its own.
     let old = Machine::new().with_capture("proc/meminfo", "meminfo/tx2-8g_r32.7_4.9.253.txt");
-    let printed = read(&mut Sampler::open(&old.root, None).unwrap()).gpu_used;
+    let printed = read(&mut Sampler::open(&old.root, None).unwrap()).gpu.gpu_used;
     assert_eq!(printed, Some(GpuUse::Counted(Bytes::from_kib(805_068))));
     let server = Machine::new().with_capture("proc/meminfo", "meminfo/orin-nano-8g_r36.4.x_5.15.148.txt");
-    assert_eq!(read(&mut Sampler::open(&server.root, None).unwrap()).gpu_used, None);
+    assert_eq!(read(&mut Sampler::open(&server.root, None).unwrap()).gpu.gpu_used, None);
 }
 
 #[test]

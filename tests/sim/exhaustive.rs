@@ -24,7 +24,7 @@ use cotenant::{
         event::{Action, Answer, Event},
         lease::{Class, LeaseId, LeaseKind, LeaseRequest, LeaseState, Peer, TargetAnswer, Ticket},
         params::{Params, Scope},
-        pressure::{PressureLevel, Sample},
+        pressure::{MemoryReading, PressureLevel, Sample},
         snapshot::Snapshot,
     },
     units::{Bytes, Timestamp},
@@ -161,9 +161,11 @@ impl State {
             if at == self.now { Bytes::new(self.holders.iter().map(|holder| holder.used).sum()) } else { Bytes::ZERO };
         Event::Sampled(Sample {
             taken_at: at,
-            mem_total: Bytes::from_gib(1),
-            mem_available: Bytes::from_mib(512),
-            mem_free: Bytes::from_mib(512),
+            memory: MemoryReading {
+                mem_total: Bytes::from_gib(1),
+                mem_available: Bytes::from_mib(512),
+                mem_free: Bytes::from_mib(512),
+            },
             scope_used: Some(used),
             ..Sample::default()
         })
@@ -291,7 +293,7 @@ impl State {
                 let known = |state: &Self| {
                     let leases = state.arbiter.snapshot().leases;
                     let lease = leases.into_iter().find(|view| view.id == lease);
-                    lease.map(|view| (view.state, view.held, view.target.map(|target| target.nonce)))
+                    lease.map(|view| (view.state, view.memory.held, view.target.map(|target| target.nonce)))
                 };
                 // What time brings is not the answer's doing.
                 self.tell(Event::DeadlineReached)?;
@@ -411,8 +413,8 @@ impl State {
             self.follow(action)?;
         }
         let after = self.arbiter.snapshot();
-        if after.held > BUDGET {
-            return Err(format!("over-commit: {} is held of {BUDGET}", after.held));
+        if after.memory.held > BUDGET {
+            return Err(format!("over-commit: {} is held of {BUDGET}", after.memory.held));
         }
         for lease in &after.leases {
             let lives = matches!(lease.state, LeaseState::Granted | LeaseState::Revoking);
@@ -436,9 +438,9 @@ impl State {
         for (index, holder) in self.holders.iter().enumerate() {
             let Some((id, _)) = holder.lease else { continue };
             let held = after.leases.iter().find(|lease| lease.id == LeaseId(id));
-            let held = held.map_or(Bytes::ZERO, |lease| lease.held);
+            let held = held.map_or(Bytes::ZERO, |lease| lease.memory.held);
             let was = before.leases.iter().find(|lease| lease.id == LeaseId(id));
-            let credited = was.is_some_and(|was| was.held > held);
+            let credited = was.is_some_and(|was| was.memory.held > held);
             // A liar is not covered for what it keeps beyond its end; nothing is ever credited that is in use. Once its
             // lease has ended a holder is covered for what it may take, as far as it knows: what it has not given back
             // beyond is unaccounted.
@@ -468,7 +470,7 @@ impl State {
                     // It uses at once all that it got.
                     let holder = &mut self.holders[index];
                     holder.lease = Some((lease.id.0, lease.generation));
-                    holder.used = lease.held.get();
+                    holder.used = lease.memory.held.get();
                     holder.may_use = holder.used;
                     holder.term_ends = lease.expires_at.unwrap();
                 }
@@ -519,8 +521,11 @@ impl State {
         if let Some(lease) = snapshot.leases.iter().find(|lease| lease.kind == LeaseKind::Tenant) {
             return Err(format!("not settled: {lease:?}"));
         }
-        if snapshot.level != PressureLevel::Normal || snapshot.free != BUDGET {
-            return Err(format!("not settled: pressure is {}, {} is free", snapshot.level, snapshot.free));
+        if snapshot.pressure.level != PressureLevel::Normal || snapshot.memory.free != BUDGET {
+            return Err(format!(
+                "not settled: pressure is {}, {} is free",
+                snapshot.pressure.level, snapshot.memory.free
+            ));
         }
         Ok(())
     }

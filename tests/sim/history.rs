@@ -239,8 +239,8 @@ impl History {
         if !open.is_empty() {
             return Err(format!("not settled: {open:?} still wait"));
         }
-        if snapshot.level != PressureLevel::Normal {
-            return Err(format!("not settled: pressure is {}", snapshot.level));
+        if snapshot.pressure.level != PressureLevel::Normal {
+            return Err(format!("not settled: pressure is {}", snapshot.pressure.level));
         }
         // Who waits for what can never be had goes on to wait, and holds nobody else small.
         let hopeless = self.world.device.hopeless.as_deref();
@@ -268,12 +268,12 @@ impl History {
             if snapshot.engine.in_force != snapshot.engine.full {
                 return Err(format!(
                     "not settled: the engine is at {:?} and not at {:?}; free {}, headroom {:?}",
-                    snapshot.engine.in_force, snapshot.engine.full, snapshot.free, snapshot.headroom
+                    snapshot.engine.in_force, snapshot.engine.full, snapshot.memory.free, snapshot.pressure.headroom
                 ));
             }
         }
-        if snapshot.unaccounted.whole_mib() > 0 {
-            return Err(format!("not settled: {} are unaccounted", snapshot.unaccounted));
+        if snapshot.memory.unaccounted.whole_mib() > 0 {
+            return Err(format!("not settled: {} are unaccounted", snapshot.memory.unaccounted));
         }
         Ok(())
     }

@@ -137,8 +137,9 @@ impl Subject {
         let mut seen = self.arbiter.snapshot();
         match self.planted {
             Some(Planted::DoubleGrant) => {
-                seen.budget = self.params.budget.bytes();
-                seen.free = seen.budget.saturating_sub(seen.held).saturating_sub(seen.unaccounted);
+                seen.memory.budget = self.params.budget.bytes();
+                seen.memory.free =
+                    seen.memory.budget.saturating_sub(seen.memory.held).saturating_sub(seen.memory.unaccounted);
             }
             Some(Planted::ExpiredRenewed) => {
                 for lease in &mut seen.leases {
@@ -149,7 +150,7 @@ impl Subject {
             }
             Some(Planted::GrownIntoReserved) => {
                 let reserved = self.notes.reserved.values().copied().sum();
-                seen.returning = seen.returning.saturating_add(reserved);
+                seen.memory.returning = seen.memory.returning.saturating_add(reserved);
             }
             _ => {}
         }
@@ -248,7 +249,7 @@ impl Subject {
                         ticket: Ticket(u64::MAX),
                         lease: view.id,
                         generation: view.generation,
-                        peer: Peer { uid: view.owner_uid, pid: view.owner_pid, operator: true },
+                        peer: Peer { uid: view.owner.owner_uid, pid: view.owner.owner_pid, operator: true },
                     },
                 ),
             };
@@ -291,7 +292,7 @@ fn target_of(seen: &Snapshot, lease: LeaseId, nonce: u64) -> Option<(&LeaseView,
 /// What the holder of a lease holds beside it.
 fn held_beside(seen: &Snapshot, view: &LeaseView) -> Bytes {
     let others = seen.leases.iter().filter(|other| other.holder() == view.holder() && other.id != view.id);
-    others.map(|other| other.held).sum()
+    others.map(|other| other.memory.held).sum()
 }
 
 fn bytes_of(seen: &Snapshot, plan: &EnginePlan) -> Bytes {

@@ -14,7 +14,7 @@ use cotenant::{
         kv_type::KvType,
         lease::{LeaseId, Target, Ticket},
         params::Scope,
-        pressure::Sample,
+        pressure::{GpuReading, MemoryReading, Sample},
         snapshot::{EngineState, Rest, WorkerState},
         target::Verdict,
     },
@@ -447,18 +447,22 @@ impl World {
         let sample = match self.device.params.budget.scope {
             Scope::Session => Sample {
                 taken_at: self.now,
-                mem_total: Bytes::from_gib(16),
-                mem_available: Bytes::from_gib(8),
-                mem_free: Bytes::from_gib(4),
+                memory: MemoryReading {
+                    mem_total: Bytes::from_gib(16),
+                    mem_available: Bytes::from_gib(8),
+                    mem_free: Bytes::from_gib(4),
+                },
                 scope_used: Some(used),
                 ..Sample::default()
             },
             Scope::Machine => Sample {
                 taken_at: self.now,
-                mem_total: total,
-                mem_available: total.saturating_sub(used),
-                mem_free: total.saturating_sub(used),
-                cma_free: Some(Bytes::ZERO),
+                memory: MemoryReading {
+                    mem_total: total,
+                    mem_available: total.saturating_sub(used),
+                    mem_free: total.saturating_sub(used),
+                },
+                gpu: GpuReading { cma_free: Some(Bytes::ZERO), ..GpuReading::default() },
                 ..Sample::default()
             },
         };
@@ -529,7 +533,7 @@ impl World {
     fn process_of(&self, holder: &str) -> Option<u32> {
         self.letters.as_ref()?;
         let leases = self.arbiter.snapshot().leases;
-        leases.iter().find(|lease| lease.holder() == holder)?.owner_pid
+        leases.iter().find(|lease| lease.holder() == holder)?.owner.owner_pid
     }
 
     fn neighbour_turn(&mut self) {

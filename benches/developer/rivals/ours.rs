@@ -16,7 +16,7 @@ use cotenant::{
         kv_type::KvType,
         lease::{Class, LeaseRequest, LeaseView, Peer, Ticket},
         params::{EngineParams, Params, ParamsError, Scope, StartParams, WorkerParams},
-        pressure::Sample,
+        pressure::{GpuReading, MemoryReading, Sample},
         residency::{EnginePlan, KvShape, LayerKind, LayerShape, ModelShape},
     },
     units::{Bytes, Timestamp, Tokens},
@@ -189,10 +189,8 @@ impl Ours<'_, '_> {
         let free = self.device.total.saturating_sub(self.device.used());
         self.events.push_back(Event::Sampled(Sample {
             taken_at: now,
-            mem_total: self.device.total,
-            mem_available: free,
-            mem_free: free,
-            cma_free: Some(Bytes::ZERO),
+            memory: MemoryReading { mem_total: self.device.total, mem_available: free, mem_free: free },
+            gpu: GpuReading { cma_free: Some(Bytes::ZERO), ..GpuReading::default() },
             ..Sample::default()
         }));
     }

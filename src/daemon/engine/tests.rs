@@ -24,7 +24,7 @@ use crate::{
         arbiter::Arbiter,
         event::Action,
         params::{EngineParams, Params, Scope},
-        pressure::Sample,
+        pressure::{MemoryReading, Sample},
         residency::PlanLimits,
         streaming::Calibration,
     },
@@ -233,9 +233,11 @@ impl Pair {
     fn sample(&mut self, used: Bytes) {
         self.tell(Event::Sampled(Sample {
             taken_at: self.now,
-            mem_total: Bytes::from_gib(8),
-            mem_available: Bytes::from_gib(4),
-            mem_free: Bytes::from_gib(4),
+            memory: MemoryReading {
+                mem_total: Bytes::from_gib(8),
+                mem_available: Bytes::from_gib(4),
+                mem_free: Bytes::from_gib(4),
+            },
             scope_used: Some(used),
             ..Sample::default()
         }));
@@ -288,7 +290,7 @@ async fn what_an_engine_could_not_have_back_after_measuring_is_told_and_asked_fo
     assert_eq!(receded, fewer);
     assert!(used < with_all);
     let snapshot = pair.arbiter.snapshot();
-    assert_eq!(snapshot.used, used, "the arbiter knows what the engine has");
+    assert_eq!(snapshot.memory.used, used, "the arbiter knows what the engine has");
     // Growth rests on a sample that is newer than the change.
     pair.now = pair.now + Duration::from_millis(1);
     pair.sample(used);
@@ -350,9 +352,11 @@ async fn an_engine_that_streams_and_finds_reading_slow_reads_prompts_in_larger_c
             pair.now = pair.now + Duration::from_millis(10);
             pair.tell(Event::Sampled(Sample {
                 taken_at: pair.now,
-                mem_total: Bytes::from_gib(8),
-                mem_available: Bytes::from_gib(4),
-                mem_free: Bytes::from_gib(4),
+                memory: MemoryReading {
+                    mem_total: Bytes::from_gib(8),
+                    mem_available: Bytes::from_gib(4),
+                    mem_free: Bytes::from_gib(4),
+                },
                 scope_used: Some(Bytes::from_mib(400).saturating_sub(free) + used),
                 ..Sample::default()
             }));
@@ -373,7 +377,7 @@ async fn an_engine_that_streams_and_finds_reading_slow_reads_prompts_in_larger_c
             let (in_force, then) = pair.applied().await;
             assert_eq!(in_force.prefill_chunk.get(), chunk);
             assert!(in_force.resident.is_subset(&loaded.resident));
-            let held: Bytes = pair.arbiter.snapshot().leases.iter().map(|lease| lease.held).sum();
+            let held: Bytes = pair.arbiter.snapshot().leases.iter().map(|lease| lease.memory.held).sum();
             assert!(then <= held && held <= full, "{then} of {held}");
         }
         let plan = pair.driver.current().handle().snapshot().plan.unwrap();

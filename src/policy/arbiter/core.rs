@@ -31,7 +31,9 @@ use crate::{
 ///
 /// let params = Params::for_budget(Bytes::from_gib(8), Bytes::from_gib(1), Scope::Machine);
 /// let mut arbiter = Arbiter::new(params)?;
-/// let sample = Sample { mem_total: Bytes::from_gib(8), mem_available: Bytes::from_gib(7), ..Sample::default() };
+/// let (mem_total, mem_available) = (Bytes::from_gib(8), Bytes::from_gib(7));
+/// let memory = MemoryReading { mem_total, mem_available, ..MemoryReading::default() };
+/// let sample = Sample { memory, ..Sample::default() };
 /// let actions = arbiter.handle(Timestamp::START, Event::Sampled(sample));
 /// assert!(matches!(actions[..], [Action::SampleAfter { .. }]));
 /// # Ok::<(), cotenant::policy::params::ParamsError>(())
@@ -252,7 +254,7 @@ impl Arbiter {
         if view.kind == LeaseKind::Engine {
             // Memory that no token has touched is held, and not used.
             let untouched = state.engine.kv.untouched;
-            view.used = view.used.map(|used| used.saturating_sub(untouched));
+            view.memory.used = view.memory.used.map(|used| used.saturating_sub(untouched));
         }
         Some(view)
     }

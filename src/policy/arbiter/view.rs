@@ -4,11 +4,11 @@ use super::core::Arbiter;
 use crate::{
     policy::{
         admission::{Want, WantKind},
-        lease::{LeaseId, LeaseKind, LeaseState, LeaseView},
+        lease::{LeaseId, LeaseKind, LeaseMemory, LeaseOwner, LeaseState, LeaseView},
         lease_table::Lease,
         reclaim,
         shedding::NextShed,
-        snapshot::{EngineView, Snapshot, WorkerView},
+        snapshot::{EngineView, MemoryView, PressureView, Snapshot, Totals, WorkerView},
     },
     units::{Bytes, Timestamp},
 };
@@ -46,27 +46,31 @@ impl Arbiter {
         leases.extend(state.queue.values().filter_map(waiting_view));
         Snapshot {
             at: state.now,
-            budget: state.ledger.budget(),
-            held: state.ledger.held(),
-            used: state.ledger.measured_use().saturating_sub(state.engine.kv.untouched),
-            unaccounted: state.ledger.unaccounted(),
-            free: state.ledger.free(),
-            unmanaged: state.ledger.unmanaged(),
-            returning: state
-                .engine
-                .returning()
-                .unwrap_or(Bytes::ZERO)
-                .saturating_add(state.returning_or_waiting_workers()),
-            coming_back: state.coming_back(),
-            headroom: state.pressure.headroom(),
-            level: state.pressure.level(),
-            elevated_below: state.params.pressure.elevated_below,
-            critical_below: state.params.pressure.critical_below,
-            minimum_reclaim: state.params.shed.minimum_reclaim,
-            losing_per_s: state.pressure.losing_per_s(),
-            exhausted_in: state.pressure.exhausted_in(),
-            sample_interval: state.pressure.interval(),
-            sample: self.sample.clone(),
+            memory: MemoryView {
+                budget: state.ledger.budget(),
+                held: state.ledger.held(),
+                used: state.ledger.measured_use().saturating_sub(state.engine.kv.untouched),
+                unaccounted: state.ledger.unaccounted(),
+                free: state.ledger.free(),
+                unmanaged: state.ledger.unmanaged(),
+                returning: state
+                    .engine
+                    .returning()
+                    .unwrap_or(Bytes::ZERO)
+                    .saturating_add(state.returning_or_waiting_workers()),
+                coming_back: state.coming_back(),
+            },
+            pressure: PressureView {
+                headroom: state.pressure.headroom(),
+                level: state.pressure.level(),
+                elevated_below: state.params.pressure.elevated_below,
+                critical_below: state.params.pressure.critical_below,
+                minimum_reclaim: state.params.shed.minimum_reclaim,
+                losing_per_s: state.pressure.losing_per_s(),
+                exhausted_in: state.pressure.exhausted_in(),
+                sample_interval: state.pressure.interval(),
+                sample: self.sample.clone(),
+            },
             leases,
             waiting: state.queue.len(),
             engine: EngineView {
@@ -100,9 +104,11 @@ impl Arbiter {
                 .collect(),
             peaks: state.peaks.clone(),
             draining: state.draining,
-            sheds: self.stats.sheds,
-            shed_bytes: self.stats.shed_bytes,
-            regrown_bytes: self.stats.regrown_bytes,
+            totals: Totals {
+                sheds: self.stats.sheds,
+                shed_bytes: self.stats.shed_bytes,
+                regrown_bytes: self.stats.regrown_bytes,
+            },
             last_release: self.page_pool.last_release,
             reboot: self.reboot.reasons().collect(),
         }
@@ -195,15 +201,10 @@ fn waiting_view(want: &Want) -> Option<LeaseView> {
         class: want.class,
         state: LeaseState::Requested,
         generation: 0,
-        held: Bytes::ZERO,
-        min: request.min,
-        max: request.max,
-        used: None,
-        used_at: None,
+        memory: LeaseMemory { held: Bytes::ZERO, min: request.min, max: request.max, used: None, used_at: None },
         target: None,
         granted_at: want.since,
         expires_at: None,
-        owner_uid: request.peer.uid,
-        owner_pid: request.peer.pid,
+        owner: LeaseOwner { owner_uid: request.peer.uid, owner_pid: request.peer.pid },
     })
 }

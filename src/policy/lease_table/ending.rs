@@ -8,7 +8,7 @@ use crate::{
         decision::{LeaseDecision, LeaseEnd},
         denial::{Denial, NotHolder},
         event::Action,
-        lease::{LeaseId, LeaseKind, LeaseState, LeaseView, Peer},
+        lease::{LeaseId, LeaseKind, LeaseMemory, LeaseState, LeaseView, Peer},
         ledger::Ledger,
     },
     units::{Bytes, Timestamp},
@@ -20,7 +20,7 @@ impl LeaseTable {
         let is_holder = |owner: Option<u32>| pid.is_none() || pid == owner;
         let Some(lease) = self.leases.get(&id) else {
             let mut residual = self.residual.values().map(|residual| &residual.lease);
-            let lease = residual.find(|lease| lease.id == id && is_holder(lease.owner_pid));
+            let lease = residual.find(|lease| lease.id == id && is_holder(lease.owner.owner_pid));
             if let Some(holder) = lease.map(|lease| lease.holder.clone()) {
                 self.forget_holder(&holder, turn.ledger);
                 turn.effects.push(Effect::Moved);
@@ -241,7 +241,13 @@ impl LeaseTable {
         let Some(lease) = lease.filter(|lease| self.has_no_lease(&lease.holder)) else {
             return;
         };
-        let lease = LeaseView { state: LeaseState::Gone, held: Bytes::ZERO, target: None, expires_at: None, ..lease };
+        let lease = LeaseView {
+            state: LeaseState::Gone,
+            memory: LeaseMemory { held: Bytes::ZERO, ..lease.memory },
+            target: None,
+            expires_at: None,
+            ..lease
+        };
         let residual = ResidualUse { next_poll: now + self.shed.verify_poll, unreadable_since: None, lease };
         self.residual.insert(residual.lease.holder.clone(), residual);
     }

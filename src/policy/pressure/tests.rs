@@ -65,7 +65,7 @@ fn a_confirming_signal_stands_for_the_second_sample() {
     let mut pressure = Pressure::new(params());
     let sample = |millis, stalls| Sample {
         taken_at: Timestamp::from_millis(millis),
-        allocstalls: Some(stalls),
+        counters: KernelCounters { allocstalls: Some(stalls), ..KernelCounters::default() },
         ..Sample::default()
     };
     assert_eq!(pressure.observe(&sample(0, 7), mib(131)), None);
@@ -115,8 +115,11 @@ fn a_late_sample_changes_nothing() {
 
 #[test]
 fn available_leaves_out_what_the_gpu_can_never_have() {
-    let sample =
-        Sample { mem_available: mib(1000), cma_free: Some(mib(200)), nvmap_pool: Some(mib(50)), ..Sample::default() };
+    let sample = Sample {
+        memory: MemoryReading { mem_available: mib(1000), ..MemoryReading::default() },
+        gpu: GpuReading { cma_free: Some(mib(200)), nvmap_pool: Some(mib(50)), ..GpuReading::default() },
+        ..Sample::default()
+    };
     assert_eq!(sample.available(), mib(850));
 }
 
@@ -124,8 +127,11 @@ fn available_leaves_out_what_the_gpu_can_never_have() {
 fn signs(pressure: &mut Pressure, millis: u64, headroom: u64, (refaults, stalls): (u64, u64)) -> Option<LevelChange> {
     let sample = Sample {
         taken_at: Timestamp::from_millis(millis),
-        refaults_file: Some(refaults),
-        allocstalls: Some(stalls),
+        counters: KernelCounters {
+            refaults_file: Some(refaults),
+            allocstalls: Some(stalls),
+            ..KernelCounters::default()
+        },
         ..Sample::default()
     };
     pressure.observe(&sample, mib(headroom))
@@ -148,8 +154,11 @@ fn contiguous_memory_that_is_refused_is_elevated_where_headroom_is_not_plentiful
     for (headroom, expected) in [(250, PressureLevel::Elevated), (300, PressureLevel::Normal)] {
         let mut pressure = Pressure::new(params());
         for (millis, failures) in [(0, 3), (200, 3), (400, 5)] {
-            let sample =
-                Sample { taken_at: Timestamp::from_millis(millis), cma_failures: Some(failures), ..Sample::default() };
+            let sample = Sample {
+                taken_at: Timestamp::from_millis(millis),
+                counters: KernelCounters { cma_failures: Some(failures), ..KernelCounters::default() },
+                ..Sample::default()
+            };
             let change = pressure.observe(&sample, mib(headroom));
             assert!(change.is_none() || millis == 400, "{change:?}");
         }
@@ -220,10 +229,13 @@ fn stalls_of_a_machine_with_plenty_say_nothing_of_a_session_on_it() {
         for (at, stalls) in [(0, 1), (200, 5), (400, 9), (600, 12)] {
             let sample = Sample {
                 taken_at: Timestamp::from_millis(at),
-                mem_total: mib(16_000),
-                mem_available: mib(available),
+                memory: MemoryReading {
+                    mem_total: mib(16_000),
+                    mem_available: mib(available),
+                    ..MemoryReading::default()
+                },
                 scope_used: Some(mib(880)),
-                allocstalls: Some(stalls),
+                counters: KernelCounters { allocstalls: Some(stalls), ..KernelCounters::default() },
                 ..Sample::default()
             };
             pressure.observe(&sample, mib(120));

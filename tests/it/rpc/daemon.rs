@@ -21,7 +21,7 @@ use cotenant::{
         event::{Action, Event},
         lease::Class,
         params::{Params, Scope, WorkerParams},
-        pressure::Sample,
+        pressure::{MemoryReading, Sample},
         refusal::Refusal,
         snapshot::Snapshot,
     },
@@ -181,7 +181,7 @@ impl Daemon {
         });
         // The first sample has been taken, so that requests are judged by it.
         let mut snapshots = handle.snapshot();
-        snapshots.wait_for(|snapshot| snapshot.sample.is_some()).await.unwrap();
+        snapshots.wait_for(|snapshot| snapshot.pressure.sample.is_some()).await.unwrap();
 
         let parrot = Arc::<Parrot>::default();
         let server = Server::new(
@@ -258,7 +258,7 @@ impl Daemon {
     }
 
     pub(super) fn held(&self) -> Bytes {
-        self.handle.state().held
+        self.handle.state().memory.held
     }
 
     /// Ends the server and the loop, and checks that the journal gives the same decisions again.
@@ -333,9 +333,11 @@ async fn sample(
         let used: Bytes = uses.lock().unwrap().values().copied().sum();
         let sample = Sample {
             taken_at: handle.now().0,
-            mem_total: TOTAL,
-            mem_available: TOTAL.saturating_sub(used),
-            mem_free: TOTAL.saturating_sub(used),
+            memory: MemoryReading {
+                mem_total: TOTAL,
+                mem_available: TOTAL.saturating_sub(used),
+                mem_free: TOTAL.saturating_sub(used),
+            },
             ..Sample::default()
         };
         handle.tell(Event::Sampled(sample)).await;

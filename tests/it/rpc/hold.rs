@@ -116,7 +116,9 @@ async fn a_target_is_told_answered_and_credited_once_it_is_measured() {
     held.answer(target.nonce, target.target_bytes, TargetState::Applied, Bytes::new(target.target_bytes)).await;
     assert_eq!(held.receipt().await, (target.nonce, TargetState::Applied, String::new()));
     assert!(!urgent.is_finished());
-    daemon.state(|snapshot| snapshot.leases.iter().any(|lease| lease.tenant == "index" && lease.used.is_some())).await;
+    daemon
+        .state(|snapshot| snapshot.leases.iter().any(|lease| lease.tenant == "index" && lease.memory.used.is_some()))
+        .await;
     assert!(!urgent.is_finished(), "granted on the holder's word");
 
     daemon.set_used("index", Bytes::new(target.target_bytes));

@@ -61,7 +61,7 @@ async fn a_lease_is_created_renewed_resized_listed_and_released() {
         })
         .await
         .unwrap();
-    daemon.state(|snapshot| snapshot.held == before).await;
+    daemon.state(|snapshot| snapshot.memory.held == before).await;
     let late = client.renew_lease(v1::RenewLeaseRequest { name, boot_id, generation }).await.unwrap_err();
     assert_eq!(reason(&late), (Code::NotFound, "UNKNOWN_LEASE".into()));
     daemon.end().await;
@@ -243,7 +243,7 @@ async fn a_lease_ends_with_the_process_that_holds_it() {
     });
     let output = child.await.unwrap();
     assert!(output.status.success(), "{output:?}");
-    daemon.state(|snapshot| snapshot.held == before).await;
+    daemon.state(|snapshot| snapshot.memory.held == before).await;
     daemon.state(|snapshot| !snapshot.leases.iter().any(|lease| lease.tenant == "child")).await;
     assert_eq!(daemon.count("holder_lost", "holder_lost").await, 1);
     daemon.end().await;
@@ -283,7 +283,7 @@ async fn a_watch_that_was_lost_goes_on_where_it_was() {
     let daemon = Daemon::start().await;
     let mut client = daemon.leases().await;
     granted(&mut client, request("one", "camera", 100)).await;
-    let state = daemon.state(|snapshot| snapshot.held >= Bytes::from_mib(164)).await;
+    let state = daemon.state(|snapshot| snapshot.memory.held >= Bytes::from_mib(164)).await;
     let first = |stream: tonic::Streaming<v1::WatchLeasesResponse>| async {
         let mut stream = stream;
         let state = tokio::time::timeout(PATIENCE, stream.message()).await.unwrap();

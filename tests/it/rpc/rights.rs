@@ -128,7 +128,7 @@ async fn a_tenant_touches_its_own_leases_only() {
         .await
         .unwrap();
     LeaseServiceClient::new(one.clone()).renew_lease(renew).await.unwrap();
-    daemon.state(|snapshot| snapshot.held == held).await;
+    daemon.state(|snapshot| snapshot.memory.held == held).await;
     // An operator may end it.
     daemon.leases().await.release_lease(release).await.unwrap();
     daemon.end().await;

@@ -13,8 +13,8 @@ impl Checker for Covered {
                 .after
                 .leases
                 .iter()
-                .filter(|lease| lease.tenant == *tenant && lease.owner_pid == *pid)
-                .map(|lease| lease.held)
+                .filter(|lease| lease.tenant == *tenant && lease.owner.owner_pid == *pid)
+                .map(|lease| lease.memory.held)
                 .sum();
             if held < *used {
                 return Err(format!("no book covers `{tenant}`: it really uses {used} and holds {held}"));

@@ -20,22 +20,22 @@ impl Checker for Credited {
             let Some(after) = step.after.leases.iter().find(|after| after.id == before.id) else {
                 continue;
             };
-            let Some(used) = step.word_use.get(&(before.tenant.clone(), before.owner_pid)) else {
+            let Some(used) = step.word_use.get(&(before.tenant.clone(), before.owner.owner_pid)) else {
                 continue;
             };
-            let credited = before.held.saturating_sub(after.held);
+            let credited = before.memory.held.saturating_sub(after.memory.held);
             if credited == Bytes::ZERO {
                 continue;
             }
             let leaves_open = 1000 - step.params.shed.verify_per_mille;
-            let open = before.held.max(*used).saturating_sub(target.bytes).per_mille(leaves_open);
+            let open = before.memory.held.max(*used).saturating_sub(target.bytes).per_mille(leaves_open);
             // A holder may have other leases: one whose request was given up by its caller, and that runs out.
             let held: Bytes = step
                 .after
                 .leases
                 .iter()
-                .filter(|lease| lease.tenant == before.tenant && lease.owner_pid == before.owner_pid)
-                .map(|lease| lease.held)
+                .filter(|lease| lease.tenant == before.tenant && lease.owner.owner_pid == before.owner.owner_pid)
+                .map(|lease| lease.memory.held)
                 .sum();
             if *used > held.saturating_add(open).saturating_add(SLACK) {
                 return Err(format!(

@@ -34,7 +34,8 @@ impl Checker for Floor {
             // A deadline may ask, and the event that follows in the same call says that the engine is gone.
             let gone = matches!(step.event, Event::EngineFailed { .. });
             let book = if gone { step.before } else { step.after };
-            let held: Bytes = book.leases.iter().filter(|lease| lease.tenant == "llm").map(|lease| lease.held).sum();
+            let held: Bytes =
+                book.leases.iter().filter(|lease| lease.tenant == "llm").map(|lease| lease.memory.held).sum();
             if shape.plan_bytes(plan) > held {
                 return Err(format!("above what is held: {} of {held}", shape.plan_bytes(plan)));
             }

@@ -22,7 +22,7 @@ impl Checker for Kept {
             let Some(ended) = step.before.leases.iter().find(|other| other.id == lease.id) else {
                 continue;
             };
-            let of_it = ended.owner_pid.and_then(|pid| step.keeping.get(&pid));
+            let of_it = ended.owner.owner_pid.and_then(|pid| step.keeping.get(&pid));
             let (Some(used), Some(target)) = (of_it, &ended.target) else {
                 continue;
             };
@@ -30,8 +30,8 @@ impl Checker for Kept {
                 .before
                 .leases
                 .iter()
-                .filter(|other| other.owner_pid == ended.owner_pid && other.id != ended.id)
-                .map(|other| other.held)
+                .filter(|other| other.owner.owner_pid == ended.owner.owner_pid && other.id != ended.id)
+                .map(|other| other.memory.held)
                 .sum();
             let claimed = matches!(
                 end,

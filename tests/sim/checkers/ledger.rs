@@ -9,19 +9,23 @@ pub(crate) struct Ledger;
 impl Checker for Ledger {
     fn check(&mut self, step: &Step<'_>) -> Result<(), String> {
         let after = step.after;
-        let sum: Bytes =
-            after.leases.iter().filter(|lease| lease.state != LeaseState::Requested).map(|lease| lease.held).sum();
-        if sum != after.held {
-            return Err(format!("conservation: the leases hold {sum}, the book says {}", after.held));
+        let sum: Bytes = after
+            .leases
+            .iter()
+            .filter(|lease| lease.state != LeaseState::Requested)
+            .map(|lease| lease.memory.held)
+            .sum();
+        if sum != after.memory.held {
+            return Err(format!("conservation: the leases hold {sum}, the book says {}", after.memory.held));
         }
-        if after.held > after.budget {
-            return Err(format!("over-commit: {} is held of {}", after.held, after.budget));
+        if after.memory.held > after.memory.budget {
+            return Err(format!("over-commit: {} is held of {}", after.memory.held, after.memory.budget));
         }
-        let all = after.held.saturating_add(after.unaccounted).saturating_add(after.free);
-        if all < after.budget || (after.free > Bytes::ZERO && all > after.budget) {
+        let all = after.memory.held.saturating_add(after.memory.unaccounted).saturating_add(after.memory.free);
+        if all < after.memory.budget || (after.memory.free > Bytes::ZERO && all > after.memory.budget) {
             return Err(format!(
                 "conservation: {} held, {} unaccounted and {} free of {}",
-                after.held, after.unaccounted, after.free, after.budget
+                after.memory.held, after.memory.unaccounted, after.memory.free, after.memory.budget
             ));
         }
         Ok(())

@@ -34,8 +34,8 @@ const SILENT: Duration = Duration::from_millis(500);
 impl Checker for Reaction {
     fn check(&mut self, step: &Step<'_>) -> Result<(), String> {
         let after = step.after;
-        let short = after.level == PressureLevel::Critical
-            && after.headroom.is_some_and(|headroom| headroom < after.critical_below);
+        let short = after.pressure.level == PressureLevel::Critical
+            && after.pressure.headroom.is_some_and(|headroom| headroom < after.pressure.critical_below);
         let can_give = after.engine.state == EngineState::Ready
             && after.engine.asked.is_none()
             && gives_something(step).unwrap_or(false);
@@ -58,7 +58,7 @@ impl Checker for Reaction {
         if step.now.saturating_since(since) > SOON && self.samples > 4 {
             return Err(format!(
                 "no reaction: Critical with a headroom of {:?} since {since}, and the engine has {:?}",
-                after.headroom, after.engine.in_force
+                after.pressure.headroom, after.engine.in_force
             ));
         }
         Ok(())

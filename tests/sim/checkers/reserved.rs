@@ -16,10 +16,10 @@ impl Checker for Reserved {
             let Action::ApplyPlan { plan, reason, .. } = action else {
                 continue;
             };
-            if shape.plan_bytes(plan) > goal && step.after.free < step.after.returning {
+            if shape.plan_bytes(plan) > goal && step.after.memory.free < step.after.memory.returning {
                 return Err(format!(
                     "growth into reserved space: {} is free and {} is kept for workers that come back: {reason}",
-                    step.after.free, step.after.returning
+                    step.after.memory.free, step.after.memory.returning
                 ));
             }
         }

@@ -18,9 +18,9 @@ impl Checker for ShedBeforeKill {
             let Action::StopWorker { worker, reason: StopReason::Reclaim { reclaim: reason, .. } } = action else {
                 continue;
             };
-            let critical = step.after.level == PressureLevel::Critical;
+            let critical = step.after.pressure.level == PressureLevel::Critical;
             let last_resort =
-                step.after.headroom.is_some_and(|headroom| headroom < step.params.pressure.last_resort_below);
+                step.after.pressure.headroom.is_some_and(|headroom| headroom < step.params.pressure.last_resort_below);
             if step.busy.contains(worker) && !(critical && last_resort) {
                 return Err(format!("busy worker `{worker}` is stopped: {reason}"));
             }
@@ -39,7 +39,7 @@ impl Checker for ShedBeforeKill {
                 ReclaimReason::Operator { .. } | ReclaimReason::Pressure { .. } | ReclaimReason::Text(_) => critical,
             };
             if !allowed {
-                let level = step.after.level;
+                let level = step.after.pressure.level;
                 return Err(format!("worker `{worker}` is stopped at {level}: {reason}"));
             }
         }

@@ -17,7 +17,7 @@ use cotenant::{
         event::{Action, Answer, Event, WorkerCommand},
         lease::{Class, LeaseId, LeaseRequest, LeaseState, Peer, TargetAnswer, Ticket},
         params::{ENGINE_TENANT, EngineParams, RestParams, StartParams, WorkerParams},
-        pressure::{PressureLevel, Sample},
+        pressure::{MemoryReading, PressureLevel, Sample},
         residency::{EnginePlan, KvShape, LayerKind, LayerShape, ModelShape},
         snapshot::{EngineState, Snapshot, WorkerState},
     },
@@ -254,9 +254,11 @@ impl Home {
     fn sample(&self, at: Timestamp) -> Event {
         Event::Sampled(Sample {
             taken_at: at,
-            mem_total: Bytes::from_gib(1),
-            mem_available: Bytes::from_mib(512),
-            mem_free: Bytes::from_mib(512),
+            memory: MemoryReading {
+                mem_total: Bytes::from_gib(1),
+                mem_available: Bytes::from_mib(512),
+                mem_free: Bytes::from_mib(512),
+            },
             scope_used: Some(self.used_at(at).sum()),
             ..Sample::default()
         })
@@ -442,15 +444,15 @@ impl Home {
 
     /// What is held fits, is what each may really use, and no busy worker is stopped while the engine could give.
     fn check(&self, seen: &Snapshot) -> Result<(), String> {
-        if seen.held > BUDGET {
-            return Err(format!("over-commit: {} is held of {BUDGET}", seen.held));
+        if seen.memory.held > BUDGET {
+            return Err(format!("over-commit: {} is held of {BUDGET}", seen.memory.held));
         }
         for name in HOLDERS {
             let held: Bytes = seen
                 .leases
                 .iter()
                 .filter(|lease| lease.tenant == name && lease.state != LeaseState::Requested)
-                .map(|lease| lease.held)
+                .map(|lease| lease.memory.held)
                 .sum();
             let used = self.used.of(name);
             if held < used {
@@ -469,7 +471,7 @@ impl Home {
                 self.open.remove(place);
                 if let Answer::Lease { lease } = answer {
                     self.lease = Some((lease.id, lease.generation));
-                    self.used.tenant = lease.held;
+                    self.used.tenant = lease.memory.held;
                     self.term_ends = lease.expires_at.unwrap();
                 }
             }
@@ -600,7 +602,7 @@ impl Book for Home {
             let is_whole = self.is_whole()
                 && self.open.is_empty()
                 && seen.waiting == 0
-                && seen.level == PressureLevel::Normal
+                && seen.pressure.level == PressureLevel::Normal
                 && seen.leases.len() == 2;
             whole = if is_whole { whole + 1 } else { 0 };
             if whole == 2 {
@@ -611,7 +613,7 @@ impl Book for Home {
         let seen = self.arbiter.snapshot();
         Err(format!(
             "not settled after {PATIENCE_S} s: {:?} wait; pressure is {}; the engine is {:?} with {:?}; the worker is {:?}; {:?}",
-            self.open, seen.level, seen.engine.state, self.in_force, seen.workers[0].state, seen.leases
+            self.open, seen.pressure.level, seen.engine.state, self.in_force, seen.workers[0].state, seen.leases
         ))
     }
 

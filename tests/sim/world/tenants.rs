@@ -66,16 +66,16 @@ impl World {
         let ticket = self.ticket();
         if again || (self.rng.random_bool(0.25) && lease.target.is_none()) {
             let budget = self.device.params.budget.bytes();
-            let mut min = self.rng.random_range(1..=lease.max.min(budget).get());
+            let mut min = self.rng.random_range(1..=lease.memory.max.min(budget).get());
             let mut max = self.rng.random_range(min..=min * 2);
             let may_use = self.tenants[index].may_use;
-            if self.tenants[index].hasty && Bytes::ZERO < may_use && may_use < lease.held {
+            if self.tenants[index].hasty && Bytes::ZERO < may_use && may_use < lease.memory.held {
                 // It has been asked to come down, and wants that or less.
                 max = self.rng.random_range(1..=may_use.get());
                 min = self.rng.random_range(1..=max);
             }
             let tenant = &mut self.tenants[index];
-            if Bytes::new(max) < lease.held {
+            if Bytes::new(max) < lease.memory.held {
                 if tenant.manners == Manners::Honest {
                     tenant.come_down(Bytes::new(max));
                 }
@@ -153,14 +153,15 @@ impl World {
         tenant.asking.remove(&ticket);
         match answer {
             Answer::Lease { lease } => {
-                tenant.may_use = lease.target.as_ref().map_or(lease.held, |target| target.bytes.min(lease.held));
+                tenant.may_use =
+                    lease.target.as_ref().map_or(lease.memory.held, |target| target.bytes.min(lease.memory.held));
                 if tenant.manners == Manners::Honest {
-                    tenant.come_down(lease.held);
-                    if lease.max < lease.held {
-                        tenant.come_down(lease.max);
+                    tenant.come_down(lease.memory.held);
+                    if lease.memory.max < lease.memory.held {
+                        tenant.come_down(lease.memory.max);
                     }
                 }
-                tenant.may_use = tenant.may_use.min(lease.max);
+                tenant.may_use = tenant.may_use.min(lease.memory.max);
                 tenant.term_ends = lease.expires_at.unwrap_or(Timestamp::NEVER);
                 tenant.lease = Some(lease.clone());
             }

@@ -153,7 +153,7 @@ fn a_chunk_under_way_is_asked_for_once_and_layers_are_given_meanwhile() {
     rig.tell(measured(PROCESSOR));
     let held = rig.held("llm");
     rig.wait(10).sample(held.whole_mib());
-    let wanted = rig.snapshot().free.whole_mib() + 30;
+    let wanted = rig.snapshot().memory.free.whole_mib() + 30;
     rig.request("asr", Class::AudioRealtime, wanted, wanted, 5000);
     let (_, asked) = rig.plan_asked().unwrap();
     assert_eq!((asked.prefill_chunk.get(), &asked.resident), (128, &larger.resident));
@@ -164,7 +164,7 @@ fn a_chunk_under_way_is_asked_for_once_and_layers_are_given_meanwhile() {
     assert_eq!(layers.prefill_chunk, larger.prefill_chunk);
     assert!(layers.resident.len() < larger.resident.len(), "{layers:?}");
     rig.engine_applies_plan(revision, layers.clone());
-    assert_eq!(rig.granted().held, mib(wanted));
+    assert_eq!(rig.granted().memory.held, mib(wanted));
     for _ in 0..30 {
         let used = rig.held("llm").whole_mib();
         rig.wait(100).sample(used);

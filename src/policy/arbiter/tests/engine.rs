@@ -28,7 +28,7 @@ fn pressure_sheds_verifies_and_grows_back_after_the_dwell() {
     let mut rig = Rig::with_engine_ready(params());
     assert!(rig.samples(132).iter().all(|action| !matches!(action, Action::ApplyPlan { .. })));
     rig.samples(390);
-    assert_eq!(rig.snapshot().level, PressureLevel::Critical);
+    assert_eq!(rig.snapshot().pressure.level, PressureLevel::Critical);
     let (revision, plan) = rig.plan_asked().unwrap();
     assert_eq!(rig.held("llm"), mib(132), "asking frees nothing");
     rig.wait(5);
@@ -42,11 +42,11 @@ fn pressure_sheds_verifies_and_grows_back_after_the_dwell() {
     for _ in 0..40 {
         rig.wait(100).sample(used.whole_mib());
     }
-    assert_eq!(rig.snapshot().level, PressureLevel::Normal);
+    assert_eq!(rig.snapshot().pressure.level, PressureLevel::Normal);
     rig.wait(100).sample(used.whole_mib());
     let grown = rig.snapshot();
     assert_eq!(grown.engine.asked, grown.engine.full, "asked to grow back");
-    assert_eq!(grown.sheds, 1);
+    assert_eq!(grown.totals.sheds, 1);
 }
 
 #[test]
@@ -58,7 +58,7 @@ fn at_elevated_the_engine_keeps_its_layers_until_critical_is_ahead() {
         rig.wait(1000).sample(used);
         rig.measure("llm", 132);
     }
-    assert_eq!(rig.snapshot().level, PressureLevel::Elevated);
+    assert_eq!(rig.snapshot().pressure.level, PressureLevel::Elevated);
     let kept = rig.snapshot().engine.asked.unwrap();
     assert_eq!(kept.resident.len(), 8, "no token becomes slower");
     // It goes on, and Critical is ahead.
@@ -96,7 +96,7 @@ fn a_failed_engine_comes_back_after_its_backoff_and_its_floor_is_kept_for_it() {
     rig.engine_fails(None);
     assert_eq!((rig.held("llm"), rig.snapshot().engine.state), (Bytes::ZERO, EngineState::Failed));
     rig.request("voice", Class::AudioRealtime, 1, 400, 0);
-    assert_eq!(rig.granted().held, mib(400 - 28), "the floor is kept");
+    assert_eq!(rig.granted().memory.held, mib(400 - 28), "the floor is kept");
     rig.wait(600).sample(0);
     let (_, plan) = rig.plan_asked().unwrap();
     assert_eq!(shape().plan_bytes(&plan), mib(28));
@@ -105,12 +105,12 @@ fn a_failed_engine_comes_back_after_its_backoff_and_its_floor_is_kept_for_it() {
 #[test]
 fn what_reads_keep_of_an_engine_on_a_disk_that_hangs_is_on_the_book_until_it_answers() {
     let mut rig = Rig::with_engine_ready(params());
-    let free = rig.snapshot().free;
+    let free = rig.snapshot().memory.free;
     let held = rig.held("llm");
     rig.engine_fails(Some(mib(20)));
     let snapshot = rig.snapshot();
     assert_eq!((rig.held("llm"), snapshot.engine.state), (Bytes::ZERO, EngineState::Failed));
-    assert_eq!(snapshot.free, free + held - mib(20), "it cannot be granted");
+    assert_eq!(snapshot.memory.free, free + held - mib(20), "it cannot be granted");
     let hangs = NextLoad::WaitsForDisk { left: mib(20) };
     assert!(decided!(rig, Engine(EngineDecision::Gone { next, .. }) if *next == hangs));
     // Loading it again at once would hang as well.
@@ -119,7 +119,7 @@ fn what_reads_keep_of_an_engine_on_a_disk_that_hangs_is_on_the_book_until_it_ans
     rig.tell(Event::EngineInspected { shape: shape() });
     assert!(rig.plan_asked().is_some());
     rig.sample(0);
-    assert_eq!(rig.snapshot().unaccounted, Bytes::ZERO);
+    assert_eq!(rig.snapshot().memory.unaccounted, Bytes::ZERO);
 }
 
 #[test]
@@ -184,7 +184,7 @@ fn a_model_whose_floor_exceeds_the_budget_is_refused_and_workers_are_served() {
     let failure = engine.failure.unwrap_or_default();
     assert_eq!(engine.state, EngineState::Failed);
     assert!(failure.contains("its floor is 512 MiB"), "{failure}");
-    assert_eq!(rig.snapshot().returning, Bytes::ZERO, "nothing is kept for it");
+    assert_eq!(rig.snapshot().memory.returning, Bytes::ZERO, "nothing is kept for it");
     // A file that fits is loaded when an operator has it read again.
     rig.load();
     assert!(rig.actions.contains(&Action::InspectModel));

@@ -54,8 +54,8 @@ fn orin_nx_v071_is_refused() {
     rig.machine(BOARD, 16_310 - 1500);
     rig.wait(10);
     rig.machine(BOARD, 16_310 - 1500);
-    assert_eq!(rig.snapshot().headroom, Some(mib(846)));
-    assert_eq!(rig.snapshot().level, PressureLevel::Critical);
+    assert_eq!(rig.snapshot().pressure.headroom, Some(mib(846)));
+    assert_eq!(rig.snapshot().pressure.level, PressureLevel::Critical);
 }
 
 /// Two runs of the same stack, stage by stage: everything fits, and 4203 and 4594 are left.
@@ -83,8 +83,12 @@ fn orin_nx_v080_fits() {
             rig.machine(BOARD, 11_453);
         }
         let snapshot = rig.snapshot();
-        assert_eq!((snapshot.headroom, snapshot.level), (Some(mib(left)), PressureLevel::Normal), "{name}");
-        assert_eq!((snapshot.free, snapshot.unaccounted), (mib(left), Bytes::ZERO), "{name}");
+        assert_eq!(
+            (snapshot.pressure.headroom, snapshot.pressure.level),
+            (Some(mib(left)), PressureLevel::Normal),
+            "{name}"
+        );
+        assert_eq!((snapshot.memory.free, snapshot.memory.unaccounted), (mib(left), Bytes::ZERO), "{name}");
     }
 }
 
@@ -199,9 +203,9 @@ fn zoe_outage_keeps_no_holder_small_for_what_can_never_be_had() {
     assert_eq!(rig.engine_applies(), full, "the LLM is whole again");
     // As urgent, and behind it: served all the same.
     rig.request("build", Class::Batch, 50, 50, 1000);
-    assert_eq!(rig.granted().held, mib(50));
+    assert_eq!(rig.granted().memory.held, mib(50));
     // Nothing is kept for it.
-    assert_eq!(rig.snapshot().returning, Bytes::ZERO);
+    assert_eq!(rig.snapshot().memory.returning, Bytes::ZERO);
 }
 
 /// What is too much beside another worker comes within reach when that one goes: the wait was not in vain.
@@ -229,7 +233,7 @@ fn zoe_crashloop_sheds_for_a_transient_without_a_lease() {
     rig.measure("llm", 132);
     let actions = rig.samples(132 + 250);
     assert!(actions.iter().any(|action| matches!(action, Action::ApplyPlan { .. })));
-    assert_eq!(rig.snapshot().unmanaged, mib(250));
+    assert_eq!(rig.snapshot().memory.unmanaged, mib(250));
     // The same with a lease is denied for a class that cannot take from the engine.
     let mut rig = Rig::with_engine_ready(params());
     rig.request("build", Class::Batch, 300, 300, 0);
@@ -251,7 +255,7 @@ fn roboflow_ratchet_is_named_when_it_leaves_its_lease() {
             named.push(used);
         }
         if used == 9000 {
-            let (held, unaccounted) = (rig.snapshot().held, rig.snapshot().unaccounted);
+            let (held, unaccounted) = (rig.snapshot().memory.held, rig.snapshot().memory.unaccounted);
             assert_eq!((held, unaccounted), (mib(5000), mib(4000)));
         }
         let ticket = rig.ticket();
@@ -278,7 +282,7 @@ fn ab_thrash_is_served_in_turn() {
         rig.wait(10).sample(used);
         assert_eq!(rig.lease(tenant).map(|lease| lease.state), None::<LeaseState>);
     }
-    assert_eq!(rig.snapshot().sheds, 1, "the engine stays small while they alternate");
+    assert_eq!(rig.snapshot().totals.sheds, 1, "the engine stays small while they alternate");
     rig.wait(2000).sample(100);
     assert_eq!(rig.engine_applies(), full);
 }
@@ -341,7 +345,7 @@ fn thor_silent_is_no_shortage() {
         !actions.iter().any(|action| matches!(action, Action::LevelChanged { .. } | Action::Weighed { .. })),
         "{actions:#?}"
     );
-    assert_eq!((rig.held("loader"), rig.snapshot().level), (Bytes::ZERO, PressureLevel::Normal));
+    assert_eq!((rig.held("loader"), rig.snapshot().pressure.level), (Bytes::ZERO, PressureLevel::Normal));
 }
 
 /// A 9B model that needs 7220 in full on a tablet that has 2820 for it: never more resident than fits, never less than
@@ -445,7 +449,7 @@ fn a_holder_is_not_in_its_own_way() {
     rig.samples(6 * 1024);
     rig.measure("a", 6 * 1024);
     rig.renew(&lease);
-    assert_eq!(rig.granted().held, Bytes::from_gib(6));
+    assert_eq!(rig.granted().memory.held, Bytes::from_gib(6));
     let ticket = rig.ticket();
     rig.tell(Event::LeaseResizeRequested {
         ticket,
@@ -456,7 +460,7 @@ fn a_holder_is_not_in_its_own_way() {
         max: Bytes::from_gib(12),
         wait: Duration::ZERO,
     });
-    assert_eq!(rig.granted().held, Bytes::from_gib(12));
+    assert_eq!(rig.granted().memory.held, Bytes::from_gib(12));
 }
 
 /// A lease that an operator releases ends for its holder too.
@@ -513,7 +517,7 @@ fn absurd_requests_leave_the_book_untouched() {
     assert!(matches!(rig.denial(), Denial::InsufficientMemory { .. }));
     rig.now = now;
     let after = rig.snapshot();
-    assert_eq!((after.held, after.free, after.at), (before.held, before.free, before.at));
+    assert_eq!((after.memory.held, after.memory.free, after.at), (before.memory.held, before.memory.free, before.at));
     assert_eq!(after.leases, before.leases);
 }
 
@@ -546,7 +550,7 @@ proptest! {
                 if round == 0 && leaves && let Some(lease) = rig.lease(tenant) {
                     rig.wait(5).lost(&lease);
                 } else {
-                    let held = rig.snapshot().held.whole_mib();
+                    let held = rig.snapshot().memory.held.whole_mib();
                     rig.wait(5).sample(held);
                 }
             }

@@ -17,8 +17,8 @@ fn growth_does_not_take_what_the_neighbour_uses() {
         assert_eq!(rig.plan_asked(), None);
         rig.measure("llm", used);
     }
-    assert_eq!(rig.snapshot().level, PressureLevel::Normal);
-    assert_eq!(rig.snapshot().unaccounted, mib(265));
+    assert_eq!(rig.snapshot().pressure.level, PressureLevel::Normal);
+    assert_eq!(rig.snapshot().memory.unaccounted, mib(265));
 }
 
 #[test]
@@ -60,7 +60,7 @@ fn a_growth_that_failed_half_way_stays_on_the_book_until_the_engine_says_what_it
     let (revision, plan) = asked.unwrap();
     let asked = shape().plan_bytes(&plan);
     assert!(asked > small);
-    let sheds = |rig: &Rig| (rig.snapshot().sheds, rig.snapshot().shed_bytes);
+    let sheds = |rig: &Rig| (rig.snapshot().totals.sheds, rig.snapshot().totals.shed_bytes);
     let before = sheds(&rig);
     rig.engine_refuses(revision);
     assert_eq!(rig.held("llm"), asked, "layers before it are in memory");

@@ -34,13 +34,13 @@ fn what_a_process_with_two_names_uses_counts_once() {
     rig.wait(10).measure("a", 100);
     rig.samples(200);
     let state = rig.snapshot();
-    assert_eq!((state.unmanaged, state.free), (mib(100), mib(100)));
+    assert_eq!((state.memory.unmanaged, state.memory.free), (mib(100), mib(100)));
     rig.request("late", Class::Interactive, 101, 101, 0);
     assert!(matches!(rig.answer(), Answer::Denied { .. }), "{:#?}", rig.actions);
     // It fills both, which is its right: nothing is beyond the budget.
     rig.wait(10).measure("a", 200);
     rig.samples(300);
-    assert_eq!((rig.snapshot().unaccounted, rig.snapshot().free), (mib(100), mib(100)));
+    assert_eq!((rig.snapshot().memory.unaccounted, rig.snapshot().memory.free), (mib(100), mib(100)));
     // Another process is another holder by either name, and the first one's is not given out again.
     assert_eq!(ask_as(&mut rig, "a", (10, 10), (1000, 11)).holder(), "a (pid 11)");
     assert_eq!(ask_as(&mut rig, "b", (10, 10), (1000, 12)).holder(), "b");
@@ -61,16 +61,16 @@ fn a_process_with_two_names_comes_down_in_one_and_keeps_the_other_full() {
     rig.wait(5).measure("a", 330);
     assert_eq!(rig.try_answer(), None, "30 MiB are not back");
     rig.wait(5).measure("a", 300);
-    assert_eq!(rig.granted().held, mib(100));
+    assert_eq!(rig.granted().memory.held, mib(100));
     assert_eq!((rig.held("a"), rig.held("b")), (mib(100), mib(200)));
     // The end of one is measured against what is left of the other.
     rig.release(&other, Peer { pid: Some(10), ..peer(1000) });
     rig.wait(5).measure("a", 150);
-    let left = rig.lease("b").map(|lease| lease.held);
-    assert_eq!((left, rig.snapshot().unaccounted), (None, mib(50)));
+    let left = rig.lease("b").map(|lease| lease.memory.held);
+    assert_eq!((left, rig.snapshot().memory.unaccounted), (None, mib(50)));
     // It goes with its process.
     rig.tell(Event::HolderLost { lease: one.id, pid: Some(10) });
-    assert_eq!((rig.held("a"), rig.snapshot().unaccounted), (mib(0), mib(0)));
+    assert_eq!((rig.held("a"), rig.snapshot().memory.unaccounted), (mib(0), mib(0)));
 }
 
 /// Or it would take the whole budget out of use with one page of each name.
@@ -87,14 +87,14 @@ fn what_a_process_keeps_counts_once_by_however_many_names_it_had_leases() {
     }
     let state = rig.snapshot();
     let ghosts = state.leases.iter().filter(|lease| lease.kind == LeaseKind::Tenant).count();
-    assert_eq!((ghosts, state.unaccounted), (1, mib(150)), "{state:#?}");
+    assert_eq!((ghosts, state.memory.unaccounted), (1, mib(150)), "{state:#?}");
     let asked = rig.pass(5000).iter();
     let measured: Vec<_> = asked.filter(|action| matches!(action, Action::Measure { .. })).collect();
     assert!(measured.iter().all(|action| **action == Action::Measure { tenant: "t0".to_owned() }), "{measured:?}");
     assert!(!measured.is_empty());
     // It is back when it is measured to be.
     rig.measure("t0", 0);
-    assert_eq!((rig.snapshot().unaccounted, rig.snapshot().leases.len()), (mib(0), 0));
+    assert_eq!((rig.snapshot().memory.unaccounted, rig.snapshot().leases.len()), (mib(0), 0));
 }
 
 /// Or it would be granted to a process that may be gone by then.
@@ -130,7 +130,7 @@ fn a_place_in_the_queue_is_that_of_the_process_that_took_it() {
     ask(&mut rig, 11);
     rig.release(&all, peer(1000));
     rig.wait(5).measure("all", 0);
-    assert_eq!(rig.granted().owner_pid, Some(11));
+    assert_eq!(rig.granted().owner.owner_pid, Some(11));
 }
 
 /// The holders that the last denial names.
@@ -151,7 +151,7 @@ fn who_has_it_all_is_named_whatever_it_calls_itself() {
     assert_eq!(holders(&rig), [(all.id, mib(380))]);
     // What it has itself is part of what it asks for.
     rig.resize(&all, 400, 400, 0);
-    assert_eq!(rig.granted().held, mib(400));
+    assert_eq!(rig.granted().memory.held, mib(400));
     rig.resize(&all, 401, 401, 0);
     assert!(matches!(rig.denial(), Denial::ExceedsBudget { .. }));
 }
@@ -180,5 +180,5 @@ fn the_end_of_a_process_ends_all_of_its_leases_in_one_step() {
         Some(Decision::Lease(LeaseDecision::HolderGone { leases, .. })) if *leases as u64 == COUNT
     ));
     let left: Vec<_> = rig.snapshot().leases.iter().map(|lease| lease.id).collect();
-    assert_eq!((left, rig.snapshot().free), (vec![other.id], mib(399)));
+    assert_eq!((left, rig.snapshot().memory.free), (vec![other.id], mib(399)));
 }

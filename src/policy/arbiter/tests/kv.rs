@@ -109,7 +109,7 @@ fn kv_that_was_never_touched_counts_as_used() {
     rig.tell(activity(0, KvUse { untouched: mib(30), ..KvUse::default() }));
     // 80 MiB seem to be left of 400, but the engine may touch 30 of them with the next token.
     rig.samples(320);
-    assert_eq!(rig.snapshot().level, PressureLevel::Elevated);
+    assert_eq!(rig.snapshot().pressure.level, PressureLevel::Elevated);
     let (revision, plan) = rig.plan_asked().unwrap();
     assert!(plan.kv_capacity < Tokens::new(4096), "{plan:?}");
     let given = mib(132) - shape().plan_bytes(&plan);
@@ -237,8 +237,8 @@ fn what_no_token_has_touched_is_held_and_not_used() {
     rig.measure("llm", 132);
     rig.tell(untouched(mib(30)));
     let lease = rig.lease("llm").unwrap();
-    assert_eq!((lease.held, lease.used), (mib(132), Some(mib(102))));
-    assert_eq!(rig.snapshot().used, mib(102));
+    assert_eq!((lease.memory.held, lease.memory.used), (mib(132), Some(mib(102))));
+    assert_eq!(rig.snapshot().memory.used, mib(102));
 }
 
 #[test]

@@ -59,8 +59,11 @@ fn a_renewal_decides_the_same_whether_or_not_it_goes_through_the_whole_book() {
         let now = rig.now + ms(step * 7);
         let event = if step.is_multiple_of(40) {
             Event::Sampled(Sample {
-                mem_total: Bytes::from_gib(8),
-                mem_available: Bytes::from_gib(7),
+                memory: MemoryReading {
+                    mem_total: Bytes::from_gib(8),
+                    mem_available: Bytes::from_gib(7),
+                    ..MemoryReading::default()
+                },
                 scope_used: Some(mib(200 + step % 170)),
                 taken_at: now,
                 ..Sample::default()
@@ -100,22 +103,25 @@ fn unknown_is_not_zero() {
         let mut rig = Rig::new(large());
         let unknown = |now| Sample {
             taken_at: now,
-            mem_total: Bytes::from_gib(16),
-            mem_available: Bytes::from_gib(12),
+            memory: MemoryReading {
+                mem_total: Bytes::from_gib(16),
+                mem_available: Bytes::from_gib(12),
+                ..MemoryReading::default()
+            },
             scope_used: None,
             ..Sample::default()
         };
         if !absent_probe {
             let sample = unknown(rig.now);
             rig.tell(Event::Sampled(sample));
-            assert_eq!(rig.snapshot().headroom, Some(Bytes::from_gib(8)), "the book decides");
+            assert_eq!(rig.snapshot().pressure.headroom, Some(Bytes::from_gib(8)), "the book decides");
         }
         rig.wait(10).request("a", Class::Interactive, 6 * GIB, 6 * GIB, 0);
-        assert_eq!(rig.granted().used, None, "unverified");
+        assert_eq!(rig.granted().memory.used, None, "unverified");
         if !absent_probe {
             let sample = unknown(rig.wait(10).now);
             rig.tell(Event::Sampled(sample));
-            assert_eq!(rig.snapshot().headroom, Some(Bytes::from_gib(2)));
+            assert_eq!(rig.snapshot().pressure.headroom, Some(Bytes::from_gib(2)));
         }
         rig.tell(Event::Measured { tenant: "a".to_owned(), used: None, taken_at: rig.now });
         rig.request("b", Class::Interactive, 6 * GIB, 6 * GIB, 0);
@@ -135,10 +141,10 @@ fn a_request_that_does_not_fit_is_granted_after_a_verified_shed_of_the_engine() 
     assert_eq!(rig.held("asr"), Bytes::ZERO, "asking frees nothing");
     rig.wait(3);
     rig.engine_applies();
-    assert_eq!(rig.granted().held, mib(64));
+    assert_eq!(rig.granted().memory.held, mib(64));
     let snapshot = rig.snapshot();
-    assert!(snapshot.held <= snapshot.budget);
-    assert!(snapshot.free < mib(10), "no more than needed: {}", snapshot.free);
+    assert!(snapshot.memory.held <= snapshot.memory.budget);
+    assert!(snapshot.memory.free < mib(10), "no more than needed: {}", snapshot.memory.free);
 }
 
 #[test]
@@ -230,9 +236,9 @@ fn a_turn_that_brings_nothing_is_over_after_a_while() {
     rig.request("other", Class::Interactive, 100, 100, 2000);
     assert_eq!(rig.try_answer(), None, "not before its turn is over");
     rig.request("asr", Class::AudioRealtime, 50, 50, 0);
-    assert_eq!(rig.granted().held, mib(50), "audio does not wait for the turn of another");
+    assert_eq!(rig.granted().memory.held, mib(50), "audio does not wait for the turn of another");
     rig.pass(800);
-    assert_eq!(rig.granted().held, mib(100));
+    assert_eq!(rig.granted().memory.held, mib(100));
     let over = Decision::Admission(AdmissionDecision::TurnOver { tenant: "indexer".to_owned(), class: Class::Batch });
     assert!(rig.decisions().any(|decision| *decision == over));
 }
@@ -297,7 +303,7 @@ fn the_same_request_id_books_once_and_other_content_is_refused() {
         ids.push(rig.granted().id);
     }
     assert_eq!(ids[0], ids[1]);
-    assert_eq!(rig.snapshot().held, mib(100));
+    assert_eq!(rig.snapshot().memory.held, mib(100));
     request.max = mib(200);
     rig.ask(request);
     assert!(matches!(rig.denial(), Denial::RequestIdReused { .. }));
@@ -330,12 +336,12 @@ fn a_lease_grows_and_shrinks_by_the_wish_of_its_holder() {
         rig.wait(10).resize(&a, min, max, 0);
     };
     resize(&mut rig, 200, 300);
-    assert_eq!(rig.granted().held, mib(300));
+    assert_eq!(rig.granted().memory.held, mib(300));
     resize(&mut rig, 500, 600);
     assert!(matches!(rig.denial(), Denial::ExceedsBudget { .. }));
     rig.wait(10).measure("a", 250);
     resize(&mut rig, 50, 50);
-    assert_eq!(rig.granted().held, mib(300), "a shrink is credited when it is measured");
+    assert_eq!(rig.granted().memory.held, mib(300), "a shrink is credited when it is measured");
     rig.wait(10).measure("a", 50);
     assert_eq!(rig.held("a"), mib(50));
 }
@@ -357,7 +363,7 @@ fn figures_that_contradict_are_refused() {
     let mut huge = request("a", Class::Interactive, 1, 1, 0);
     huge.max = Bytes::MAX;
     rig.ask(huge);
-    assert_eq!(rig.granted().held, mib(400));
+    assert_eq!(rig.granted().memory.held, mib(400));
 }
 
 #[test]
@@ -376,14 +382,14 @@ fn nothing_is_granted_on_a_sample_that_is_too_old() {
     rig.request("c", Class::AudioRealtime, 10, 10, 5000);
     assert_eq!(rig.try_answer(), None);
     rig.wait(10).sample(10);
-    assert_eq!(rig.granted().held, mib(10));
+    assert_eq!(rig.granted().memory.held, mib(10));
 }
 
 #[test]
 fn classes_that_can_wait_are_not_admitted_under_pressure() {
     let mut rig = Rig::new(params());
     rig.samples(360);
-    assert_eq!(rig.snapshot().level, PressureLevel::Elevated);
+    assert_eq!(rig.snapshot().pressure.level, PressureLevel::Elevated);
     rig.request("a", Class::Batch, 1, 1, 0);
     assert!(matches!(rig.denial(), Denial::PressureHigh { .. }));
     rig.request("b", Class::AudioRealtime, 1, 1, 0);

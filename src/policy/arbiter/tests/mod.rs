@@ -41,7 +41,7 @@ use crate::{
         kv_type::KvType,
         lease::{Class, LeaseRequest, LeaseView, Peer, Ticket},
         params::{EngineParams, Params, RestParams, Scope, StartParams, WorkerParams},
-        pressure::Sample,
+        pressure::{MemoryReading, Sample},
         reason::StopReason,
         residency::{EnginePlan, ModelShape, sample_shape, small_model as shape},
         snapshot::{Snapshot, WorkerView},
@@ -175,9 +175,11 @@ impl Rig {
     pub(super) fn sample(&mut self, used_mib: u64) -> &[Action] {
         let sample = Sample {
             taken_at: self.now,
-            mem_total: Bytes::from_gib(8),
-            mem_available: Bytes::from_gib(4),
-            mem_free: Bytes::from_gib(2),
+            memory: MemoryReading {
+                mem_total: Bytes::from_gib(8),
+                mem_available: Bytes::from_gib(4),
+                mem_free: Bytes::from_gib(2),
+            },
             scope_used: Some(mib(used_mib)),
             ..Sample::default()
         };
@@ -188,9 +190,11 @@ impl Rig {
     pub(super) fn machine(&mut self, total: u64, used: u64) -> &[Action] {
         self.tell(Event::Sampled(Sample {
             taken_at: self.now,
-            mem_total: mib(total),
-            mem_available: mib(total - used),
-            mem_free: mib(total - used),
+            memory: MemoryReading {
+                mem_total: mib(total),
+                mem_available: mib(total - used),
+                mem_free: mib(total - used),
+            },
             ..Sample::default()
         }))
     }
@@ -367,7 +371,7 @@ impl Rig {
     pub(super) fn engine_applies_plan(&mut self, revision: u64, plan: EnginePlan) -> Bytes {
         let shape = self.snapshot().engine.shape.unwrap_or_else(shape);
         let used = shape.plan_bytes(&plan);
-        let before = self.lease("llm").map_or(used, |lease| lease.held);
+        let before = self.lease("llm").map_or(used, |lease| lease.memory.held);
         self.engine_applied(revision, plan, before.saturating_sub(used), used);
         used
     }
@@ -394,7 +398,7 @@ impl Rig {
     }
 
     pub(super) fn held(&self, tenant: &str) -> Bytes {
-        self.lease(tenant).map_or(Bytes::ZERO, |lease| lease.held)
+        self.lease(tenant).map_or(Bytes::ZERO, |lease| lease.memory.held)
     }
 
     pub(super) fn worker(&self, name: &str) -> WorkerView {

@@ -4,7 +4,7 @@ use super::*;
 use crate::policy::{
     decision::{MemoryDecision, WorkerDecision},
     params::VariantParams,
-    pressure::PressureLevel,
+    pressure::{GpuReading, PressureLevel},
     reason::StopReason,
     snapshot::{
         EngineState, Rest,
@@ -247,7 +247,7 @@ fn a_worker_that_was_to_be_restarted_is_even_if_its_memory_is_taken_first() {
     rig.wait(1000).measure("detector", 340);
     assert!(rig.worker("detector").winding_up);
     rig.samples(395);
-    assert_eq!(rig.snapshot().level, PressureLevel::Critical);
+    assert_eq!(rig.snapshot().pressure.level, PressureLevel::Critical);
     assert!(rig.stops("detector"), "{:#?}", rig.actions);
     let by_shed = |action: &Action| matches!(action, Action::StopWorker { reason: StopReason::Reclaim { .. }, .. });
     assert!(rig.actions.iter().any(by_shed), "before it had wound up");
@@ -315,10 +315,10 @@ fn a_worker_that_asks_for_itself_takes_over_what_was_booked_for_it() {
     // 150 are free beside it, so 300 only fit as it takes over its own.
     rig.request("vision", Class::Interactive, 300, 300, 0);
     let lease = rig.granted();
-    assert_eq!(lease.held, mib(300));
-    assert_eq!(rig.snapshot().held, mib(300), "nothing is booked twice");
+    assert_eq!(lease.memory.held, mib(300));
+    assert_eq!(rig.snapshot().memory.held, mib(300), "nothing is booked twice");
     rig.wait(100).measure("vision", 280);
-    assert_eq!(rig.snapshot().unaccounted, Bytes::ZERO);
+    assert_eq!(rig.snapshot().memory.unaccounted, Bytes::ZERO);
     // Its name is not granted to another holder.
     rig.wait(10).exits("vision", false, "exit code 1");
     rig.wait(10).lost(&lease);
@@ -399,7 +399,7 @@ fn zoe_outage_starts_the_llm_first_and_then_the_voice() {
             order.push("tts");
             rig.ready("tts", 150);
         } else {
-            let used = rig.snapshot().held.whole_mib();
+            let used = rig.snapshot().memory.held.whole_mib();
             rig.wait(100).samples(used);
         }
         if order.len() >= 2 && rig.worker("tts").state == Ready {
@@ -462,9 +462,12 @@ fn a_shed_is_split_into_what_the_page_pool_of_the_gpu_keeps_and_what_everybody_c
     let sample = |rig: &mut Rig, pool: u64, available: u64| {
         let sample = Sample {
             taken_at: rig.wait(10).now,
-            mem_total: Bytes::from_gib(8),
-            mem_available: mib(available),
-            nvmap_pool: Some(mib(pool)),
+            memory: MemoryReading {
+                mem_total: Bytes::from_gib(8),
+                mem_available: mib(available),
+                ..MemoryReading::default()
+            },
+            gpu: GpuReading { nvmap_pool: Some(mib(pool)), ..GpuReading::default() },
             scope_used: Some(mib(132)),
             ..Sample::default()
         };

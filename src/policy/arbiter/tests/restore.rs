@@ -43,7 +43,7 @@ fn what_is_held_counts_at_once_and_goes_on_for_a_term() {
     let ticket = rig.ticket();
     let renewal = |ticket| Event::LeaseRenewed { ticket, lease: a.id, generation: a.generation, peer: peer(1000) };
     rig.wait(9000).tell(renewal(ticket));
-    assert_eq!(rig.granted().held, mib(300));
+    assert_eq!(rig.granted().memory.held, mib(300));
     // Not renewed in its term it ends, and does not come back in the run after that.
     rig.wait(10_000).tell(Event::DeadlineReached);
     assert_eq!(rig.lease("a").unwrap().state, LeaseState::Gone);
@@ -61,7 +61,7 @@ fn what_is_held_counts_at_once_and_goes_on_for_a_term() {
 fn a_lease_that_was_asked_to_shrink_is_held_in_full_until_it_is_measured() {
     let mut rig = Rig::with_engine_ready(params());
     rig.request("a", Class::Batch, 100, 200, 0);
-    let held = rig.granted().held;
+    let held = rig.granted().memory.held;
     rig.request("asr", Class::AudioRealtime, 180, 180, 60_000);
     let book = rig.arbiter.book();
     let rig = next_run(params(), book, Vec::new());
@@ -173,7 +173,7 @@ fn a_book_that_comes_too_late_changes_nothing() {
     let mut rig = Rig::sampled(params());
     rig.request("b", Class::Interactive, 10, 10, 0);
     rig.tell(Event::Recovered { book, adopted: Vec::new() });
-    assert_eq!(rig.snapshot().held, mib(10));
+    assert_eq!(rig.snapshot().memory.held, mib(10));
 }
 
 #[test]

@@ -15,13 +15,13 @@ fn a_released_lease_is_credited_when_it_is_measured_back() {
     rig.wait(10).measure("a", 280);
     rig.wait(10).releases(&a, peer(1000));
     assert!(matches!(rig.answer(), Answer::Done { .. }));
-    assert_eq!(rig.snapshot().free, mib(100));
+    assert_eq!(rig.snapshot().memory.free, mib(100));
     rig.wait(10).measure("a", 50);
-    assert_eq!((rig.snapshot().held, rig.snapshot().unaccounted), (Bytes::ZERO, mib(50)));
+    assert_eq!((rig.snapshot().memory.held, rig.snapshot().memory.unaccounted), (Bytes::ZERO, mib(50)));
     rig.pass(2000);
     assert!(rig.actions.contains(&Action::Measure { tenant: "a".to_owned() }), "a ghost is measured on");
     rig.measure("a", 0);
-    assert_eq!(rig.snapshot().free, mib(400));
+    assert_eq!(rig.snapshot().memory.free, mib(400));
     assert_eq!(rig.arbiter.next_deadline(), None);
 }
 
@@ -34,11 +34,11 @@ fn a_release_by_a_holder_that_cannot_be_measured_waits_for_a_sample() {
     rig.wait(10).releases(&a, peer(1000));
     let taken_at = rig.wait(5).now;
     rig.tell(Event::Measured { tenant: "a".to_owned(), used: None, taken_at });
-    assert_eq!(rig.snapshot().held, mib(300));
+    assert_eq!(rig.snapshot().memory.held, mib(300));
     rig.wait(5).sample(300);
     rig.wait(5).sample(300);
     assert_eq!(
-        (rig.snapshot().held, rig.snapshot().unaccounted),
+        (rig.snapshot().memory.held, rig.snapshot().memory.unaccounted),
         (Bytes::ZERO, mib(300)),
         "an unmanaged process's now"
     );
@@ -58,7 +58,7 @@ fn a_holder_that_is_gone_is_credited_at_once() {
         budget: mib(400),
     });
     assert!(rig.decisions().eq([&gone]));
-    assert_eq!(rig.snapshot().free, mib(400));
+    assert_eq!(rig.snapshot().memory.free, mib(400));
 }
 
 pub(super) fn applied(lease: LeaseId, nonce: u64) -> Event {
@@ -96,7 +96,7 @@ fn an_honest_holder_shrinks_and_the_waiting_one_is_granted_when_it_is_measured()
     assert_eq!(rig.try_answer(), None, "an answer is not a measurement");
     assert!(rig.actions.contains(&Action::Measure { tenant: "batch".to_owned() }));
     rig.wait(5).measure("batch", 200);
-    assert_eq!(rig.granted().held, mib(200));
+    assert_eq!(rig.granted().memory.held, mib(200));
 }
 
 #[test]
@@ -104,7 +104,7 @@ fn what_is_still_in_use_above_a_target_is_not_granted_but_asked_for_again() {
     let (mut rig, lease, nonce) = revoked();
     rig.wait(5).tell(applied(lease.id, nonce));
     rig.wait(5).measure("batch", 205);
-    assert_eq!((rig.try_answer(), rig.snapshot().free), (None, mib(195)), "90 % of the promise is enough");
+    assert_eq!((rig.try_answer(), rig.snapshot().memory.free), (None, mib(195)), "90 % of the promise is enough");
     assert!(acts!(rig, Action::SetTarget { bytes, .. } if *bytes == mib(200)));
 }
 
@@ -115,7 +115,7 @@ fn low_use_before_the_answer_is_not_credited_since_it_may_rise_again() {
     assert_eq!(rig.held("batch"), mib(300));
     rig.wait(5).tell(applied(lease.id, nonce));
     rig.wait(5).measure("batch", 150);
-    assert_eq!(rig.granted().held, mib(200));
+    assert_eq!(rig.granted().memory.held, mib(200));
 }
 
 /// Ends a lease whose holder has answered nothing: 200 ms after the deadline of 2 s.
@@ -139,11 +139,11 @@ fn who_has_not_answered_may_fill_its_lease_until_its_term_is_over_and_nobody_get
     assert_eq!((rig.try_answer(), rig.held("batch")), (None, mib(300)));
     // It fills what it has, as it may: no more is in use than the book has.
     rig.wait(100).measure("batch", 300);
-    assert_eq!((rig.snapshot().held, rig.snapshot().unaccounted), (mib(300), mib(0)));
+    assert_eq!((rig.snapshot().memory.held, rig.snapshot().memory.unaccounted), (mib(300), mib(0)));
     // Its term of 10 s is over: what it uses counts, and what it had does not.
     rig.pass(10_000);
     rig.wait(5).measure("batch", 300);
-    assert_eq!((rig.snapshot().held, rig.snapshot().unaccounted), (mib(0), mib(300)));
+    assert_eq!((rig.snapshot().memory.held, rig.snapshot().memory.unaccounted), (mib(0), mib(300)));
 }
 
 #[test]
@@ -151,17 +151,17 @@ fn who_says_that_it_has_heard_of_the_end_is_credited_when_it_is_measured() {
     let (mut rig, lease) = unanswered();
     rig.release(&lease, peer(1001));
     assert!(matches!(rig.denial(), Denial::NotHolder { .. }), "not its holder");
-    rig.release(&lease, peer(lease.owner_uid));
+    rig.release(&lease, peer(lease.owner.owner_uid));
     assert_eq!(rig.held("batch"), mib(300), "a word is not a measurement");
     rig.wait(5).measure("batch", 0);
-    assert_eq!((rig.held("batch"), rig.granted().held), (mib(0), mib(200)));
+    assert_eq!((rig.held("batch"), rig.granted().memory.held), (mib(0), mib(200)));
 }
 
 #[test]
 fn a_holder_that_is_gone_after_the_end_of_its_lease_is_credited_at_once() {
     let (mut rig, lease) = unanswered();
     rig.lost(&lease);
-    assert_eq!((rig.held("batch"), rig.granted().held), (mib(0), mib(200)));
+    assert_eq!((rig.held("batch"), rig.granted().memory.held), (mib(0), mib(200)));
 }
 
 #[test]
@@ -171,10 +171,10 @@ fn who_has_answered_may_take_its_target_until_it_has_heard_of_the_end() {
     rig.wait(5).measure("batch", 300);
     rig.pass(2300);
     rig.wait(5).measure("batch", 20);
-    assert_eq!((rig.held("batch"), rig.granted().held), (mib(200), mib(200)));
+    assert_eq!((rig.held("batch"), rig.granted().memory.held), (mib(200), mib(200)));
     rig.pass(8000);
     rig.wait(5).measure("batch", 20);
-    assert_eq!((rig.held("batch"), rig.snapshot().unaccounted), (mib(0), mib(20)));
+    assert_eq!((rig.held("batch"), rig.snapshot().memory.unaccounted), (mib(0), mib(20)));
 }
 
 #[test]
@@ -219,7 +219,7 @@ fn liar_downsize() {
     rig.wait(5).measure("batch", 300);
     let snapshot = rig.snapshot();
     assert_eq!(
-        (snapshot.held, snapshot.unaccounted, snapshot.free),
+        (snapshot.memory.held, snapshot.memory.unaccounted, snapshot.memory.free),
         (mib(200), mib(100), mib(100)),
         "its target is its own until it has heard of the end, or its term is over"
     );
@@ -228,9 +228,9 @@ fn liar_downsize() {
     assert!(matches!(rig.denial(), Denial::InsufficientMemory { free, .. } if free == mib(100)));
     rig.wait(5).measure("batch", 300);
     let snapshot = rig.snapshot();
-    assert_eq!((snapshot.held, snapshot.unaccounted, snapshot.free), (mib(0), mib(300), mib(100)));
+    assert_eq!((snapshot.memory.held, snapshot.memory.unaccounted, snapshot.memory.free), (mib(0), mib(300), mib(100)));
     let ghost = rig.lease("batch").unwrap();
-    assert_eq!((ghost.state, ghost.held, ghost.used), (LeaseState::Gone, mib(0), Some(mib(300))));
+    assert_eq!((ghost.state, ghost.memory.held, ghost.memory.used), (LeaseState::Gone, mib(0), Some(mib(300))));
 }
 
 /// The deadline is 2 s after the target, and all is over 200 ms later.
@@ -251,7 +251,7 @@ fn who_answers_at_the_last_moment_is_measured_once_more() {
     let (mut rig, deadline) = late();
     rig.wait(40).measure("batch", 150);
     assert!(!ends(&rig));
-    assert_eq!((rig.held("batch"), rig.granted().held), (mib(200), mib(200)));
+    assert_eq!((rig.held("batch"), rig.granted().memory.held), (mib(200), mib(200)));
 
     let (mut rig, _) = late();
     rig.now = deadline + Duration::from_millis(205);
@@ -272,7 +272,7 @@ fn a_holder_that_answered_is_not_ended_by_a_reading_from_before_its_answer() {
     rig.pass(2300);
     assert_eq!(rig.not_reduced(), None);
     rig.wait(5).measure("batch", 200);
-    assert_eq!((rig.held("batch"), rig.granted().held), (mib(200), mib(200)));
+    assert_eq!((rig.held("batch"), rig.granted().memory.held), (mib(200), mib(200)));
 }
 
 #[test]
@@ -309,7 +309,7 @@ fn a_second_claim_is_not_judged_by_a_reading_from_before_it() {
     rig.wait(40).tell(Event::DeadlineReached);
     assert_eq!(rig.not_reduced(), None);
     rig.wait(1).measure("batch", 200);
-    assert_eq!(rig.granted().held, mib(200));
+    assert_eq!(rig.granted().memory.held, mib(200));
 }
 
 #[test]
@@ -329,7 +329,7 @@ fn an_expired_lease_ends_at_its_instant_and_its_use_is_unaccounted() {
     rig.pass(10);
     assert!(acts!(rig, Action::EndLease { .. }));
     rig.wait(5).measure("a", 100);
-    assert_eq!((rig.snapshot().held, rig.snapshot().unaccounted), (Bytes::ZERO, mib(100)));
+    assert_eq!((rig.snapshot().memory.held, rig.snapshot().memory.unaccounted), (Bytes::ZERO, mib(100)));
 }
 
 impl Rig {
@@ -339,7 +339,7 @@ impl Rig {
             ticket,
             lease: lease.id,
             generation: lease.generation,
-            peer: peer(lease.owner_uid),
+            peer: peer(lease.owner.owner_uid),
             min: mib(min),
             max: mib(max),
             wait: ms(wait_ms),
@@ -418,7 +418,7 @@ fn who_lowers_its_lease_and_is_granted_more_then_keeps_what_it_was_granted() {
     rig.resize(&a, 20, 20, 0);
     rig.resize(&a, 300, 300, 4000);
     rig.wait(10).lost(&other);
-    assert_eq!(rig.granted().held, mib(300));
+    assert_eq!(rig.granted().memory.held, mib(300));
     assert_eq!(rig.lease("a").unwrap().state, LeaseState::Granted);
     rig.wait(10).measure("a", 10);
     assert_eq!(rig.held("a"), mib(300), "it may fill it");
@@ -431,7 +431,7 @@ fn a_wish_for_less_that_is_not_seen_ends_no_lease() {
     rig.pass(6000);
     assert!(decided!(rig, Lease(LeaseDecision::WishNotSeen { .. })));
     let lease = rig.lease("a").unwrap();
-    assert_eq!((lease.state, lease.held), (LeaseState::Granted, mib(100)));
+    assert_eq!((lease.state, lease.memory.held), (LeaseState::Granted, mib(100)));
 }
 
 #[test]
@@ -454,7 +454,7 @@ fn a_wish_for_less_answers_a_target_and_gives_no_more_time() {
     rig.wait(5).tell(applied(lease.id, nonce));
     assert_eq!(rig.ignored(), None);
     rig.wait(5).measure("batch", 150);
-    assert_eq!(rig.granted().held, mib(200), "what was asked for it");
+    assert_eq!(rig.granted().memory.held, mib(200), "what was asked for it");
     assert_eq!(rig.target_of(&lease).bytes, mib(150), "what it wants less follows");
     rig.wait(5).measure("batch", 150);
     assert_eq!(rig.held("batch"), mib(150));
@@ -505,7 +505,7 @@ fn what_an_unmeasurable_holder_keeps_is_nobodys_with_the_first_sample_after_its_
     rig.cannot_measure("a");
     rig.wait(5).sample(300);
     assert_eq!(rig.held("a"), Bytes::ZERO, "off the book");
-    assert_eq!((rig.try_answer(), rig.snapshot().unaccounted), (None, mib(300)));
+    assert_eq!((rig.try_answer(), rig.snapshot().memory.unaccounted), (None, mib(300)));
     rig.samples(0);
     assert_eq!(rig.granted().tenant, "b");
 }
@@ -520,12 +520,12 @@ fn a_ghost_that_cannot_be_read_once_is_not_free() {
     rig.release(&a, peer(1000));
     rig.wait(5).measure("a", 300);
     rig.samples(300);
-    assert_eq!((rig.held("a"), rig.snapshot().unaccounted), (mib(0), mib(300)));
+    assert_eq!((rig.held("a"), rig.snapshot().memory.unaccounted), (mib(0), mib(300)));
     rig.request("b", Class::Interactive, 300, 300, 5000);
     rig.cannot_measure("a");
-    assert_eq!((rig.try_answer(), rig.snapshot().unaccounted), (None, mib(300)));
+    assert_eq!((rig.try_answer(), rig.snapshot().memory.unaccounted), (None, mib(300)));
     rig.wait(5).sample(300);
-    assert_eq!((rig.try_answer(), rig.snapshot().unaccounted), (None, mib(300)), "an unmanaged process's");
+    assert_eq!((rig.try_answer(), rig.snapshot().memory.unaccounted), (None, mib(300)), "an unmanaged process's");
     assert!(rig.lease("a").is_none());
     rig.samples(0);
     assert_eq!(rig.granted().tenant, "b");
@@ -547,7 +547,7 @@ fn an_operator_releases_an_ended_lease_whose_holder_says_nothing() {
         }));
         assert_eq!(rig.done(), done);
         rig.wait(5).measure("batch", 0);
-        assert_eq!((rig.held("batch"), rig.granted().held), (mib(0), mib(200)));
+        assert_eq!((rig.held("batch"), rig.granted().memory.held), (mib(0), mib(200)));
     }
     let (mut rig, lease) = unanswered();
     rig.release(&lease, peer(1001));
@@ -605,11 +605,11 @@ fn processes_of_one_name_are_measured_and_credited_each_for_itself() {
         // The other one fills its lease, as it may; the first comes down, which is seen.
         rig.wait(5).measure("vision (pid 11)", 180);
         rig.wait(5).measure("vision", 120);
-        assert_eq!(rig.granted().held, mib(100));
-        assert_eq!(rig.snapshot().unaccounted, mib(0));
+        assert_eq!(rig.granted().memory.held, mib(100));
+        assert_eq!(rig.snapshot().memory.unaccounted, mib(0));
         // What is left of the first after its end is its own.
         rig.lost(&other);
-        assert_eq!(rig.lease("vision").unwrap().used, Some(mib(120)));
+        assert_eq!(rig.lease("vision").unwrap().memory.used, Some(mib(120)));
     }
     let mut rig = Rig::sampled(params());
     rig.request("vision (pid 11)", Class::Batch, 1, 1, 0);

@@ -31,7 +31,7 @@ fn a_smaller_budget_is_refused_below_what_is_held_and_in_force_above_it() {
     assert_eq!(rig.arbiter.params(), &before);
     let done = reconfigure(&mut rig, smaller(200));
     assert!(matches!(done, Answer::Done { done: Done::Reconfigured(changes) } if changes.restart == ["llm.path"]));
-    assert_eq!((rig.snapshot().budget, rig.snapshot().free), (mib(200), mib(100)));
+    assert_eq!((rig.snapshot().memory.budget, rig.snapshot().memory.free), (mib(200), mib(100)));
     rig.wait(10).sample(100);
     rig.request("late", Class::Batch, 101, 101, 0);
     assert!(matches!(rig.denial(), Denial::InsufficientMemory { free, .. } if free == mib(100)));

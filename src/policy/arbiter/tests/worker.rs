@@ -94,7 +94,7 @@ fn a_worker_that_dies_comes_back_after_its_backoff_and_is_left_alone_after_too_m
     rig.ready("tts", 30);
     for wait in [500, 1000, 2000] {
         rig.wait(10).exits("tts", false, "exit code 3");
-        assert_eq!((rig.worker("tts").state, rig.snapshot().held), (BackingOff, Bytes::ZERO));
+        assert_eq!((rig.worker("tts").state, rig.snapshot().memory.held), (BackingOff, Bytes::ZERO));
         rig.pass(wait - 1);
         assert!(!rig.starts("tts"));
         rig.pass(1);
@@ -124,7 +124,7 @@ fn no_room() -> Rig {
     rig.ready("asr", 36);
     rig.request("other", Class::AudioRealtime, 228, 228, 0);
     rig.granted();
-    assert_eq!(rig.snapshot().free, Bytes::ZERO);
+    assert_eq!(rig.snapshot().memory.free, Bytes::ZERO);
     rig
 }
 
@@ -259,7 +259,7 @@ fn a_worker_is_stopped_for_what_is_missing_now_and_not_for_foresight() {
     rig.measure("llm", 132);
     // A neighbour: 24 of 26 MiB are left at Critical; 28 are missing and 128 wanted, of which the engine has 104.
     rig.samples(376);
-    assert_eq!(rig.snapshot().level, PressureLevel::Critical);
+    assert_eq!(rig.snapshot().pressure.level, PressureLevel::Critical);
     assert!(!rig.stops("indexer"), "{:#?}", rig.actions);
     let used = rig.engine_applies().whole_mib();
     assert_eq!(used, 28, "all that the engine has");
@@ -268,7 +268,7 @@ fn a_worker_is_stopped_for_what_is_missing_now_and_not_for_foresight() {
     for left in [45, 38, 36] {
         rig.wait(400).samples(400 - left);
         assert!(!rig.stops("indexer"), "{left} MiB are left: {:#?}", rig.actions);
-        assert_eq!(rig.snapshot().level, PressureLevel::Critical);
+        assert_eq!(rig.snapshot().pressure.level, PressureLevel::Critical);
     }
     rig.wait(400).samples(380);
     assert!(rig.stops("indexer"), "{:#?}", rig.actions);
@@ -288,7 +288,7 @@ fn who_is_stopped_is_chosen_for_what_is_missing_now() {
     rig.measure("voice", 150);
     // 24 MiB are left of 26 at Critical: 28 are missing and 128 wanted, which only the voice has, or both.
     rig.samples(376);
-    assert_eq!(rig.snapshot().level, PressureLevel::Critical);
+    assert_eq!(rig.snapshot().pressure.level, PressureLevel::Critical);
     assert!(rig.stops("indexer"), "{:#?}", rig.actions);
     assert!(!rig.stops("voice"), "{:#?}", rig.actions);
 }
