@@ -7,8 +7,8 @@
 //!                    └── the next renewal of a series ◄──────────┘ (the state is published once for the series)
 //! ```
 //!
-//! The daemon, the RPC tests and the fault tests of the watchdog drive this loop; they differ in [`Clock`] and
-//! [`Perform`] only.
+//! The daemon, the simulation, the RPC tests and the fault tests of the watchdog drive this loop; they differ in [`Clock`]
+//! and [`Perform`] only.
 
 use std::{collections::BTreeMap, future::Future, sync::Arc};
 

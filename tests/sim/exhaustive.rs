@@ -143,7 +143,7 @@ impl State {
     fn new(planted: Option<Planted>) -> Self {
         let arbiter = Subject::new(&small_params(), planted);
         let mut state = Self {
-            seen: Arc::new(arbiter.snapshot()),
+            seen: arbiter.snapshot(),
             arbiter,
             now: Timestamp::from_millis(2000),
             holders: Default::default(),
@@ -291,9 +291,9 @@ impl State {
                 let lease = LeaseId(self.holders[index].lease.unwrap().0);
                 let nonce = if letter == Letter::AnswerOld(index) { nonce - 1 } else { nonce + 1 };
                 let known = |state: &Self| {
-                    let leases = state.arbiter.snapshot().leases;
-                    let lease = leases.into_iter().find(|view| view.id == lease);
-                    lease.map(|view| (view.state, view.memory.held, view.target.map(|target| target.nonce)))
+                    let seen = state.arbiter.snapshot();
+                    let lease = seen.leases.iter().find(|view| view.id == lease);
+                    lease.map(|view| (view.state, view.memory.held, view.target.as_ref().map(|target| target.nonce)))
                 };
                 // What time brings is not the answer's doing.
                 self.tell(Event::DeadlineReached)?;
@@ -425,7 +425,7 @@ impl State {
                 return Err(format!("{} is past its term", lease.name()));
             }
         }
-        let before = mem::replace(&mut self.seen, Arc::new(after));
+        let before = mem::replace(&mut self.seen, after);
         self.covers(&before, &self.seen)
     }
 

@@ -1,6 +1,6 @@
 //! One history: faults, then calm, and the checkers all the way.
 
-use std::{collections::BTreeMap, fmt::Write, time::Duration};
+use std::{collections::BTreeMap, fmt::Write, sync::Arc, time::Duration};
 
 use cotenant::{
     policy::{
@@ -117,7 +117,7 @@ struct History {
     world: World,
     checkers: Vec<Box<dyn Checker>>,
     tickets: Tickets,
-    before: Snapshot,
+    before: Arc<Snapshot>,
     outcome: Outcome,
     record: bool,
     /// The last steps, for the report.
@@ -320,5 +320,5 @@ pub(crate) fn replay(seed: u64) {
         assert_eq!(again, expected, "seed {seed} at {now}");
         assert_eq!(serde_json::to_string(&again).unwrap(), actions, "byte for byte");
     }
-    assert_eq!(arbiter.snapshot(), world.arbiter.snapshot());
+    assert_eq!(arbiter.snapshot(), *world.arbiter.snapshot());
 }

@@ -1,8 +1,9 @@
-//! The real arbiter against a device made of numbers.
+//! The daemon's control loop with the real arbiter, against a device made of numbers.
 //!
 //! A seed chooses the device, the holders, and which kinds of fault exist at all. First the faults are on, and every
 //! checker must be content with every step; then they stop, and everything must settle. The next step is the earliest
-//! of the world's next happening and the arbiter's next deadline; no clock is read and nothing waits.
+//! of the world's next happening and the arbiter's next deadline; no clock is read and nothing waits. Each event goes
+//! through the loop that the daemon runs.
 //!
 //! `COTENANT_SIM_SEED` (default 1) is the seed of the first history and `COTENANT_SIM_STEPS` (default 100 000) the
 //! number of events over all histories. `COTENANT_SIM_HISTORIES` (default 200) is the number of short histories, from the
@@ -13,6 +14,7 @@
 
 mod checkers;
 mod device;
+mod driven;
 mod engine;
 mod exhaustive;
 mod faults;

@@ -1,9 +1,10 @@
 //! Faults planted around the arbiter, each of which a checker has to find.
 //!
-//! The arbiter itself has none: what it is given, what it returns and what is seen of it are altered on the way.
+//! The loop and the arbiter have none: what it is given, what it returns and what is seen of it are altered on the way.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    sync::Arc,
     time::Duration,
 };
 
@@ -21,6 +22,8 @@ use cotenant::{
     units::{Bytes, Timestamp},
 };
 use serde::Serialize;
+
+use crate::driven::Driven;
 
 /// What is wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -45,10 +48,10 @@ pub(crate) enum Planted {
     HeldSmall,
 }
 
-/// The arbiter, and the fault around it.
+/// The control loop, and the fault around it.
 #[derive(Clone, Serialize)]
 pub(crate) struct Subject {
-    arbiter: Arbiter,
+    control: Driven,
     params: Params,
     planted: Option<Planted>,
     notes: Notes,
@@ -74,7 +77,8 @@ impl Subject {
             let more = given.budget.total.per_mille(300);
             given.budget.total = given.budget.total.saturating_add(more);
         }
-        Self { arbiter: Arbiter::new(given).unwrap(), params: params.clone(), planted, notes: Notes::default() }
+        let control = Driven::new(Arbiter::new(given).unwrap());
+        Self { control, params: params.clone(), planted, notes: Notes::default() }
     }
 
     /// Whether it may be restarted from what was written down: the notes of a fault are not.
@@ -84,23 +88,23 @@ impl Subject {
 
     pub(crate) fn restart(&mut self) {
         let text = serde_json::to_string(&self.checkpoint()).unwrap();
-        self.arbiter = Arbiter::from_checkpoint(serde_json::from_str(&text).unwrap()).unwrap();
+        self.control = Driven::new(Arbiter::from_checkpoint(serde_json::from_str(&text).unwrap()).unwrap());
     }
 
     pub(crate) fn checkpoint(&self) -> Checkpoint {
-        self.arbiter.checkpoint()
+        self.control.arbiter().checkpoint()
     }
 
     pub(crate) fn next_deadline(&self) -> Option<Timestamp> {
         let lost = self.planted == Some(Planted::LostDeadline);
-        self.arbiter.next_deadline().filter(|_| !lost)
+        self.control.arbiter().next_deadline().filter(|_| !lost)
     }
 
     pub(crate) fn handle(&mut self, now: Timestamp, event: Event) -> Vec<Action> {
         let Some(planted) = self.planted else {
-            return self.arbiter.handle(now, event);
+            return self.control.handle(now, event);
         };
-        let before = self.arbiter.snapshot();
+        let before = self.control.state();
         if planted == Planted::SilenceCredited {
             self.answer_for_the_silent(now, &before);
         }
@@ -108,7 +112,7 @@ impl Subject {
             let lowest = self.notes.lowest.entry(tenant.clone()).or_insert(*used);
             *lowest = (*lowest).min(*used);
         }
-        let mut actions = self.arbiter.handle(now, event.clone());
+        let mut actions = self.control.handle(now, event.clone());
         match planted {
             Planted::FreedOnPaper => self.free_on_paper(now, &mut actions),
             Planted::ExpiredRenewed => self.revive(&event, &mut actions),
@@ -133,8 +137,12 @@ impl Subject {
     }
 
     /// What is seen of the arbiter.
-    pub(crate) fn snapshot(&self) -> Snapshot {
-        let mut seen = self.arbiter.snapshot();
+    pub(crate) fn snapshot(&self) -> Arc<Snapshot> {
+        let mut state = self.control.state();
+        if self.planted.is_none() {
+            return state;
+        }
+        let seen = Arc::make_mut(&mut state);
         match self.planted {
             Some(Planted::DoubleGrant) => {
                 seen.memory.budget = self.params.budget.bytes();
@@ -154,21 +162,21 @@ impl Subject {
             }
             _ => {}
         }
-        seen
+        state
     }
 
     /// A reading that nobody took, a moment after now.
     fn measured(&mut self, now: Timestamp, holder: &str, used: Bytes) -> Vec<Action> {
         let taken_at = now + MOMENT;
         let event = Event::Measured { tenant: holder.to_owned(), used: Some(used), taken_at };
-        self.arbiter.handle(taken_at, event)
+        self.control.handle(taken_at, event)
     }
 
     fn free_on_paper(&mut self, now: Timestamp, actions: &mut Vec<Action>) {
         let mut index = 0;
         while let Some(action) = actions.get(index).cloned() {
             index += 1;
-            let seen = self.arbiter.snapshot();
+            let seen = self.control.state();
             let more = match action {
                 Action::SetTarget { lease, nonce, .. } => {
                     let Some((view, target)) = target_of(&seen, lease, nonce) else {
@@ -176,7 +184,7 @@ impl Subject {
                     };
                     let used = target.saturating_add(held_beside(&seen, view));
                     let answer = Event::TargetAnswered { lease, nonce, answer: TargetAnswer::Applied, claimed: None };
-                    let mut more = self.arbiter.handle(now, answer);
+                    let mut more = self.control.handle(now, answer);
                     more.extend(self.measured(now, view.holder(), used));
                     more
                 }
@@ -191,7 +199,7 @@ impl Subject {
                         untouched_given: Bytes::ZERO,
                         took: MOMENT,
                     };
-                    self.arbiter.handle(now, applied)
+                    self.control.handle(now, applied)
                 }
                 _ => continue,
             };
@@ -203,7 +211,7 @@ impl Subject {
         let Event::LeaseRenewed { ticket, lease, .. } = event else {
             return;
         };
-        let seen = self.arbiter.snapshot();
+        let seen = self.control.state();
         let Some(view) = seen.leases.iter().find(|view| view.id == *lease) else {
             return;
         };
@@ -234,7 +242,7 @@ impl Subject {
             }
             // Its answer to an end would be answered itself: nobody waits for that.
             let _ = match view.state {
-                LeaseState::Revoking => self.arbiter.handle(
+                LeaseState::Revoking => self.control.handle(
                     target.deadline,
                     Event::TargetAnswered {
                         lease: view.id,
@@ -243,7 +251,7 @@ impl Subject {
                         claimed: None,
                     },
                 ),
-                _ => self.arbiter.handle(
+                _ => self.control.handle(
                     seen.at,
                     Event::LeaseReleased {
                         ticket: Ticket(u64::MAX),
@@ -258,13 +266,13 @@ impl Subject {
 
     /// Workers that were stopped to make room are taken for stopped by an operator, so that nothing is kept for them.
     fn forget_stopped_workers(&mut self, now: Timestamp) {
-        for worker in self.arbiter.snapshot().workers {
+        for worker in self.control.state().workers.clone() {
             if worker.rest != Some(Rest::Shed) {
                 continue;
             }
             let peak = self.params.worker(&worker.name).map_or(Bytes::ZERO, |params| params.peak_of(None));
             self.notes.reserved.insert(worker.name.clone(), peak);
-            let _ = self.arbiter.handle(
+            let _ = self.control.handle(
                 now,
                 Event::OperatorWorker { ticket: Ticket(u64::MAX), worker: worker.name, command: WorkerCommand::Stop },
             );
@@ -272,7 +280,7 @@ impl Subject {
     }
 
     fn hold_small(&self, before: &Snapshot, actions: &mut Vec<Action>) {
-        let seen = self.arbiter.snapshot();
+        let seen = self.control.state();
         let hopeless = |wait: &cotenant::policy::snapshot::WorkerWait| wait.is_out_of_reach();
         if seen.workers.iter().any(|worker| worker.waits.as_ref().is_some_and(hopeless)) {
             actions.retain(|action| {

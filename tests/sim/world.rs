@@ -469,7 +469,7 @@ impl World {
         if self.now.saturating_since(self.measured_at) >= Duration::from_millis(100) {
             self.measured_at = self.now;
             let holders: BTreeSet<String> =
-                self.arbiter.snapshot().leases.into_iter().map(|lease| lease.holder().to_owned()).collect();
+                self.arbiter.snapshot().leases.iter().map(|lease| lease.holder().to_owned()).collect();
             for holder in holders {
                 self.after(Duration::ZERO, Happening::Measure(holder));
             }
@@ -532,8 +532,8 @@ impl World {
     /// The process behind a holder, where processes are told apart.
     fn process_of(&self, holder: &str) -> Option<u32> {
         self.letters.as_ref()?;
-        let leases = self.arbiter.snapshot().leases;
-        leases.iter().find(|lease| lease.holder() == holder)?.owner.owner_pid
+        let seen = self.arbiter.snapshot();
+        seen.leases.iter().find(|lease| lease.holder() == holder)?.owner.owner_pid
     }
 
     fn neighbour_turn(&mut self) {
@@ -611,8 +611,8 @@ impl World {
 
     /// A worker that is told that memory is short comes down, unless it lies: it cannot answer.
     fn tell_worker(&mut self, id: LeaseId, bytes: Bytes) {
-        let leases = self.arbiter.snapshot().leases;
-        let Some(told) = leases.into_iter().find(|lease| lease.id == id) else {
+        let seen = self.arbiter.snapshot();
+        let Some(told) = seen.leases.iter().find(|lease| lease.id == id) else {
             return;
         };
         let Some(worker) = self.workers.get(&told.tenant) else {
@@ -623,7 +623,7 @@ impl World {
         }
         let life = worker.life;
         let wait = millis(&mut self.rng, 1, 900);
-        let name = told.tenant;
+        let name = told.tenant.clone();
         self.after(wait, Happening::WorkerShrinks { name, life, bytes });
     }
 
@@ -719,10 +719,10 @@ impl World {
         }
         let given_up = snapshot
             .workers
-            .into_iter()
+            .iter()
             .filter(|worker| worker.rest != Some(Rest::Idle))
             .find(|worker| matches!(worker.state, WorkerState::Degraded | WorkerState::Stopped))?;
-        Some(Event::OperatorWorker { ticket, worker: given_up.name, command: WorkerCommand::Start })
+        Some(Event::OperatorWorker { ticket, worker: given_up.name.clone(), command: WorkerCommand::Start })
     }
 }
 
