@@ -409,7 +409,7 @@ const LINES_MAX: [(&str, usize); 14] = [
     ("engine", 36760),
     ("http", 9498),
     ("journal", 3378),
-    ("policy", 22108),
+    ("policy", 22124),
     ("probe", 4751),
     ("rpc", 5029),
     ("speech", 5037),
