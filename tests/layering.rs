@@ -406,7 +406,7 @@ const LINES_MAX: [(&str, usize); 14] = [
     ("cli", 11310),
     ("config", 4430),
     ("daemon", 10498),
-    ("engine", 37110),
+    ("engine", 37140),
     ("http", 9498),
     ("journal", 3378),
     ("policy", 22124),
