@@ -14,7 +14,7 @@ use libtest_mimic::{Arguments, Trial};
 use serde_json::Value;
 
 use crate::{
-    engine::{logits_tests, perplexity_tests},
+    engine::{logits_tests, perplexity_tests, ratios_tests},
     replay, rivals,
 };
 
@@ -27,6 +27,7 @@ pub(crate) fn run() -> ExitCode {
         replay::tests::TESTS,
         logits_tests::TESTS,
         perplexity_tests::TESTS,
+        ratios_tests::TESTS,
     ]
     .concat();
     let trials = tests

@@ -25,7 +25,7 @@ use super::{
     gguf::Header,
     jinja::{Template, TemplateError},
     tokenizer::Tokenizer,
-    tool_format::{ToolFormat, in_words},
+    tool_format::{ToolFormat, answers_in_words, in_words},
 };
 pub use crate::conversation::{ChatMessage, Conversation, Role, ToolCall};
 
@@ -129,7 +129,7 @@ impl ChatTemplate {
         &self,
         conversation: &Conversation,
         tokenizer: &Tokenizer,
-        render: impl FnOnce(&Map<String, Value>) -> Result<String, ChatError>,
+        render: impl Fn(&Map<String, Value>) -> Result<String, ChatError>,
     ) -> Result<Rendered, ChatError> {
         if self.source.is_empty() {
             return Err(ChatError::NoTemplate);
@@ -138,8 +138,26 @@ impl ChatTemplate {
             return Err(ChatError::Empty);
         }
         let tools = (!conversation.tools.is_empty()).then_some(self.format);
-        let worded = (!self.knows_tools).then(|| in_words(conversation, self.knows_system()));
-        let conversation = worded.as_ref().unwrap_or(conversation);
+        let once = |conversation: &Conversation| self.render_once(conversation, tools, tokenizer, &render);
+        if !self.knows_tools {
+            return once(&in_words(conversation, self.knows_system()));
+        }
+        let rendered = once(conversation);
+        let by_tools = conversation.messages.iter().any(|message| message.role == Role::Tool);
+        match rendered {
+            // Some templates declare tools and still refuse two answers of theirs in a row.
+            Err(ChatError::Refused { .. }) if by_tools => once(&answers_in_words(conversation)).or(rendered),
+            rendered => rendered,
+        }
+    }
+
+    fn render_once(
+        &self,
+        conversation: &Conversation,
+        tools: Option<ToolFormat>,
+        tokenizer: &Tokenizer,
+        render: impl Fn(&Map<String, Value>) -> Result<String, ChatError>,
+    ) -> Result<Rendered, ChatError> {
         let mut said = vec![Value::Array(conversation.messages.iter().map(ChatMessage::to_value).collect())];
         said.push(Value::Array(conversation.tools.clone()));
         said.push(Value::Object(conversation.variables.clone()));
@@ -580,6 +598,34 @@ mod tests {
         // Two questions in a row are the client's own, and stay the template's matter.
         let twice = vec![ChatMessage::new(Role::User, "a"), ChatMessage::new(Role::User, "b")];
         let error = render(&speaker.template, &twice.into(), &speaker.tokenizer).unwrap_err();
+        assert!(matches!(error, ChatError::Refused { .. }), "{error}");
+    }
+
+    #[test]
+    fn a_template_that_declares_tools_and_refuses_their_answers_gets_them_as_the_users_text() {
+        // Mistral's way: tools are declared, and roles must alternate beside the calls.
+        let declaring = "{%- for t in tools %}{{ '<tool_call>' + t.function.name }}{%- endfor %}";
+        let speaker = Speaker::new(Some(&format!("{declaring}{ALTERNATING}")));
+        let call = |id: &str| ToolCall { id: id.to_owned(), name: "lamp".to_owned(), arguments: "{}".to_owned() };
+        let mut conversation = Conversation {
+            messages: vec![
+                ChatMessage::new(Role::User, "on"),
+                ChatMessage { tool_calls: vec![call("1"), call("2")], ..ChatMessage::new(Role::Assistant, "so") },
+                ChatMessage::new(Role::Tool, "one"),
+                ChatMessage::new(Role::Tool, "two"),
+            ],
+            tools: vec![json!({"type": "function", "function": {"name": "lamp"}})],
+            ..Conversation::default()
+        };
+        let rendered = render(&speaker.template, &conversation, &speaker.tokenizer).unwrap();
+        let text = rendered.text.replace(rendered.mark, "");
+        assert!(text.starts_with("<tool_call>lamp<|im_start|>user\non<|im_end|>"), "{text}");
+        let answered = "<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response><|im_end|>\n";
+        assert!(text.ends_with(answered), "{text}");
+
+        // What is refused without answers of tools is not asked for again.
+        conversation.messages = vec![ChatMessage::new(Role::User, "a"), ChatMessage::new(Role::User, "b")];
+        let error = render(&speaker.template, &conversation, &speaker.tokenizer).unwrap_err();
         assert!(matches!(error, ChatError::Refused { .. }), "{error}");
     }
 

@@ -326,6 +326,7 @@ impl LoadErrorKind {
         match self {
             Self::Architecture { architecture, .. } => Some(nearest_family(architecture)),
             Self::Gpu(error) => Some(error.remedy()),
+            Self::Metadata { key, .. } if key.ends_with(".expert_count") => Some(nearest_family(key)),
             Self::BigEndian { .. } => Some("turn a copy of it round with `gguf-convert-endian FILE little`"),
             Self::NotFirstPart { .. } => Some("name the file of the first part, `…-00001-of-….gguf`"),
             Self::Part { .. } => Some("keep all parts of the model in one folder, under the names that they came with"),

@@ -12,5 +12,5 @@ mod split;
 mod values;
 
 pub(super) use header::OpenFile;
-pub use header::{Header, Part, TensorInfo, dtype_name, type_number};
+pub use header::{Header, Part, SUPPORTED, TensorInfo, dtype_name, type_number};
 pub use values::{Array, StringTable, Value};

@@ -180,11 +180,12 @@ impl Spec {
             return Err(keys.wrong(KEY_SKIPPED, format!("{skipped} of {blocks} blocks leaves none")));
         };
         if let Some(experts) = keys.optional("expert_count", EXPERTS_MAX)?.filter(|&experts| experts > 0) {
-            return Err(keys.wrong("expert_count", format!("`{experts}` is not supported")));
+            return Err(keys.wrong("expert_count", format!("a mixture of {experts} experts is not supported")));
         }
         let width = keys.count("embedding_length", WIDTH_MAX)?;
         let feed_forward = keys.count_of_layers("feed_forward_length", WIDTH_MAX)?;
         let rotary = keys.rotary(width)?;
+        keys.check_sections(rotary)?;
         let Rotary { rotation, factors } = Rotary::read(header, rotary, context)?;
         let attention = keys.attention(architecture, width, rotation, depth)?;
         let recurrent = match architecture {

@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use super::{
-    gguf::{Header, TensorInfo},
+    gguf::{Header, TensorInfo, dtype_name},
     spec::{Unused, depth, unused_part},
 };
 use crate::units::Bytes;
@@ -82,7 +82,7 @@ impl TensorGroup {
     fn sum(kind: TensorKind, group: &[&TensorInfo]) -> Self {
         let mut types: Vec<(String, Bytes)> = Vec::new();
         for info in group {
-            let name = format!("{:?}", info.dtype);
+            let name = dtype_name(info.dtype).to_owned();
             match types.iter_mut().find(|(known, _)| *known == name) {
                 Some((_, bytes)) => *bytes = bytes.saturating_add(info.bytes),
                 None => types.push((name, info.bytes)),

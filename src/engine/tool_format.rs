@@ -44,25 +44,8 @@ impl ToolFormat {
 
 /// The conversation for a template that knows no tools: all that concerns them as text. Where it does not know a system's
 /// messages either, they are explained before the first question.
-///
-/// Many of these templates refuse two messages of one role in a row, so that what several tools answered becomes one
-/// message, with what the user says after it.
 pub(super) fn in_words(conversation: &Conversation, knows_system: bool) -> Conversation {
-    let mut messages: Vec<ChatMessage> = Vec::with_capacity(conversation.messages.len());
-    let mut of_tools = false;
-    for message in &conversation.messages {
-        let (worded, by_tool) = (message_in_words(message), message.role == Role::Tool);
-        match messages.last_mut() {
-            Some(last) if last.role == Role::User && worded.role == Role::User && (of_tools || by_tool) => {
-                last.content = format!("{}\n{}", last.content, worded.content);
-                of_tools = true;
-            }
-            _ => {
-                messages.push(worded);
-                of_tools = by_tool;
-            }
-        }
-    }
+    let mut messages = with_answers_joined(&conversation.messages, message_in_words);
     if !conversation.tools.is_empty() {
         let told = instructions(&conversation.tools);
         match messages.first_mut() {
@@ -76,6 +59,34 @@ pub(super) fn in_words(conversation: &Conversation, knows_system: bool) -> Conve
         }
     }
     Conversation { messages, tools: Vec::new(), variables: conversation.variables.clone() }
+}
+
+/// The conversation for a template that knows tools and refuses the order of their answers: these are text of the user's.
+pub(super) fn answers_in_words(conversation: &Conversation) -> Conversation {
+    let worded =
+        |message: &ChatMessage| if message.role == Role::Tool { message_in_words(message) } else { message.clone() };
+    Conversation { messages: with_answers_joined(&conversation.messages, worded), ..conversation.clone() }
+}
+
+/// Messages after `worded`. Many templates refuse two messages of one role in a row, so that what several tools answered
+/// becomes one message, with what the user says after it.
+fn with_answers_joined(all: &[ChatMessage], worded: impl Fn(&ChatMessage) -> ChatMessage) -> Vec<ChatMessage> {
+    let mut messages: Vec<ChatMessage> = Vec::with_capacity(all.len());
+    let mut of_tools = false;
+    for message in all {
+        let (worded, by_tool) = (worded(message), message.role == Role::Tool);
+        match messages.last_mut() {
+            Some(last) if last.role == Role::User && worded.role == Role::User && (of_tools || by_tool) => {
+                last.content = format!("{}\n{}", last.content, worded.content);
+                of_tools = true;
+            }
+            _ => {
+                messages.push(worded);
+                of_tools = by_tool;
+            }
+        }
+    }
+    messages
 }
 
 fn message_in_words(message: &ChatMessage) -> ChatMessage {

@@ -88,6 +88,22 @@ pub enum WorkerState {
     Degraded,
 }
 
+impl WorkerState {
+    /// As messages name it.
+    #[must_use]
+    pub const fn word(self) -> &'static str {
+        match self {
+            Self::Stopped => "stopped",
+            Self::AwaitingMemory => "waiting for memory",
+            Self::BackingOff => "backing off",
+            Self::Starting => "starting",
+            Self::Ready => "ready",
+            Self::Stopping => "stopping",
+            Self::Degraded => "degraded",
+        }
+    }
+}
+
 /// Why a worker does not run although nothing is wrong with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

@@ -10,6 +10,7 @@ mod limit;
 mod logits;
 mod perplexity;
 mod predict;
+mod ratios;
 pub(crate) mod shape;
 
 use std::{
@@ -32,20 +33,26 @@ use cotenant::{
     units::Bytes,
 };
 
-use self::shape::{SEED, ShapeName, TypeName, written_model};
+use self::{
+    ratios::Ratios,
+    shape::{SEED, ShapeName, TypeName, written_model},
+};
 
 #[cfg(test)]
-pub(crate) use self::{logits::tests as logits_tests, perplexity::tests as perplexity_tests};
+pub(crate) use self::{
+    logits::tests as logits_tests, perplexity::tests as perplexity_tests, ratios::tests as ratios_tests,
+};
 
 /// What to measure, and how.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct EngineArgs {
-    /// Shape of the model that is written, with random weights, into the folder for temporary files (`TMPDIR`).
-    #[arg(long, value_enum, default_value_t = ShapeName::Qwen35Small)]
-    shape: ShapeName,
-    /// Types of its matrices.
-    #[arg(long = "type", value_enum, default_value_t = TypeName::Q4KM)]
-    types: TypeName,
+    /// Shapes of the models that are written, with random weights, into the folder for temporary files (`TMPDIR`), one after the
+    /// other; of several, a table of all ratios to the peer is the end.
+    #[arg(long, value_enum, value_delimiter = ',', default_values_t = [ShapeName::Qwen35Small])]
+    shape: Vec<ShapeName>,
+    /// Types of their matrices; each shape is measured in each.
+    #[arg(long = "type", value_enum, value_delimiter = ',', default_values_t = [TypeName::Q4KM])]
+    types: Vec<TypeName>,
     /// A model to measure instead.
     #[arg(long, value_name = "GGUF", conflicts_with_all = ["shape", "types", "seed"])]
     model: Option<PathBuf>,
@@ -124,8 +131,8 @@ pub(crate) fn run(args: &EngineArgs, output: Output) -> Result<(), CliError> {
     if let Some(path) = &args.write {
         return shape::write(args, path, output);
     }
-    let (path, _folder) = args.file().map_err(failed)?;
     if let Some(hold) = args.hold_mib {
+        let (path, _folder) = args.file(args.first()).map_err(failed)?;
         let value = limit::held(args, &path, Bytes::from_mib(hold)).map_err(failed)?;
         return output::write_json(Output::Ndjson, &value);
     }
@@ -140,19 +147,43 @@ pub(crate) fn run(args: &EngineArgs, output: Output) -> Result<(), CliError> {
             only => only.contains(section),
         })
         .collect();
-    let bench = Bench::prepare(&args.settings, &path).map_err(failed)?;
-    let mut bench = Workbench { bench, args };
-    bench.measure(&sections).map_err(failed)?;
-    bench.bench.report().write(output)
+    let mut ratios = Ratios::default();
+    for model in args.models() {
+        let (path, _folder) = args.file(model).map_err(failed)?;
+        let bench = Bench::prepare(&args.settings, &path).map_err(failed)?;
+        let mut bench = Workbench { bench, args };
+        bench.measure(&sections).map_err(failed)?;
+        let report = bench.bench.report();
+        report.write(output)?;
+        for figure in &report.figures {
+            if let Some(peer) = &figure.peer {
+                ratios.add(&figure.what, model, (figure.median, peer.median), peer.ratio);
+            }
+        }
+    }
+    ratios.write(output)
 }
 
 impl EngineArgs {
+    /// The models that are written, or one for `--model`.
+    fn models(&self) -> Vec<(ShapeName, TypeName)> {
+        if self.model.is_some() {
+            return vec![self.first()];
+        }
+        self.shape.iter().flat_map(|&shape| self.types.iter().map(move |&types| (shape, types))).collect()
+    }
+
+    fn first(&self) -> (ShapeName, TypeName) {
+        let shape = self.shape.first().copied().unwrap_or(ShapeName::Qwen35Small);
+        (shape, self.types.first().copied().unwrap_or(TypeName::Q4KM))
+    }
+
     /// The file to measure, and the folder that goes with it.
-    fn file(&self) -> Result<(PathBuf, Option<TemporaryFolder>), String> {
+    fn file(&self, (shape, types): (ShapeName, TypeName)) -> Result<(PathBuf, Option<TemporaryFolder>), String> {
         if let Some(path) = &self.model {
             return Ok((path.clone(), None));
         }
-        let (path, folder) = written_model(self.shape, self.types, self.seed)?;
+        let (path, folder) = written_model(shape, types, self.seed)?;
         Ok((path, Some(folder)))
     }
 }

@@ -194,8 +194,12 @@ pub(crate) fn write(args: &EngineArgs, path: &Path, output: Output) -> Result<()
         };
         CliError::plain(format!("cannot write `{}`: {why}", path.display()), exit::FAILED)
     };
+    if args.shape.len() > 1 || args.types.len() > 1 {
+        return Err(CliError::plain("`--write` takes one shape and one type".to_owned(), exit::USAGE));
+    }
     drop(File::create_new(path).map_err(refused)?);
-    if let Err(error) = args.shape.write(args.types, args.seed, path) {
+    let (shape, types) = args.first();
+    if let Err(error) = shape.write(types, args.seed, path) {
         // Half a model is of no use to anybody, and the disk may be full of it.
         let _ = fs::remove_file(path);
         return Err(refused(error));

@@ -364,24 +364,26 @@ fn refuse_overlaps<'all>(tensors: impl Iterator<Item = &'all TensorInfo>) -> Res
     Ok(())
 }
 
-/// The types that the engine computes with, by their number in the file (`enum ggml_type` in `ggml.h`).
-const fn dtype_of(kind: u32) -> Option<GgmlDType> {
-    Some(match kind {
-        0 => GgmlDType::F32,
-        1 => GgmlDType::F16,
-        2 => GgmlDType::Q4_0,
-        3 => GgmlDType::Q4_1,
-        6 => GgmlDType::Q5_0,
-        7 => GgmlDType::Q5_1,
-        8 => GgmlDType::Q8_0,
-        10 => GgmlDType::Q2K,
-        11 => GgmlDType::Q3K,
-        12 => GgmlDType::Q4K,
-        13 => GgmlDType::Q5K,
-        14 => GgmlDType::Q6K,
-        30 => GgmlDType::BF16,
-        _ => return None,
-    })
+/// The types that the engine computes with.
+pub const SUPPORTED: [GgmlDType; 13] = [
+    GgmlDType::F32,
+    GgmlDType::F16,
+    GgmlDType::BF16,
+    GgmlDType::Q4_0,
+    GgmlDType::Q4_1,
+    GgmlDType::Q5_0,
+    GgmlDType::Q5_1,
+    GgmlDType::Q8_0,
+    GgmlDType::Q2K,
+    GgmlDType::Q3K,
+    GgmlDType::Q4K,
+    GgmlDType::Q5K,
+    GgmlDType::Q6K,
+];
+
+/// One of them by its number in the file (`enum ggml_type` in `ggml.h`).
+fn dtype_of(kind: u32) -> Option<GgmlDType> {
+    SUPPORTED.into_iter().find(|&dtype| type_number(dtype) == kind)
 }
 
 /// The number that a type has in the file.
@@ -594,6 +596,13 @@ mod tests {
         assert_eq!(header.value("list"), Some(&Value::Array(Array::Long(vec![1, u32::MAX.into()]))));
         let short = [items.clone(), vec![vec![1, 2]]].concat();
         assert!(with_list(folder.path(), 5, &short).is_err());
+    }
+
+    #[test]
+    fn a_refused_type_is_answered_with_all_that_are_supported() {
+        let refused = LoadErrorKind::TensorType { tensor: "t".to_owned(), dtype: "IQ4_XS".to_owned() }.to_string();
+        let listed = refused.split("supported are ").nth(1).unwrap().replace(" and ", ", ");
+        assert_eq!(listed, SUPPORTED.map(dtype_name).join(", "));
     }
 
     #[test]

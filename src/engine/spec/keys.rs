@@ -227,6 +227,20 @@ impl Keys<'_> {
         Ok(rotary)
     }
 
+    /// Refuses sections of rotation that leave pairs of a head without a position: in text all sections have the same one,
+    /// but for the fourth, which has none.
+    pub(super) fn check_sections(&self, rotary: usize) -> Result<(), LoadErrorKind> {
+        let key = "rope.dimension_sections";
+        let Some(sections) = self.header.ints(&self.full(key)) else { return Ok(()) };
+        let (pairs, sum) = (rotary as u64 / 2, sections.iter().map(|&pairs| i64::from(pairs)).sum::<i64>());
+        let fits = (3..=4).contains(&sections.len())
+            && sections.iter().all(|&pairs| pairs >= 0)
+            && sections.get(3).is_none_or(|&pairs| pairs == 0)
+            && u64::try_from(sum) == Ok(pairs);
+        let problem = || format!("{sections:?} are not three sections of {pairs} pairs in all");
+        if fits { Ok(()) } else { Err(self.wrong(key, problem())) }
+    }
+
     /// Whether an attention layer is one of [`AttentionSpec::local`]: by a list, or all but every so-manyth.
     pub(super) fn is_local(&self, architecture: Architecture, layer: usize) -> bool {
         if architecture == Architecture::SmolLm3 {

@@ -1,7 +1,6 @@
 //! Errors of a tokenizer.
 
 use super::terms::{KEY_MODEL, KEY_PRE, KEY_TOKENS};
-use crate::units::Bytes;
 
 /// Why a model file's tokenizer cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -74,14 +73,6 @@ impl TokenizerError {
 /// Why a text cannot be turned into tokens.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum EncodeError {
-    /// A stretch without any place to cut it, such as an encoded picture, which would need much memory for a moment.
-    #[error("a stretch of {} bytes has no space, line end or punctuation; at most {} are possible", bytes.get(), limit.get())]
-    Unbroken {
-        /// Its length.
-        bytes: Bytes,
-        /// The longest possible.
-        limit: Bytes,
-    },
     /// The library failed.
     #[error("the tokenizer failed: {message}")]
     Library {

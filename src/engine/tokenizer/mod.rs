@@ -21,7 +21,7 @@ use self::{
     segments::{Cut, PAIR_BYTES, Segments},
     terms::{
         Bpe, KEY_ADD_BOS, KEY_BOS, KEY_EOM, KEY_EOS, KEY_EOT, KEY_MERGES, KEY_SPACE_FIRST, KEY_TOKENS, KEY_TYPES,
-        TYPE_CONTROL, TYPE_UNKNOWN, TYPE_USER_DEFINED, UNBROKEN_BYTES_MAX, WORDS_REMEMBERED,
+        TYPE_CONTROL, TYPE_UNKNOWN, TYPE_USER_DEFINED, WORDS_REMEMBERED,
     },
 };
 use super::gguf::{Header, StringTable};
@@ -308,12 +308,6 @@ impl Tokenizer {
     /// The library needs some 140 bytes for each byte of a text while it works, so it gets a piece at a time.
     fn encode_in_segments(&self, text: &str, target: usize, tokens: &mut Vec<u32>) -> Result<(), EncodeError> {
         for segment in (Segments { rest: text, target, cut: &self.cut }) {
-            if segment.len() > UNBROKEN_BYTES_MAX {
-                return Err(EncodeError::Unbroken {
-                    bytes: Bytes::of_len(segment.len()),
-                    limit: Bytes::of_len(UNBROKEN_BYTES_MAX),
-                });
-            }
             let encoding = self
                 .bpe
                 .encode_fast(segment, false)

@@ -71,7 +71,7 @@ impl<'text> Iterator for Segments<'text> {
         let mut characters = self.rest.char_indices().peekable();
         while let Some((at, character)) = characters.next() {
             let after = characters.peek().map(|&(_, character)| character);
-            if at >= self.target.max(1) && (self.cut.allows(before, character, after) || self.cut.must(at)) {
+            if at >= self.target.max(1) && (self.cut.allows(before, character, after) || must_cut(at)) {
                 let (segment, rest) = self.rest.split_at_checked(at)?;
                 self.rest = rest;
                 return Some(segment);
@@ -93,11 +93,12 @@ impl Cut {
             }
         }
     }
+}
 
-    /// Whether a text is cut at this length even where a token may go on: one sign over and over, such as no text is.
-    const fn must(&self, length: usize) -> bool {
-        matches!(self, Self::BetweenPieces(_)) && length >= UNBROKEN_BYTES_MAX - 4
-    }
+/// Whether a text is cut at this length even where a token may go on: in an encoded picture or one sign over and over, such as no
+/// text is. Up to some tokens beside the cut are others than of the whole, and the work grows with the length of a text alone.
+const fn must_cut(length: usize) -> bool {
+    length >= UNBROKEN_BYTES_MAX - 4
 }
 
 /// Whether no rule joins what ends with `before` and what begins with `character`, nor looks ahead across that place.

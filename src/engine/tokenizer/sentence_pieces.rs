@@ -85,7 +85,7 @@ mod tests {
 
     use super::super::{
         super::test_vocabulary::header,
-        terms::{KEY_SCORES, PIECE_BYTES_MAX},
+        terms::{KEY_SCORES, PIECE_BYTES_MAX, UNBROKEN_BYTES_MAX},
         *,
     };
 

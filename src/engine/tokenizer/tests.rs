@@ -5,7 +5,11 @@ use std::path::PathBuf;
 use candle_core::quantized::gguf_file::Value;
 use proptest::prelude::*;
 
-use super::{super::test_vocabulary::TestVocabulary, terms::KEY_PRE, *};
+use super::{
+    super::test_vocabulary::TestVocabulary,
+    terms::{KEY_PRE, UNBROKEN_BYTES_MAX},
+    *,
+};
 
 fn tokenizer(vocabulary: &TestVocabulary) -> Tokenizer {
     Tokenizer::from_header(&vocabulary.header()).unwrap()
@@ -111,14 +115,19 @@ fn merges_cannot_make_control_tokens() {
 }
 
 #[test]
-fn a_stretch_without_a_place_to_cut_is_refused_and_a_long_text_is_not() {
+fn a_stretch_without_a_place_to_cut_is_encoded_in_bounded_pieces() {
     let vocabulary = TestVocabulary::chatml();
     let tokenizer = tokenizer(&vocabulary);
-    let error = tokenizer.encode(&"a".repeat(UNBROKEN_BYTES_MAX + 1)).unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "a stretch of 131073 bytes has no space, line end or punctuation; at most 131072 are possible"
-    );
+    // The cost of a piece grows faster than its length, so the number of pieces and the longest of them bound the work.
+    for times in [1, 2, 8] {
+        let text = "a".repeat(times * UNBROKEN_BYTES_MAX + 1);
+        let pieces: Vec<&str> = Segments { rest: &text, target: 1, cut: &Cut::ByRules }.collect();
+        assert_eq!(pieces.len(), times + 1);
+        assert!(pieces.iter().all(|piece| piece.len() <= UNBROKEN_BYTES_MAX));
+        assert_eq!(pieces.concat(), text);
+    }
+    let text = "\u{1f600}".repeat(UNBROKEN_BYTES_MAX / 2);
+    assert!(tokenizer.decode(&tokenizer.encode(&text).unwrap()) == text);
     let tokens = tokenizer.encode(&"hello w ".repeat(UNBROKEN_BYTES_MAX / 4)).unwrap();
     assert_eq!(tokenizer.decode(&tokens).len(), UNBROKEN_BYTES_MAX * 2);
 }

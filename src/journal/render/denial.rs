@@ -133,7 +133,7 @@ impl Display for Problem {
             }
             Self::NotApplied { revision, reason } => write!(f, "was not applied as plan {revision}: {reason}"),
             Self::NotAVariant { known } => write!(f, "is not one of its variants: {}", known.join(", ")),
-            Self::NotReady { state } => write!(f, "is {state:?} and cannot change"),
+            Self::NotReady { state } => write!(f, "is {} and cannot change", state.word()),
             Self::ChangingTo { variant } => write!(f, "is changing to `{variant}`; ask again when it has"),
             Self::CannotChange => f.write_str("cannot change at present"),
             Self::Kept { error } => write!(f, "was kept: {error}"),

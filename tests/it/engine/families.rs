@@ -212,6 +212,12 @@ fn a_family_or_type_that_is_not_supported_is_refused_with_the_nearest_that_is() 
         );
         assert_eq!(error.hint(), Some(hint));
     }
+    let mut parts = Parts::of(&file);
+    parts.entries.insert("qwen3.expert_count".to_owned(), Value::U32(128));
+    let error = Model::inspect(&parts.write().path, 1).unwrap_err();
+    let experts = "metadata `qwen3.expert_count`: a mixture of 128 experts is not supported";
+    assert_eq!(error.kind().to_string(), experts);
+    assert_eq!(error.hint(), Some("use a dense Qwen3.5, for example 4B Q4_K_M"));
     for (number, name, hint) in [
         (23u32, "IQ4_XS", "take the Q4_K_M file of the same model"),
         (18, "IQ3_XXS", "take the Q3_K_M file of the same model"),
@@ -232,6 +238,22 @@ fn a_family_or_type_that_is_not_supported_is_refused_with_the_nearest_that_is() 
             "{told}"
         );
         assert_eq!(error.hint(), Some(hint));
+    }
+}
+
+#[test]
+fn sections_of_rotation_that_do_not_cover_a_head_are_refused() {
+    let file = tiny(Architecture::Qwen3Vl, GgmlDType::Q8_0);
+    let key = "qwen3vl.rope.dimension_sections";
+    let good = Model::inspect(&file.path, 1).map(|_| ());
+    assert!(good.is_ok(), "{good:?}");
+    for sections in [&[1, 1, 1, 0][..], &[-1, 1, 1, 0], &[2, 2], &[0, 0, 0, 16]] {
+        let mut parts = Parts::of(&file);
+        let values = sections.iter().map(|&pairs| Value::I32(pairs)).collect();
+        parts.entries.insert(key.to_owned(), Value::Array(values));
+        let told = refused(&parts.write());
+        let expected = format!("metadata `{key}`: {sections:?} are not three sections of ");
+        assert!(told.starts_with(&expected), "{told}");
     }
 }
 

@@ -14,6 +14,7 @@ use cotenant::{
     engine::{
         Flow, Model, ModelOptions,
         arena::Backing,
+        backend,
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
     },
@@ -46,7 +47,17 @@ fn plan(resident: impl IntoIterator<Item = u32>, kv: u32, chunk: u32) -> EngineP
     }
 }
 
+/// Kernels of the set in `COTENANT_TEST_INSTRUCTIONS`, where that is set: what holds for the best set of a machine holds within
+/// each of its others.
+fn use_instructions_of_environment() {
+    if let Ok(name) = std::env::var("COTENANT_TEST_INSTRUCTIONS") {
+        backend::cpu::use_instructions(&name)
+            .unwrap_or_else(|known| panic!("COTENANT_TEST_INSTRUCTIONS: `{name}` is none of {}", known.join(", ")));
+    }
+}
+
 fn options(threads: usize) -> ModelOptions {
+    use_instructions_of_environment();
     ModelOptions {
         compute: threads.into(),
         name: None,

@@ -182,7 +182,25 @@ impl<'settings> Bench<'settings> {
         self.forward(&first)?;
         let compute = self.decode(self.settings.generate)?;
         self.values.add("decode, 100 % resident", TOKENS, 1.0 / compute);
+        for together in [2, 4, 8] {
+            let seconds = self.decode_together(together)?;
+            self.values.add(format!("time of {together} tokens over one"), "x", seconds / compute);
+        }
         Ok(())
+    }
+
+    /// Seconds for `together` tokens at once, over as many tokens as one figure of decoding is.
+    fn decode_together(&mut self, together: u32) -> Result<f64, String> {
+        self.model.reset();
+        let first = self.tokens(0, 1);
+        self.forward(&first)?;
+        let chunks = (self.settings.generate / together).max(1);
+        let started = Instant::now();
+        for chunk in 0..chunks {
+            let list = self.tokens(1 + chunk * together, together);
+            self.forward(&list)?;
+        }
+        Ok(started.elapsed().as_secs_f64() / f64::from(chunks))
     }
 
     /// Seconds for each of `tokens` tokens.

@@ -1,9 +1,10 @@
 //! Products with rows of `f32`, `f16` and `bf16`, in tiles of some rows by some tokens.
 //!
-//! Up to four tokens are multiplied with rows in place, while the next rows are prefetched. For more, a part of sixteen rows is
-//! widened once and stays in the first-level cache while the tokens go by. Each product is summed in eight lanes, which are added by
-//! halves, so that one token and many, and every set of instructions, yield the same bits as the portable loop. A register of
-//! AVX-512 has the lanes of two rows, which are widened next to each other; a token's columns are loaded into both halves.
+//! Up to four tokens are multiplied with rows in place, some rows at once, while the next rows are prefetched. For more tokens, a
+//! part of eight rows is widened once and stays in the first-level cache while the tokens go by. Each product is summed in eight
+//! lanes, which are added by halves, so that one token and many, and every set of instructions, yield the same bits as the
+//! portable loop. A register of AVX-512 has the lanes of two rows, which are widened next to each other; a token's columns are
+//! loaded into both halves.
 
 use std::array::from_fn;
 
@@ -12,17 +13,20 @@ use super::{float, rows::Rows};
 /// Lanes of a product's sum.
 pub(super) const LANES: usize = 8;
 
-/// Columns that are prefetched together: those of `f32` in a cache line.
-const LINE: usize = 16;
+/// How far ahead rows are prefetched, at least: some 100 ns of reading on one core.
+const AHEAD: usize = 2048;
+
+/// Bytes of rows that are read side by side, at most, if those after them go into the first-level cache.
+const NEAREST_MAX: usize = 8 * 1024;
 
 /// Columns that are widened at once.
-const COLUMNS: usize = 256;
+const COLUMNS: usize = 512;
 
 /// Rows that are widened at once.
-const ROWS: usize = 16;
+const ROWS: usize = 8;
 
 /// Tokens whose sums are kept meanwhile.
-const TOKENS: usize = 48;
+const TOKENS: usize = 128;
 
 /// As they are.
 pub(super) const F32: u8 = 0;
@@ -61,10 +65,10 @@ macro_rules! products {
         pub(super) mod $set {
             use std::{arch::$arch::*, array::from_fn, mem::MaybeUninit};
 
-            use crate::engine::backend::cpu::{
-                floats::{Aligned, BF16, COLUMNS, F16, LANES, LINE, ROWS, TOKENS, bytes_of, element, rest, token},
-                rows::Rows,
+            use crate::engine::backend::cpu::floats::{
+                AHEAD, Aligned, BF16, COLUMNS, F16, LANES, NEAREST_MAX, ROWS, TOKENS, bytes_of, element, rest, token,
             };
+            use crate::engine::backend::cpu::rows::Rows;
 
             /// Registers of the lanes of a row.
             const PARTS: usize = $parts;
@@ -87,7 +91,7 @@ macro_rules! products {
                 // SAFETY: the caller's promise.
                 unsafe {
                     match rows.tokens {
-                        1 => few::<KIND, 1, 4>(rows),
+                        1 => few::<KIND, 1, 2>(rows),
                         2 => few::<KIND, 2, 4>(rows),
                         3 => few::<KIND, 3, 4>(rows),
                         4 => few::<KIND, 4, 3>(rows),
@@ -105,11 +109,16 @@ macro_rules! products {
             unsafe fn few<const KIND: u8, const N: usize, const R: usize>(rows: &Rows<'_>) {
                 let (count, width) = (rows.weights.len() / rows.row_bytes.max(1), rows.columns);
                 let tokens: [_; N] = from_fn(|at| token::<KIND>(rows, at));
+                // The machine's own prefetch does not see rows side by side as the one stream that they are together: those after
+                // them are prefetched in the order in which they lie, long ones into the second-level cache.
+                let long = R * rows.row_bytes > NEAREST_MAX;
+                let distance = if long { R * rows.row_bytes } else { (R - 1) * rows.row_bytes + AHEAD };
                 for first in (0..count).step_by(R) {
                     let weights: [_; R] =
                         from_fn(|at| rows.weights[(first + at).min(count - 1) * rows.row_bytes..].as_ptr());
+                    let ahead = weights[0].wrapping_add(distance);
                     // SAFETY: all columns of each row and each token.
-                    let sums = unsafe { products::<KIND, N, R>(weights, tokens, width) };
+                    let sums = unsafe { products::<KIND, N, R>(weights, tokens, width, (ahead, long)) };
                     for (token, sums) in sums.iter().enumerate() {
                         for (row, sum) in sums.iter().enumerate().take(count - first) {
                             rows.put(token, first + row, *sum);
@@ -118,7 +127,7 @@ macro_rules! products {
                 }
             }
 
-            /// The products of `R` rows of type `KIND` with `N` tokens; prefetches the rows after them.
+            /// The products of `R` rows of type `KIND` with `N` tokens; prefetches from a place on, into the first or second level.
             ///
             /// # Safety
             ///
@@ -129,31 +138,27 @@ macro_rules! products {
                 weights: [*const u8; R],
                 tokens: [*const f32; N],
                 width: usize,
+                (mut ahead, long): (*const u8, bool),
             ) -> [[f32; R]; N] {
                 let mut sums = [[[$zero; PARTS]; R]; N];
                 let whole = width - width % LANES;
+                let line = const { 64 / bytes_of(KIND) };
                 let mut column = 0;
+                while column + line <= whole {
+                    for number in 0..R {
+                        $ask(ahead.wrapping_add(64 * number), long);
+                    }
+                    ahead = ahead.wrapping_add(64 * R);
+                    for ahead in (0..line).step_by(LANES) {
+                        // SAFETY: columns that each row and each token has.
+                        unsafe { add::<KIND, N, R>(weights, tokens, column + ahead, &mut sums) };
+                    }
+                    column += line;
+                }
                 while column < whole {
-                    for row in weights {
-                        $ask(row.wrapping_add((column + R * width) * bytes_of(KIND)));
-                    }
-                    let line = whole.min(column + LINE);
-                    while column < line {
-                        for part in 0..PARTS {
-                            let place = column + part * WIDTH;
-                            // SAFETY: a register of the columns that each row and each token has.
-                            unsafe {
-                                let ys: [_; N] = from_fn(|ahead| $load(tokens[ahead].add(place)));
-                                for at in 0..R {
-                                    let x = register::<KIND>(weights[at], place);
-                                    for ahead in 0..N {
-                                        sums[ahead][at][part] = $fma(sums[ahead][at][part], x, ys[ahead]);
-                                    }
-                                }
-                            }
-                        }
-                        column += LANES;
-                    }
+                    // SAFETY: as above.
+                    unsafe { add::<KIND, N, R>(weights, tokens, column, &mut sums) };
+                    column += LANES;
                 }
                 if whole < width {
                     for at in 0..R {
@@ -175,6 +180,36 @@ macro_rules! products {
                 sums.map(|sums| sums.map(|sum| $sum(&sum)))
             }
 
+            /// Adds the products of eight columns.
+            ///
+            /// # Safety
+            ///
+            /// Each row and each token has these columns.
+            #[inline]
+            #[target_feature(enable = $features)]
+            unsafe fn add<const KIND: u8, const N: usize, const R: usize>(
+                weights: [*const u8; R],
+                tokens: [*const f32; N],
+                column: usize,
+                sums: &mut [[[$narrow; PARTS]; R]; N],
+            ) {
+                for part in 0..PARTS {
+                    let place = column + part * WIDTH;
+                    let mut ys = [$zero; N];
+                    for ahead in 0..N {
+                        // SAFETY: a register of columns.
+                        ys[ahead] = unsafe { $load(tokens[ahead].add(place)) };
+                    }
+                    for at in 0..R {
+                        // SAFETY: as above.
+                        let x = unsafe { register::<KIND>(weights[at], place) };
+                        for ahead in 0..N {
+                            sums[ahead][at][part] = $fma(sums[ahead][at][part], x, ys[ahead]);
+                        }
+                    }
+                }
+            }
+
             /// Rows of type `KIND` times any number of tokens.
             ///
             /// # Safety
@@ -188,6 +223,7 @@ macro_rules! products {
                 // SAFETY: a field of a value that is there.
                 let wide: *mut f32 = unsafe { &raw mut (*weights.as_mut_ptr()).0 }.cast();
                 let (count, all) = (rows.weights.len() / rows.row_bytes.max(1), rows.columns);
+                let lines = COLUMNS.min(all) * bytes_of(KIND) / 64;
                 for (from, first) in (0..rows.tokens)
                     .step_by(TOKENS)
                     .flat_map(|from| (0..count).step_by(ROWS).map(move |first| (from, first)))
@@ -212,9 +248,17 @@ macro_rules! products {
                             // SAFETY: so many columns of a row.
                             unsafe { widen::<KIND>(row, start..start + width, wide.add(to)) };
                         }
-                        let mut at = 0;
+                        // The part that is widened next is prefetched meanwhile: it lies in short pieces.
+                        let next = if start + COLUMNS < all { (first, start + COLUMNS) } else { (first + ROWS, 0) };
+                        let (mut asked, mut at) = (0, 0);
                         while at < here {
                             let step = if here - at < $tokens { 3.min(here - at) } else { $tokens };
+                            while asked < ROWS * lines * (at + step) / here {
+                                let (row, line) =
+                                    (next.0 + asked / lines, next.1 * bytes_of(KIND) + asked % lines * 64);
+                                $ask(rows.weights.as_ptr().wrapping_add(row * rows.row_bytes + line), true);
+                                asked += 1;
+                            }
                             let place = |ahead: usize| token::<KIND>(rows, from + at + ahead).wrapping_add(start);
                             for group in (0..groups).step_by($rows) {
                                 let weights = wide.wrapping_add(group * TOGETHER * COLUMNS);
@@ -255,13 +299,22 @@ macro_rules! products {
                 sums: &mut [[Sum; GROUPS]],
                 group: usize,
             ) {
-                let mut running: [[Sum; $rows]; N] = from_fn(|ahead| from_fn(|at| sums[ahead][group + at]));
+                // By index: arrays made by functions were written to memory and copied.
+                let mut running = [[[$zeros; PARTS]; $rows]; N];
+                for ahead in 0..N {
+                    for at in 0..$rows {
+                        running[ahead][at] = sums[ahead][group + at];
+                    }
+                }
                 let whole = width - width % LANES;
                 for column in (0..whole).step_by(LANES) {
                     for part in 0..PARTS {
                         // SAFETY: a register of the columns that each row and each token has.
                         unsafe {
-                            let ys: [_; N] = from_fn(|ahead| $all(tokens[ahead].add(column + part * WIDTH)));
+                            let mut ys = [$zeros; N];
+                            for ahead in 0..N {
+                                ys[ahead] = $all(tokens[ahead].add(column + part * WIDTH));
+                            }
                             for at in 0..$rows {
                                 let x = $aligned(weights.add((at * COLUMNS + column) * TOGETHER + part * WIDTH));
                                 for ahead in 0..N {
@@ -395,7 +448,11 @@ products!(
             _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
         },
         |sum: &[__m256; 1]| crate::engine::backend::cpu::rows256::total(sum[0]),
-        |row: *const u8| _mm_prefetch::<_MM_HINT_T0>(row.cast())
+        |line: *const u8, far: bool| if far {
+            _mm_prefetch::<_MM_HINT_T1>(line.cast());
+        } else {
+            _mm_prefetch::<_MM_HINT_T0>(line.cast());
+        }
     ),
     (__m256, 1, 4, 3),
     (
@@ -424,7 +481,11 @@ products!(
             _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
         },
         |sum: &[__m256; 1]| crate::engine::backend::cpu::rows256::total(sum[0]),
-        |row: *const u8| _mm_prefetch::<_MM_HINT_T0>(row.cast())
+        |line: *const u8, far: bool| if far {
+            _mm_prefetch::<_MM_HINT_T1>(line.cast());
+        } else {
+            _mm_prefetch::<_MM_HINT_T0>(line.cast());
+        }
     ),
     (__m512, 2, 4, 6),
     (
@@ -454,7 +515,7 @@ products!(
             let two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
             vget_lane_f32::<0>(two) + vget_lane_f32::<1>(two)
         },
-        |_row: *const u8| ()
+        |_line: *const u8, _far: bool| ()
     ),
     (float32x4_t, 1, 4, 3),
     (

@@ -1,4 +1,4 @@
-//! Products of four Q4_K rows at once with few tokens, for AVX-512.
+//! Products of four Q4_K rows at once with one token, for AVX-512.
 //!
 //! In Q4_K every byte is two weights, so that the work for a byte is what limits a core, not its memory: 19 GB/s with one row at
 //! a time where memory gives 28. Four rows share what a block of the token needs: its registers are loaded and brought into the
@@ -108,7 +108,7 @@ pub(super) unsafe fn rows_q4k(rows: &Rows<'_>) {
         unsafe { tile::rows_q4k(rows) };
         return;
     }
-    if rows.columns / SUPER > BLOCKS_MAX {
+    if rows.tokens > 1 || rows.columns / SUPER > BLOCKS_MAX {
         // SAFETY: passed on.
         unsafe { avx512::rows_q4k(rows) };
         return;
@@ -120,11 +120,9 @@ pub(super) unsafe fn rows_q4k(rows: &Rows<'_>) {
         let start = |row: usize| rows.weights[(first + row).min(count - 1) * rows.row_bytes..].as_ptr();
         let four = [start(0), start(1), start(2), start(3)];
         let ahead = four[0].wrapping_add(ROWS * rows.row_bytes);
-        for token in 0..rows.tokens {
-            // SAFETY: whole rows, and the copy of a token.
-            let products = unsafe { products(&constants, four, ahead, rows.copy(token), rows.columns / SUPER) };
-            rows.put_sixteen(token, first, count.min(first + ROWS), _mm512_zextps128_ps512(products));
-        }
+        // SAFETY: whole rows, and the copy of the token.
+        let products = unsafe { products(&constants, four, ahead, rows.copy(0), rows.columns / SUPER) };
+        rows.put_sixteen(0, first, count.min(first + ROWS), _mm512_zextps128_ps512(products));
     }
 }
 

@@ -23,7 +23,7 @@ pub(crate) enum Isa {
 
 impl Isa {
     /// All sets of the target, lesser ones first.
-    const ALL: &[Self] = &[
+    pub(super) const ALL: &[Self] = &[
         Self::Baseline,
         #[cfg(target_arch = "aarch64")]
         Self::Dotprod,
@@ -56,10 +56,13 @@ impl Isa {
 
     /// All sets that this machine has, lesser ones first.
     pub(crate) fn available() -> &'static [Self] {
-        AVAILABLE.get_or_init(|| {
-            let sets = Self::ALL.iter().copied();
-            sets.filter(|set| set.is_reported() && set.instruction().is_none_or(survives)).collect()
-        })
+        AVAILABLE.get_or_init(|| Self::usable(Self::is_reported, survives))
+    }
+
+    /// The sets that the processor reports and whose instructions `survive`.
+    fn usable(is_reported: impl Fn(Self) -> bool, survive: impl Fn(fn()) -> bool) -> Vec<Self> {
+        let sets = Self::ALL.iter().copied();
+        sets.filter(|set| is_reported(*set) && set.instructions().is_none_or(&survive)).collect()
     }
 
     /// Whether the processor reports all instructions of the set.
@@ -88,8 +91,8 @@ impl Isa {
         }
     }
 
-    /// Executes one instruction that a lesser set does not have.
-    const fn instruction(self) -> Option<fn()> {
+    /// Executes an instruction of each extension that a lesser set does not have: a hypervisor can trap each of them alone.
+    const fn instructions(self) -> Option<fn()> {
         match self {
             Self::Baseline => None,
             #[cfg(target_arch = "aarch64")]
@@ -100,7 +103,15 @@ impl Isa {
             #[cfg(target_arch = "x86_64")]
             Self::Avx2 => Some(|| {
                 // SAFETY: as above.
-                unsafe { asm!("vpaddd ymm0, ymm0, ymm0", out("ymm0") _, options(nomem, nostack)) };
+                unsafe {
+                    asm!(
+                        "vpaddd ymm0, ymm0, ymm0",
+                        "vfmadd231ps ymm0, ymm0, ymm0",
+                        "vcvtph2ps ymm0, xmm0",
+                        out("ymm0") _,
+                        options(nomem, nostack)
+                    );
+                };
             }),
             #[cfg(target_arch = "x86_64")]
             Self::AvxVnni => Some(|| {
@@ -110,7 +121,17 @@ impl Isa {
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => Some(|| {
                 // SAFETY: as above.
-                unsafe { asm!("vpdpbusd zmm0, zmm0, zmm0", out("xmm0") _, options(nomem, nostack)) };
+                unsafe {
+                    asm!(
+                        "vpaddd zmm0, zmm0, zmm0",        // F
+                        "vpaddb zmm0, zmm0, zmm0",        // BW
+                        "vandps zmm0, zmm0, zmm0",        // DQ
+                        "{{evex}} vpaddd ymm0, ymm0, ymm0", // VL
+                        "vpdpbusd zmm0, zmm0, zmm0",      // VNNI
+                        out("xmm0") _,
+                        options(nomem, nostack)
+                    );
+                };
             }),
         }
     }
@@ -135,7 +156,12 @@ impl Isa {
 /// Whether an instruction can be executed on each processor that this process may use. A hypervisor may trap what the processor
 /// reports, and cores of one machine may differ: a child process tries it, and a signal ends that one alone. Where no process
 /// can be started, the processor's report stands.
-fn survives(instruction: fn()) -> bool {
+fn survives(instructions: fn()) -> bool {
+    survive_on(instructions, |_| ())
+}
+
+/// The same, where `arrive` is called on each processor before the instructions are.
+fn survive_on(instructions: fn(), arrive: fn(usize)) -> bool {
     // SAFETY: the child calls functions that are safe after a fork of several threads, and ends.
     let child = unsafe { libc::fork() };
     if child == 0 {
@@ -146,12 +172,13 @@ fn survives(instruction: fn()) -> bool {
             libc::prctl(libc::PR_SET_DUMPABLE, 0, 0, 0, 0);
             let mut all: libc::cpu_set_t = std::mem::zeroed();
             libc::sched_getaffinity(0, size_of_val(&all), &raw mut all);
-            instruction();
+            instructions();
             for number in (0..8 * size_of_val(&all)).filter(|number| libc::CPU_ISSET(*number, &all)) {
                 let mut one: libc::cpu_set_t = std::mem::zeroed();
                 libc::CPU_SET(number, &mut one);
                 if libc::sched_setaffinity(0, size_of_val(&one), &raw const one) == 0 {
-                    instruction();
+                    arrive(number);
+                    instructions();
                 }
             }
             libc::_exit(0);
@@ -229,6 +256,26 @@ mod tests {
                 asm!("udf #0");
             }
         }));
+    }
+
+    #[test]
+    fn a_core_whose_instructions_trap_ends_the_set_for_all() {
+        assert!(survive_on(|| (), |_| ()));
+        // The first processor that the process may use, which is the one that lacks them.
+        assert!(!survive_on(|| (), |_| std::process::abort()));
+    }
+
+    #[test]
+    fn a_set_that_is_hidden_or_trapped_is_left_out_and_the_others_stay() {
+        let [first, rest @ ..] = Isa::ALL else { panic!("a target has a set") };
+        assert_eq!(Isa::usable(|_| true, |_| true), Isa::ALL);
+        for hidden in rest {
+            let others: Vec<Isa> = Isa::ALL.iter().copied().filter(|set| set != hidden).collect();
+            assert_eq!(Isa::usable(|set| set != *hidden, |_| true), others);
+        }
+        // All of a machine's instructions beyond its base may be trapped.
+        assert_eq!(Isa::usable(|_| true, |_| false), [*first]);
+        assert_eq!(Isa::usable(|set| set == *first, |_| true), [*first]);
     }
 
     #[test]

@@ -1,25 +1,34 @@
 //! Products with quantised rows for arm64 with dot products of bytes (`FEAT_DotProd`), in the file's own block layout
 //! (ggml's `ggml-common.h`).
 //!
-//! This is the form for one token or a few; [`neon_tile`] has the one for many. Both agree to the bit, since both add up
-//! each block in whole numbers, and then the blocks in one order: of 256 one after the other, of 32 each fourth one, and then
-//! the four sums.
+//! This is the form for one token: four rows at once, which share what is loaded of the token and the last steps of their sums,
+//! a lane for each row. [`neon_tile`] has the form for more. Both agree to the bit, since both add up each block in whole
+//! numbers, and then the blocks in one order: of 256 one after the other, of 32 each fourth one, and then the four sums.
 
-use std::arch::{aarch64::*, asm};
+use std::{
+    arch::{aarch64::*, asm},
+    hint,
+};
 
 use super::{
     neon_tile::{self, TOKENS_MIN},
     neon_unpack::{
-        PER_START, SUMS, bytes_to_words, half_at, heads_q2k, heads_q3k, heads_q6k, pair, quants_q2k, quants_q3k,
-        quants_q4_0, quants_q4_1, quants_q4k, quants_q5_0, quants_q5_1, quants_q5k, quants_q6k, quants_q8_0, signed,
-        two_halves_at, widened,
+        PER_START, SUMS, add_scaled, bytes_to_words, dot, half_q2k, half_q3k, half_q4k, half_q5k, half_q6k, heads_q2k,
+        heads_q3k, heads_q6k, low, nibbles, pair, products_of, quants_q4_1, quants_q5_1, quants_q8_0, signed, widened,
+        with_fifth,
     },
     quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER},
     rows::{Rows, six_bit_head},
 };
 
+/// Rows that are multiplied together.
+const ROWS: usize = 4;
+
+/// A block of each of four rows.
+type Four = [*const u8; ROWS];
+
 macro_rules! rows {
-    ($(#[$meta:meta])* $name:ident, $product:ident) => {
+    ($(#[$meta:meta])* $name:ident, $product:ident, $block:expr) => {
         $(#[$meta])*
         ///
         /// # Safety
@@ -32,11 +41,23 @@ macro_rules! rows {
                 unsafe { neon_tile::$name(rows) };
                 return;
             }
-            for (index, weight) in rows.weights.chunks_exact(rows.row_bytes).enumerate() {
-                for token in 0..rows.tokens {
-                    // SAFETY: a row, and the copy of a token.
-                    let value = unsafe { $product(weight.as_ptr(), rows.copy(token), rows.columns) };
-                    rows.put(token, index, value);
+            let count = rows.weights.len() / rows.row_bytes.max(1);
+            // Each of four has a stretch of rows, which the machine's own prefetch follows as one stream; rows side by side would
+            // be streams that jump.
+            let stretch = count.div_ceil(ROWS);
+            for first in 0..stretch {
+                let row = |at: usize| at * stretch + first;
+                // The last row stands in for those that are not there.
+                let start = |at: usize| rows.weights[row(at).min(count - 1) * rows.row_bytes..].as_ptr();
+                // Hidden from the compiler, which would compute them again for every block.
+                let four = hint::black_box([start(0), start(1), start(2), start(3)]);
+                // SAFETY: whole rows, and the copy of a token.
+                let products = unsafe { $product(four, rows.copy(0), rows.columns / $block) };
+                let mut lanes = [0f32; ROWS];
+                // SAFETY: four numbers.
+                unsafe { vst1q_f32(lanes.as_mut_ptr(), products) };
+                for (at, product) in lanes.into_iter().enumerate().take_while(|(at, _)| row(*at) < count) {
+                    rows.put(0, row(at), product);
                 }
             }
         }
@@ -45,285 +66,372 @@ macro_rules! rows {
 
 rows! {
     /// Rows of Q4_K.
-    rows_q4k, q4k
+    rows_q4k, q4k, SUPER
 }
 rows! {
     /// Rows of Q5_K.
-    rows_q5k, q5k
+    rows_q5k, q5k, SUPER
 }
 rows! {
     /// Rows of Q6_K.
-    rows_q6k, q6k
+    rows_q6k, q6k, SUPER
 }
 rows! {
     /// Rows of Q8_0.
-    rows_q8_0, q8_0
+    rows_q8_0, q8_0, BLOCK
 }
 rows! {
     /// Rows of Q4_0.
-    rows_q4_0, q4_0
+    rows_q4_0, q4_0, BLOCK
 }
 rows! {
     /// Rows of Q4_1.
-    rows_q4_1, q4_1
+    rows_q4_1, q4_1, BLOCK
 }
 rows! {
     /// Rows of Q5_0.
-    rows_q5_0, q5_0
+    rows_q5_0, q5_0, BLOCK
 }
 rows! {
     /// Rows of Q5_1.
-    rows_q5_1, q5_1
+    rows_q5_1, q5_1, BLOCK
 }
 rows! {
     /// Rows of Q2_K.
-    rows_q2k, q2k
+    rows_q2k, q2k, SUPER
 }
 rows! {
     /// Rows of Q3_K.
-    rows_q3k, q3k
+    rows_q3k, q3k, SUPER
 }
 
-macro_rules! with_minimums {
-    ($name:ident, $bytes:expr, $quants:ident) => {
-        /// # Safety
-        ///
-        /// A row of blocks of this type and a copy in Q8_K, of `columns` elements.
-        #[inline]
-        #[target_feature(enable = "neon,dotprod")]
-        unsafe fn $name(weight: *const u8, copy: *const u8, columns: usize) -> f32 {
-            let blocks = columns / SUPER;
-            let mut sums = vdup_n_f32(0.0);
-            for index in 0..blocks {
-                // SAFETY: inside row and copy; behind the copy's blocks lie their sums of 32.
-                unsafe {
-                    let (x, y) = (weight.add(index * $bytes), copy.add(index * Q8K_BYTES));
-                    let sums_of_32 = copy.add(blocks * Q8K_BYTES + index * Q8K_SUMS);
-                    let (scales, minimums) = six_bit_head(x);
-                    let scales = bytes_to_words(scales);
-                    let [a, b, c, d, e, f, g, h] = $quants(x);
-                    let run = |quants, number: usize| run(quants, y.add(4 + 32 * number));
-                    let first = [run(a, 0), run(b, 1), run(c, 2), run(d, 3)];
-                    let last = [run(e, 4), run(f, 5), run(g, 6), run(h, 7)];
-                    let products = scaled(vdupq_n_s32(0), first, vmovl_s16(vget_low_s16(scales)));
-                    let products = scaled(products, last, vmovl_high_s16(scales));
-                    let low = products_of(vdupq_n_s32(0), bytes_to_words(minimums), vld1q_s16(sums_of_32.cast()));
-                    // Products and minimums side by side.
-                    let both = vpaddq_s32(products, low);
-                    let both = vcvt_f32_s32(vpadd_s32(vget_low_s32(both), vget_high_s32(both)));
-                    let factors = vmul_n_f32(two_halves_at(x), y.cast::<f32>().read_unaligned());
-                    sums = vfma_f32(sums, both, factors);
-                }
-            }
-            vget_lane_f32::<0>(sums) - vget_lane_f32::<1>(sums)
-        }
-    };
+/// What lies `bytes` further on in each row. No closure: one in a function with `sdot` is not inlined into what calls it.
+const fn moved(four: Four, bytes: usize) -> Four {
+    [four[0].wrapping_add(bytes), four[1].wrapping_add(bytes), four[2].wrapping_add(bytes), four[3].wrapping_add(bytes)]
 }
 
-with_minimums!(q4k, 144, quants_q4k);
-with_minimums!(q5k, 176, quants_q5k);
-
-macro_rules! by_sixteen {
-    ($name:ident, $bytes:expr, $quants:ident, $heads:ident, $scale_at:expr, $less:expr) => {
-        /// # Safety
-        ///
-        /// A row of blocks of this type and a copy in Q8_K, of `columns` elements.
-        #[inline]
-        #[target_feature(enable = "neon,dotprod")]
-        unsafe fn $name(weight: *const u8, copy: *const u8, columns: usize) -> f32 {
-            let less: Option<i32> = $less;
-            let mut sums = vdup_n_f32(0.0);
-            for index in 0..columns / SUPER {
-                // SAFETY: inside row and copy.
-                unsafe {
-                    let (x, y) = (weight.add(index * $bytes), copy.add(index * Q8K_BYTES));
-                    let (scales, mins) = $heads(x);
-                    let quants = $quants(x);
-                    let mut products = vdupq_n_s32(0);
-                    for (half, scales) in scales.into_iter().enumerate() {
-                        let sum = |number: usize| {
-                            let y = vld1q_s8(y.add(4 + 128 * half + 16 * number).cast());
-                            dot(vdupq_n_s32(0), quants[4 * half + number / 2][number % 2], y)
-                        };
-                        let first = [sum(0), sum(1), sum(2), sum(3)];
-                        products = scaled(products, first, vmovl_s16(vget_low_s16(scales)));
-                        let last = [sum(4), sum(5), sum(6), sum(7)];
-                        products = scaled(products, last, vmovl_high_s16(scales));
-                    }
-                    let sums_of_16 = y.add(4 + SUPER).cast::<i16>();
-                    let low = products_of(vdupq_n_s32(0), mins[0], vld1q_s16(sums_of_16));
-                    let low = products_of(low, mins[1], vld1q_s16(sums_of_16.add(8)));
-                    let factor = y.cast::<f32>().read_unaligned();
-                    if let Some(shift) = less {
-                        let products = vsubq_s32(products, vshlq_s32(low, vdupq_n_s32(shift)));
-                        let total = vset_lane_f32::<0>(vaddvq_s32(products) as f32, vdup_n_f32(0.0));
-                        sums = vfma_f32(sums, total, vdup_n_f32(half_at(x.add($scale_at)) * factor));
-                    } else {
-                        // Products and minimums side by side.
-                        let both = vpaddq_s32(products, low);
-                        let both = vcvt_f32_s32(vpadd_s32(vget_low_s32(both), vget_high_s32(both)));
-                        sums = vfma_f32(sums, both, vmul_n_f32(two_halves_at(x.add($scale_at)), factor));
-                    }
-                }
-            }
-            vget_lane_f32::<0>(sums) - vget_lane_f32::<1>(sums)
-        }
-    };
+/// A place in a row, for the compiler not known before the products of another row where it is to `WAIT`: of types that are
+/// costly to unpack it would unpack all rows first, and has no registers for that.
+#[inline]
+#[target_feature(enable = "neon")]
+fn after<const WAIT: bool>(mut place: *const u8, products: int32x4_t) -> *const u8 {
+    if !WAIT {
+        return place;
+    }
+    // SAFETY: no instruction at all.
+    unsafe {
+        asm!(
+            "/* {place} {products:v} */",
+            place = inout(reg) place,
+            products = in(vreg) products,
+            options(pure, nomem, nostack, preserves_flags)
+        );
+    }
+    place
 }
 
-by_sixteen!(q2k, 84, quants_q2k, heads_q2k, 80, None);
-by_sixteen!(q3k, 110, quants_q3k, heads_q3k, 108, Some(2));
-by_sixteen!(q6k, 210, quants_q6k, heads_q6k, 208, Some(5));
-
-macro_rules! small {
-    ($name:ident, $bytes:expr, $quants:ident, $minimum:expr) => {
-        /// # Safety
-        ///
-        /// A row of blocks of this type and a copy in Q8_0, of `columns` elements.
-        #[inline]
-        #[target_feature(enable = "neon,dotprod")]
-        unsafe fn $name(weight: *const u8, copy: *const u8, columns: usize) -> f32 {
-            let blocks = columns / BLOCK;
-            let behind = copy.wrapping_add(blocks * Q8_0_BYTES).cast::<f32>();
-            let mut sums = vdupq_n_f32(0.0);
-            let mut index = 0;
-            while index + SUMS <= blocks {
-                // SAFETY: four blocks of the row and of the copy, and their scales as `f32` behind the copy's blocks.
-                unsafe {
-                    let (x, y) = (weight.add(index * $bytes), copy.add(index * Q8_0_BYTES));
-                    let run = |ahead: usize| run($quants(x.add(ahead * $bytes)), y.add(ahead * Q8_0_BYTES + 2));
-                    let totals = totals([run(0), run(1), run(2), run(3)]);
-                    let factors = vld1q_f32(behind.add(index));
-                    if $minimum {
-                        let y = vcvtq_f32_s32(vld1q_s32(behind.add(blocks + index).cast()));
-                        let mins = vmulq_f32(four_halves_at(x.add(2), $bytes), factors);
-                        sums = vfmaq_f32(sums, vmulq_n_f32(y, PER_START), mins);
-                    }
-                    sums = vfmaq_f32(sums, totals, vmulq_f32(four_halves_at(x, $bytes), factors));
-                }
-                index += SUMS;
-            }
-            if index < blocks {
-                let (mut products, mut scales) = ([vdupq_n_s32(0); SUMS], [0f32; SUMS]);
-                let (mut ys, mut mins) = ([0f32; SUMS], [0f32; SUMS]);
-                for (ahead, index) in (index..blocks).enumerate() {
-                    // SAFETY: a block of each, and its scale, as above.
-                    unsafe {
-                        let x = weight.add(index * $bytes);
-                        products[ahead] = run($quants(x), copy.add(index * Q8_0_BYTES + 2));
-                        let factor = behind.add(index).read_unaligned();
-                        scales[ahead] = half_at(x) * factor;
-                        if $minimum {
-                            ys[ahead] = behind.add(blocks + index).cast::<i32>().read_unaligned() as f32 * PER_START;
-                            mins[ahead] = half_at(x.add(2)) * factor;
-                        }
-                    }
-                }
-                // SAFETY: four numbers each.
-                unsafe {
-                    if $minimum {
-                        sums = vfmaq_f32(sums, vld1q_f32(ys.as_ptr()), vld1q_f32(mins.as_ptr()));
-                    }
-                    sums = vfmaq_f32(sums, totals(products), vld1q_f32(scales.as_ptr()));
-                }
-            }
-            let pairs = vget_low_f32(vpaddq_f32(sums, sums));
-            vget_lane_f32::<0>(pairs) + vget_lane_f32::<1>(pairs)
-        }
-    };
-}
-
-small!(q8_0, Q8_0_BYTES, quants_q8_0, false);
-small!(q4_0, 18, quants_q4_0, false);
-small!(q4_1, 20, quants_q4_1, true);
-small!(q5_0, 22, quants_q5_0, false);
-small!(q5_1, 24, quants_q5_1, true);
-
-/// The products of 32 quants, summed in four lanes.
+/// 128 columns of a token.
 ///
 /// # Safety
 ///
-/// There are 32 quants at `y`.
-#[inline]
-#[target_feature(enable = "neon,dotprod")]
-unsafe fn run(quants: [int8x16_t; 2], y: *const u8) -> int32x4_t {
-    // SAFETY: the caller's promise.
-    let y = signed(unsafe { pair(y) });
-    dot(dot(vdupq_n_s32(0), quants[0], y[0]), quants[1], y[1])
-}
-
-/// Adds four products, each times its scale.
+/// They can be read.
 #[inline]
 #[target_feature(enable = "neon")]
-fn scaled(sum: int32x4_t, products: [int32x4_t; 4], scales: int32x4_t) -> int32x4_t {
-    let [a, b, c, d] = products;
-    let sum = add_scaled::<1>(add_scaled::<0>(sum, a, scales), b, scales);
-    add_scaled::<3>(add_scaled::<2>(sum, c, scales), d, scales)
-}
-
-/// Adds a product times the scale in lane `LANE`. With the name of this instruction the compiler would spread and widen each
-/// scale by itself, since it sees where they come from.
-#[inline]
-#[target_feature(enable = "neon")]
-fn add_scaled<const LANE: usize>(mut sum: int32x4_t, product: int32x4_t, scales: int32x4_t) -> int32x4_t {
-    // SAFETY: one instruction that every machine of the target has, on registers alone.
-    unsafe {
-        asm!(
-            "mla {sum:v}.4s, {product:v}.4s, {scales:v}.s[{lane}]",
-            sum = inout(vreg) sum,
-            product = in(vreg) product,
-            scales = in(vreg) scales,
-            lane = const LANE,
-            options(pure, nomem, nostack, preserves_flags)
-        );
+unsafe fn columns_of_half(y: *const u8) -> [int8x16_t; 8] {
+    let mut columns = [vdupq_n_s8(0); 8];
+    for (number, columns) in columns.iter_mut().enumerate() {
+        // SAFETY: the caller's promise.
+        *columns = unsafe { vld1q_s8(y.add(16 * number).cast()) };
     }
-    sum
+    columns
 }
 
-/// The sums of the lanes of four products, side by side.
+/// Scales of eight columns' sums less those of the next ones. The sum over all columns of products times scales is the sum of
+/// `running total · (scale - next scale)`: so products of a row run on in one register, which is never cleared.
 #[inline]
 #[target_feature(enable = "neon")]
-fn totals(products: [int32x4_t; SUMS]) -> float32x4_t {
-    let [a, b, c, d] = products;
-    vcvtq_f32_s32(vpaddq_s32(vpaddq_s32(a, b), vpaddq_s32(c, d)))
+fn steps(scales: int16x8_t, next: int16x8_t) -> int16x8_t {
+    vsubq_s16(scales, vextq_s16::<1>(scales, next))
 }
 
-/// Adds the products of eight pairs, two in each lane.
+macro_rules! supers {
+    ($name:ident, $bytes:expr, $half:ident, $heads:ident, $sub:expr, $scale_at:expr, $less:expr, $wait:expr) => {
+        /// # Safety
+        ///
+        /// Four rows of so many blocks of this type, and a copy in Q8_K.
+        #[inline]
+        #[target_feature(enable = "neon,dotprod")]
+        unsafe fn $name(mut four: Four, copy: *const u8, blocks: usize) -> float32x4_t {
+            /// Adds half a block to the running total of a row, and that to its products.
+            ///
+            /// # Safety
+            ///
+            /// `block` is a block of this type.
+            #[inline]
+            #[target_feature(enable = "neon,dotprod")]
+            unsafe fn add_half<const HALF: usize>(
+                block: *const u8,
+                ys: [int8x16_t; 8],
+                scales: [int16x8_t; 2],
+                running: &mut int32x4_t,
+                products: &mut int32x4_t,
+            ) {
+                // SAFETY: the caller's promise.
+                let [a, b, c, d] = unsafe { $half(block, HALF) };
+                let (mut sum, mut total) = (*running, *products);
+                let low = |of: int16x8_t| vmovl_s16(vget_low_s16(of));
+                if $sub == 32 {
+                    let scales = if HALF == 0 { low(scales[0]) } else { vmovl_high_s16(scales[0]) };
+                    sum = dot(dot(sum, a[0], ys[0]), a[1], ys[1]);
+                    total = add_scaled::<0>(total, sum, scales);
+                    sum = dot(dot(sum, b[0], ys[2]), b[1], ys[3]);
+                    total = add_scaled::<1>(total, sum, scales);
+                    sum = dot(dot(sum, c[0], ys[4]), c[1], ys[5]);
+                    total = add_scaled::<2>(total, sum, scales);
+                    sum = dot(dot(sum, d[0], ys[6]), d[1], ys[7]);
+                    total = add_scaled::<3>(total, sum, scales);
+                } else {
+                    let (first, last) = (low(scales[HALF]), vmovl_high_s16(scales[HALF]));
+                    sum = dot(sum, a[0], ys[0]);
+                    total = add_scaled::<0>(total, sum, first);
+                    sum = dot(sum, a[1], ys[1]);
+                    total = add_scaled::<1>(total, sum, first);
+                    sum = dot(sum, b[0], ys[2]);
+                    total = add_scaled::<2>(total, sum, first);
+                    sum = dot(sum, b[1], ys[3]);
+                    total = add_scaled::<3>(total, sum, first);
+                    sum = dot(sum, c[0], ys[4]);
+                    total = add_scaled::<0>(total, sum, last);
+                    sum = dot(sum, c[1], ys[5]);
+                    total = add_scaled::<1>(total, sum, last);
+                    sum = dot(sum, d[0], ys[6]);
+                    total = add_scaled::<2>(total, sum, last);
+                    sum = dot(sum, d[1], ys[7]);
+                    total = add_scaled::<3>(total, sum, last);
+                }
+                (*running, *products) = (sum, total);
+            }
+
+            let less: Option<i32> = $less;
+            let (zero, zeros) = (vdupq_n_s32(0), vdupq_n_s16(0));
+            let (mut sums, mut low_sums) = (vdupq_n_f32(0.0), vdupq_n_f32(0.0));
+            for index in 0..blocks {
+                // SAFETY: inside rows and copy; behind the copy's blocks lie their sums of 32.
+                unsafe {
+                    let y = copy.add(index * Q8K_BYTES);
+                    let activations =
+                        if $sub == 32 { copy.add(blocks * Q8K_BYTES + index * Q8K_SUMS) } else { y.add(4 + SUPER) };
+                    let (mut products, mut running, mut lows) = ([zero; ROWS], [zero; ROWS], [zero; ROWS]);
+                    let mut scales = [[zeros; 2]; ROWS];
+                    for row in 0..ROWS {
+                        let (own, mins) = $heads(four[row]);
+                        let few: &[int16x8_t] = &mins;
+                        for part in 0..few.len() {
+                            let of = vld1q_s16(activations.cast::<i16>().add(8 * part));
+                            lows[row] = products_of(lows[row], mins[part], of);
+                            let next = if part + 1 < few.len() { own[part + 1] } else { zeros };
+                            scales[row][part] = steps(own[part], next);
+                        }
+                    }
+                    let ys = columns_of_half(y.add(4));
+                    add_half::<0>(four[0], ys, scales[0], &mut running[0], &mut products[0]);
+                    add_half::<0>(
+                        after::<{ $wait }>(four[1], products[0]),
+                        ys,
+                        scales[1],
+                        &mut running[1],
+                        &mut products[1],
+                    );
+                    add_half::<0>(
+                        after::<{ $wait }>(four[2], products[1]),
+                        ys,
+                        scales[2],
+                        &mut running[2],
+                        &mut products[2],
+                    );
+                    add_half::<0>(
+                        after::<{ $wait }>(four[3], products[2]),
+                        ys,
+                        scales[3],
+                        &mut running[3],
+                        &mut products[3],
+                    );
+                    let ys = columns_of_half(y.add(132));
+                    add_half::<1>(four[0], ys, scales[0], &mut running[0], &mut products[0]);
+                    add_half::<1>(
+                        after::<{ $wait }>(four[1], products[0]),
+                        ys,
+                        scales[1],
+                        &mut running[1],
+                        &mut products[1],
+                    );
+                    add_half::<1>(
+                        after::<{ $wait }>(four[2], products[1]),
+                        ys,
+                        scales[2],
+                        &mut running[2],
+                        &mut products[2],
+                    );
+                    add_half::<1>(
+                        after::<{ $wait }>(four[3], products[2]),
+                        ys,
+                        scales[3],
+                        &mut running[3],
+                        &mut products[3],
+                    );
+                    let factor = y.cast::<f32>().read_unaligned();
+                    let (total, low) = (side_by_side(products), side_by_side(lows));
+                    if let Some(shift) = less {
+                        let total = vcvtq_f32_s32(vsubq_s32(total, vshlq_s32(low, vdupq_n_s32(shift))));
+                        let scale = widened(halves_of_four(moved(four, $scale_at)));
+                        sums = vfmaq_f32(sums, total, vmulq_n_f32(scale, factor));
+                    } else {
+                        let (scale, min_scale) = pairs_of_four(moved(four, $scale_at));
+                        sums = vfmaq_f32(sums, vcvtq_f32_s32(total), vmulq_n_f32(widened(scale), factor));
+                        low_sums = vfmaq_f32(low_sums, vcvtq_f32_s32(low), vmulq_n_f32(widened(min_scale), factor));
+                    }
+                }
+                four = moved(four, $bytes);
+            }
+            if less.is_some() { sums } else { vsubq_f32(sums, low_sums) }
+        }
+    };
+}
+
+supers!(q4k, 144, half_q4k, heads_of_six_bits, 32, 0, None, false);
+supers!(q5k, 176, half_q5k, heads_of_six_bits, 32, 0, None, true);
+supers!(q2k, 84, half_q2k, heads_q2k, 16, 80, None, false);
+supers!(q3k, 110, half_q3k, heads_q3k, 16, 108, Some(2), true);
+supers!(q6k, 210, half_q6k, heads_q6k, 16, 208, Some(5), true);
+
+macro_rules! small {
+    ($name:ident, $bytes:expr, |$block:ident| $quants:expr, $added:expr, $minimum:expr) => {
+        /// # Safety
+        ///
+        /// Four rows of so many blocks of this type, and a copy in Q8_0.
+        #[inline]
+        #[target_feature(enable = "neon,dotprod")]
+        unsafe fn $name(mut four: Four, copy: *const u8, blocks: usize) -> float32x4_t {
+            /// Adds the block `AT` places on, of four rows and of the token at `y`, whose factors and starts are `behind`.
+            ///
+            /// # Safety
+            ///
+            /// They can be read.
+            #[inline]
+            #[target_feature(enable = "neon,dotprod")]
+            unsafe fn add_one<const AT: usize>(
+                mut sums: float32x4_t,
+                four: Four,
+                y: *const u8,
+                behind: [*const u8; 2],
+            ) -> float32x4_t {
+                // Quants are unsigned, so larger by this power of two, which sums of activations make up for.
+                let added: Option<i32> = $added;
+                let (four, y) = (moved(four, AT * $bytes), y.wrapping_add(AT * Q8_0_BYTES));
+                // SAFETY: the caller's promise.
+                unsafe {
+                    let ys = signed(pair(y));
+                    let mut products = [vdupq_n_s32(0); ROWS];
+                    for row in 0..ROWS {
+                        let $block = four[row];
+                        let quants: [int8x16_t; 2] = $quants;
+                        products[row] = dot(dot(products[row], quants[0], ys[0]), quants[1], ys[1]);
+                    }
+                    let mut total = side_by_side(products);
+                    let start = behind[1].cast::<i32>().add(AT).read_unaligned();
+                    if let Some(added) = added {
+                        total = vaddq_s32(total, vdupq_n_s32(start >> (7 - added)));
+                    }
+                    let factor = behind[0].cast::<f32>().add(AT).read_unaligned();
+                    let scales = if $minimum {
+                        let (scales, mins) = pairs_of_four(four);
+                        let y = vdupq_n_f32(start as f32 * PER_START);
+                        sums = vfmaq_f32(sums, y, vmulq_n_f32(widened(mins), factor));
+                        scales
+                    } else {
+                        halves_of_four(four)
+                    };
+                    vfmaq_f32(sums, vcvtq_f32_s32(total), vmulq_n_f32(widened(scales), factor))
+                }
+            }
+            let mut y = copy.wrapping_add(2);
+            let factors = copy.wrapping_add(blocks * Q8_0_BYTES);
+            let mut behind = [factors, factors.wrapping_add(4 * blocks)];
+            let mut sums = [vdupq_n_f32(0.0); SUMS];
+            for _ in 0..blocks / SUMS {
+                // SAFETY: blocks of each row and of the copy, whose factors and starts lie behind its blocks.
+                unsafe {
+                    sums[0] = add_one::<0>(sums[0], four, y, behind);
+                    sums[1] = add_one::<1>(sums[1], four, y, behind);
+                    sums[2] = add_one::<2>(sums[2], four, y, behind);
+                    sums[3] = add_one::<3>(sums[3], four, y, behind);
+                }
+                four = moved(four, SUMS * $bytes);
+                y = y.wrapping_add(SUMS * Q8_0_BYTES);
+                behind = [behind[0].wrapping_add(4 * SUMS), behind[1].wrapping_add(4 * SUMS)];
+            }
+            for number in 0..blocks % SUMS {
+                // SAFETY: as above.
+                sums[number] = unsafe { add_one::<0>(sums[number], four, y, behind) };
+                four = moved(four, $bytes);
+                y = y.wrapping_add(Q8_0_BYTES);
+                behind = [behind[0].wrapping_add(4), behind[1].wrapping_add(4)];
+            }
+            vaddq_f32(vaddq_f32(sums[0], sums[1]), vaddq_f32(sums[2], sums[3]))
+        }
+    };
+}
+
+small!(q8_0, Q8_0_BYTES, |block| quants_q8_0(block), None, false);
+small!(q4_0, 18, |block| nibbles(block.add(2)), Some(3), false);
+small!(q4_1, 20, |block| quants_q4_1(block), None, true);
+small!(q5_0, 22, |block| with_fifth(nibbles(block.add(6)), block.add(2)), Some(4), false);
+small!(q5_1, 24, |block| quants_q5_1(block), None, true);
+
+/// The sums of the lanes of four rows' products, side by side.
 #[inline]
 #[target_feature(enable = "neon")]
-fn products_of(sum: int32x4_t, a: int16x8_t, b: int16x8_t) -> int32x4_t {
-    vmlal_high_s16(vmlal_s16(sum, vget_low_s16(a), vget_low_s16(b)), a, b)
+fn side_by_side([a, b, c, d]: [int32x4_t; ROWS]) -> int32x4_t {
+    vpaddq_s32(vpaddq_s32(a, b), vpaddq_s32(c, d))
 }
 
-/// Adds the products of four bytes each to each lane. `vdotq_s32` is not stable yet.
-#[inline]
-#[target_feature(enable = "neon,dotprod")]
-fn dot(mut sum: int32x4_t, a: int8x16_t, b: int8x16_t) -> int32x4_t {
-    // SAFETY: one instruction of an enabled set, on registers alone.
-    unsafe {
-        asm!(
-            "sdot {sum:v}.4s, {a:v}.16b, {b:v}.16b",
-            sum = inout(vreg) sum,
-            a = in(vreg) a,
-            b = in(vreg) b,
-            options(pure, nomem, nostack, preserves_flags)
-        );
-    }
-    sum
-}
-
-/// The four halves at `address` and `step` bytes apart as `f32`.
+/// The halves at four addresses. They are joined outside of the vector units, which are busy.
 ///
 /// # Safety
 ///
 /// Two bytes can be read at each.
 #[inline]
 #[target_feature(enable = "neon")]
-unsafe fn four_halves_at(address: *const u8, step: usize) -> float32x4_t {
-    let at = |number: usize| address.wrapping_add(number * step).cast::<u16>();
+unsafe fn halves_of_four(four: Four) -> uint16x4_t {
     // SAFETY: the caller's promise.
-    unsafe {
-        let bits = vld1_lane_u16::<1>(at(1), vld1_dup_u16(at(0)));
-        widened(vld1_lane_u16::<3>(at(3), vld1_lane_u16::<2>(at(2), bits)))
-    }
+    let half = |row: usize| u64::from(u16::from_le(unsafe { four[row].cast::<u16>().read_unaligned() }));
+    vcreate_u16((half(0) | (half(1) << 16)) | ((half(2) | (half(3) << 16)) << 32))
+}
+
+/// The two halves at each of four addresses: the first ones, and the second ones.
+///
+/// # Safety
+///
+/// Four bytes can be read at each.
+#[inline]
+#[target_feature(enable = "neon")]
+unsafe fn pairs_of_four(four: Four) -> (uint16x4_t, uint16x4_t) {
+    // SAFETY: the caller's promise.
+    let pair = |row: usize| u64::from(u32::from_le(unsafe { four[row].cast::<u32>().read_unaligned() }));
+    let all = vcombine_u64(vcreate_u64(pair(0) | (pair(1) << 32)), vcreate_u64(pair(2) | (pair(3) << 32)));
+    let all = vreinterpretq_u32_u64(all);
+    (vmovn_u32(all), vshrn_n_u32::<16>(all))
+}
+
+/// Scales and minimums of a Q4_K or Q5_K block.
+///
+/// # Safety
+///
+/// `block` is such a block.
+#[inline]
+#[target_feature(enable = "neon")]
+unsafe fn heads_of_six_bits(block: *const u8) -> ([int16x8_t; 1], [int16x8_t; 1]) {
+    // SAFETY: the caller's promise.
+    let (scales, mins) = unsafe { six_bit_head(block) };
+    ([bytes_to_words(scales)], [bytes_to_words(mins)])
 }

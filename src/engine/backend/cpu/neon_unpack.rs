@@ -12,20 +12,39 @@ pub(super) const SUMS: usize = 4;
 /// Behind a copy's blocks and their factors lies -128 times each block's sum.
 pub(super) const PER_START: f32 = -1.0 / 128.0;
 
+/// Quants of half a block of 256 in runs of 32.
+type Half = [[int8x16_t; 2]; 4];
+
+macro_rules! whole {
+    ($name:ident, $half:ident) => {
+        /// # Safety
+        ///
+        /// `block` is a block of this type.
+        #[inline]
+        #[target_feature(enable = "neon")]
+        pub(super) unsafe fn $name(block: *const u8) -> Quants {
+            // SAFETY: the caller's promise.
+            let ([a, b, c, d], [e, f, g, h]) = unsafe { ($half(block, 0), $half(block, 1)) };
+            [a, b, c, d, e, f, g, h]
+        }
+    };
+}
+
+whole!(quants_q4k, half_q4k);
+whole!(quants_q5k, half_q5k);
+whole!(quants_q6k, half_q6k);
+whole!(quants_q2k, half_q2k);
+whole!(quants_q3k, half_q3k);
+
 /// # Safety
 ///
 /// `block` is a Q4_K block.
 #[inline]
 #[target_feature(enable = "neon")]
-pub(super) unsafe fn quants_q4k(block: *const u8) -> Quants {
-    let mut quants = [[vdupq_n_s8(0); 2]; 8];
-    for part in 0..4 {
-        // SAFETY: 128 bytes of quants follow the 16 of the head.
-        let both = unsafe { pair(block.add(16 + 32 * part)) };
-        quants[2 * part] = signed(low(both));
-        quants[2 * part + 1] = signed(high(both));
-    }
-    quants
+pub(super) unsafe fn half_q4k(block: *const u8, half: usize) -> Half {
+    // SAFETY: 128 bytes of quants follow the 16 of the head.
+    let (first, last) = unsafe { (pair(block.add(16 + 64 * half)), pair(block.add(48 + 64 * half))) };
+    [signed(low(first)), signed(high(first)), signed(low(last)), signed(high(last))]
 }
 
 /// # Safety
@@ -33,21 +52,12 @@ pub(super) unsafe fn quants_q4k(block: *const u8) -> Quants {
 /// `block` is a Q5_K block.
 #[inline]
 #[target_feature(enable = "neon")]
-pub(super) unsafe fn quants_q5k(block: *const u8) -> Quants {
-    let one = vdupq_n_u8(1);
-    let mut quants = [[vdupq_n_s8(0); 2]; 8];
-    // SAFETY: 32 bytes of fifth bits follow the 16 of the head.
-    let mut fifth = unsafe { pair(block.add(16)) };
-    for part in 0..4 {
-        // SAFETY: 128 bytes of quants follow.
-        let both = unsafe { pair(block.add(48 + 32 * part)) };
-        for (ahead, four) in [low(both), high(both)].into_iter().enumerate() {
-            let bit = fifth.map(|bits| vshlq_n_u8::<4>(vandq_u8(bits, one)));
-            fifth = fifth.map(|bits| vshrq_n_u8::<1>(bits));
-            quants[2 * part + ahead] = signed(join(four, bit));
-        }
-    }
-    quants
+pub(super) unsafe fn half_q5k(block: *const u8, half: usize) -> Half {
+    // SAFETY: 32 bytes of fifth bits follow the 16 of the head, and then 128 bytes of quants.
+    let (fifth, first, last) =
+        unsafe { (pair(block.add(16)), pair(block.add(48 + 64 * half)), pair(block.add(80 + 64 * half))) };
+    let with = |four: [uint8x16_t; 2], run: usize| join_bit(four, fifth, 4 * half + run, 4);
+    [with(low(first), 0), with(high(first), 1), with(low(last), 2), with(high(last), 3)]
 }
 
 /// Of a Q6_K block, with 32 added, so from 0 to 63.
@@ -57,29 +67,58 @@ pub(super) unsafe fn quants_q5k(block: *const u8) -> Quants {
 /// `block` is a Q6_K block.
 #[inline]
 #[target_feature(enable = "neon")]
-pub(super) unsafe fn quants_q6k(block: *const u8) -> Quants {
-    let two = vdupq_n_u8(0b11_0000);
-    let mut quants = [[vdupq_n_s8(0); 2]; 8];
-    for half in 0..2 {
-        // SAFETY: 128 bytes of low bits, then 64 of high bits.
-        let (top, both) = unsafe {
-            (pair(block.add(128 + 32 * half)), [pair(block.add(64 * half)), pair(block.add(64 * half + 32))])
-        };
-        for part in 0..4 {
-            let nibbles = if part < 2 { low(both[part]) } else { high(both[part - 2]) };
-            let bits = top.map(|bits| {
-                let placed = match part {
-                    0 => vshlq_n_u8::<4>(bits),
-                    1 => vshlq_n_u8::<2>(bits),
-                    2 => bits,
-                    _ => vshrq_n_u8::<2>(bits),
-                };
-                vandq_u8(placed, two)
-            });
-            quants[4 * half + part] = signed(join(nibbles, bits));
+pub(super) unsafe fn half_q6k(block: *const u8, half: usize) -> Half {
+    let (low, two) = (vdupq_n_u8(15), vdupq_n_u8(0b11_0000));
+    // SAFETY: 128 bytes of low bits, then 64 of high bits.
+    let (top, first, last) =
+        unsafe { (pair(block.add(128 + 32 * half)), pair(block.add(64 * half)), pair(block.add(64 * half + 32))) };
+    let mut quants = [[vdupq_n_s8(0); 2]; 4];
+    for part in 0..2 {
+        let top = top[part];
+        let runs = [
+            select(low, first[part], vandq_u8(vshlq_n_u8::<4>(top), two)),
+            select(low, last[part], vandq_u8(vshlq_n_u8::<2>(top), two)),
+            shift_in(vandq_u8(top, two), first[part]),
+            shift_in(vandq_u8(vshrq_n_u8::<2>(top), two), last[part]),
+        ];
+        for run in 0..4 {
+            quants[run][part] = vreinterpretq_s8_u8(runs[run]);
         }
     }
     quants
+}
+
+/// `quants` where `mask` is set, else `others`. The compiler makes three instructions of the intrinsic of this one.
+#[inline]
+#[target_feature(enable = "neon")]
+fn select(mask: uint8x16_t, quants: uint8x16_t, mut others: uint8x16_t) -> uint8x16_t {
+    // SAFETY: one instruction that every machine of the target has, on registers alone.
+    unsafe {
+        asm!(
+            "bit {others:v}.16b, {quants:v}.16b, {mask:v}.16b",
+            others = inout(vreg) others,
+            quants = in(vreg) quants,
+            mask = in(vreg) mask,
+            options(pure, nomem, nostack, preserves_flags)
+        );
+    }
+    others
+}
+
+/// The upper half of each byte of `quants` as the lower one of `bits`; as above.
+#[inline]
+#[target_feature(enable = "neon")]
+fn shift_in(mut bits: uint8x16_t, quants: uint8x16_t) -> uint8x16_t {
+    // SAFETY: as above.
+    unsafe {
+        asm!(
+            "sri {bits:v}.16b, {quants:v}.16b, #4",
+            bits = inout(vreg) bits,
+            quants = in(vreg) quants,
+            options(pure, nomem, nostack, preserves_flags)
+        );
+    }
+    bits
 }
 
 /// # Safety
@@ -87,9 +126,10 @@ pub(super) unsafe fn quants_q6k(block: *const u8) -> Quants {
 /// `block` is a Q2_K block.
 #[inline]
 #[target_feature(enable = "neon")]
-pub(super) unsafe fn quants_q2k(block: *const u8) -> Quants {
+pub(super) unsafe fn half_q2k(block: *const u8, half: usize) -> Half {
     // SAFETY: 64 bytes of quants follow the 16 of the head.
-    unsafe { two_bits(block.add(16)) }
+    let runs = unsafe { two_bits(block.add(16 + 32 * half)) };
+    [signed(runs[0]), signed(runs[1]), signed(runs[2]), signed(runs[3])]
 }
 
 /// Of a Q3_K block, with 4 added, so from 0 to 7.
@@ -99,39 +139,40 @@ pub(super) unsafe fn quants_q2k(block: *const u8) -> Quants {
 /// `block` is a Q3_K block.
 #[inline]
 #[target_feature(enable = "neon")]
-pub(super) unsafe fn quants_q3k(block: *const u8) -> Quants {
+pub(super) unsafe fn half_q3k(block: *const u8, half: usize) -> Half {
     // SAFETY: 32 bytes of third bits, then 64 of quants.
-    let (mut third, mut quants) = unsafe { (pair(block), two_bits(block.add(32))) };
-    for quants in &mut quants {
-        for part in 0..2 {
-            let bit = vshlq_n_u8::<2>(vandq_u8(third[part], vdupq_n_u8(1)));
-            third[part] = vshrq_n_u8::<1>(third[part]);
-            quants[part] = vorrq_s8(quants[part], vreinterpretq_s8_u8(bit));
-        }
-    }
-    quants
+    let (third, runs) = unsafe { (pair(block), two_bits(block.add(32 + 32 * half))) };
+    let with = |run: usize| join_bit(runs[run], third, 4 * half + run, 2);
+    [with(0), with(1), with(2), with(3)]
 }
 
-/// 256 numbers of two bits.
+/// 128 numbers of two bits.
 ///
 /// # Safety
 ///
-/// There are 64 bytes at `from`.
+/// There are 32 bytes at `from`.
 #[inline]
 #[target_feature(enable = "neon")]
-unsafe fn two_bits(from: *const u8) -> Quants {
-    let mut quants = [[vdupq_n_s8(0); 2]; 8];
-    for half in 0..2 {
-        // SAFETY: the caller's promise.
-        let mut four = unsafe { pair(from.add(32 * half)) };
-        for quants in &mut quants[4 * half..4 * half + 4] {
-            for part in 0..2 {
-                quants[part] = vreinterpretq_s8_u8(vandq_u8(four[part], vdupq_n_u8(3)));
-                four[part] = vshrq_n_u8::<2>(four[part]);
-            }
-        }
-    }
-    quants
+unsafe fn two_bits(from: *const u8) -> [[uint8x16_t; 2]; 4] {
+    // SAFETY: the caller's promise.
+    let four = unsafe { pair(from) };
+    let lowest = |bits: uint8x16_t| vandq_u8(bits, vdupq_n_u8(3));
+    [
+        four.map(|bits| lowest(bits)),
+        four.map(|bits| lowest(vshrq_n_u8::<2>(bits))),
+        four.map(|bits| lowest(vshrq_n_u8::<4>(bits))),
+        four.map(|bits| vshrq_n_u8::<6>(bits)),
+    ]
+}
+
+/// With bit `from` of each byte of `bits` as bit `to`, which is not set.
+#[inline]
+#[target_feature(enable = "neon")]
+fn join_bit(quants: [uint8x16_t; 2], bits: [uint8x16_t; 2], from: usize, to: usize) -> [int8x16_t; 2] {
+    #[expect(clippy::cast_possible_truncation, clippy::cast_possible_wrap, reason = "numbers of bits in a byte")]
+    let (shift, bit) = (vdupq_n_s8(to as i8 - from as i8), vdupq_n_u8(1 << to));
+    let placed = bits.map(|bits| vandq_u8(vshlq_u8(bits, shift), bit));
+    signed(join(quants, placed))
 }
 
 /// Sixteen numbers.
@@ -227,7 +268,7 @@ pub(super) unsafe fn quants_q5_1(block: *const u8) -> [int8x16_t; 2] {
 /// Sixteen bytes can be read at `from`.
 #[inline]
 #[target_feature(enable = "neon")]
-unsafe fn nibbles(from: *const u8) -> [int8x16_t; 2] {
+pub(super) unsafe fn nibbles(from: *const u8) -> [int8x16_t; 2] {
     // SAFETY: the caller's promise.
     let both = unsafe { vld1q_u8(from) };
     signed([vandq_u8(both, vdupq_n_u8(15)), vshrq_n_u8::<4>(both)])
@@ -240,7 +281,7 @@ unsafe fn nibbles(from: *const u8) -> [int8x16_t; 2] {
 /// Four bytes can be read at `from`.
 #[inline]
 #[target_feature(enable = "neon")]
-unsafe fn with_fifth(quants: [int8x16_t; 2], from: *const u8) -> [int8x16_t; 2] {
+pub(super) unsafe fn with_fifth(quants: [int8x16_t; 2], from: *const u8) -> [int8x16_t; 2] {
     // SAFETY: the caller's promise.
     let bits = unsafe { from.cast::<[u8; 4]>().read_unaligned() };
     let bit = vreinterpretq_u8_u64(vdupq_n_u64(0x8040_2010_0804_0201));
@@ -276,11 +317,37 @@ pub(super) unsafe fn quants_q4_0(block: *const u8) -> [int8x16_t; 2] {
     quants.map(|quants| vsubq_s8(quants, vdupq_n_s8(8)))
 }
 
+/// Adds a product times the scale in lane `LANE`. With the name of this instruction the compiler would spread and widen each
+/// scale by itself, since it sees where they come from.
+#[inline]
+#[target_feature(enable = "neon")]
+pub(super) fn add_scaled<const LANE: usize>(mut sum: int32x4_t, product: int32x4_t, scales: int32x4_t) -> int32x4_t {
+    // SAFETY: one instruction that every machine of the target has, on registers alone.
+    unsafe {
+        asm!(
+            "mla {sum:v}.4s, {product:v}.4s, {scales:v}.s[{lane}]",
+            sum = inout(vreg) sum,
+            product = in(vreg) product,
+            scales = in(vreg) scales,
+            lane = const LANE,
+            options(pure, nomem, nostack, preserves_flags)
+        );
+    }
+    sum
+}
+
 /// Eight bytes as 16-bit numbers.
 #[inline]
 #[target_feature(enable = "neon")]
 pub(super) fn bytes_to_words(bytes: u64) -> int16x8_t {
     vreinterpretq_s16_u16(vmovl_u8(vcreate_u8(bytes)))
+}
+
+/// Adds the products of eight pairs, two in each lane.
+#[inline]
+#[target_feature(enable = "neon")]
+pub(super) fn products_of(sum: int32x4_t, a: int16x8_t, b: int16x8_t) -> int32x4_t {
+    vmlal_high_s16(vmlal_s16(sum, vget_low_s16(a), vget_low_s16(b)), a, b)
 }
 
 /// # Safety
@@ -296,7 +363,7 @@ pub(super) unsafe fn pair(address: *const u8) -> [uint8x16_t; 2] {
 /// The lower half of each byte.
 #[inline]
 #[target_feature(enable = "neon")]
-fn low(both: [uint8x16_t; 2]) -> [uint8x16_t; 2] {
+pub(super) fn low(both: [uint8x16_t; 2]) -> [uint8x16_t; 2] {
     both.map(|both| vandq_u8(both, vdupq_n_u8(15)))
 }
 
@@ -317,6 +384,23 @@ pub(super) fn signed(bytes: [uint8x16_t; 2]) -> [int8x16_t; 2] {
 #[target_feature(enable = "neon")]
 fn join(a: [uint8x16_t; 2], b: [uint8x16_t; 2]) -> [uint8x16_t; 2] {
     [vorrq_u8(a[0], b[0]), vorrq_u8(a[1], b[1])]
+}
+
+/// Adds the products of four bytes each to each lane. `vdotq_s32` is not stable yet.
+#[inline]
+#[target_feature(enable = "neon,dotprod")]
+pub(super) fn dot(mut sum: int32x4_t, a: int8x16_t, b: int8x16_t) -> int32x4_t {
+    // SAFETY: one instruction of an enabled set, on registers alone.
+    unsafe {
+        asm!(
+            "sdot {sum:v}.4s, {a:v}.16b, {b:v}.16b",
+            sum = inout(vreg) sum,
+            a = in(vreg) a,
+            b = in(vreg) b,
+            options(pure, nomem, nostack, preserves_flags)
+        );
+    }
+    sum
 }
 
 /// The half at `address` as `f32`, in one instruction, which has no stable name yet.

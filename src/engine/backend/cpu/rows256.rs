@@ -425,3 +425,110 @@ pub(super) fn total(lanes: __m256) -> f32 {
     let halves = _mm_add_ps(four, _mm_movehl_ps(four, four));
     _mm_cvtss_f32(_mm_add_ss(halves, _mm_movehdup_ps(halves)))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::{
+        super::{
+            isa::Isa,
+            quant::{Format, quantize_q8_0, quantize_q8k},
+            share::Share,
+            test_numbers::numbers,
+            unpack256 as u,
+        },
+        *,
+    };
+
+    type Kernel = unsafe fn(&Rows<'_>);
+
+    /// A type: its name, columns and bytes of a block, where it has halves, and its kernels.
+    type Kind = (&'static str, usize, usize, &'static [usize], Kernel, Kernel);
+
+    macro_rules! kinds {
+        ($function:ident, $columns:expr, $($name:ident $bytes:expr, $halves:expr;)*) => {
+            [$((
+                stringify!($name),
+                $columns,
+                $bytes,
+                const { let halves: &'static [usize] = &$halves; halves },
+                $function::<u::Avx2, u::$name> as Kernel,
+                $function::<u::EmulatedVnni, u::$name> as Kernel,
+            )),*]
+        };
+    }
+
+    /// Products of `rows` with `tokens` tokens.
+    fn products(
+        kernel: Kernel,
+        (columns, row_bytes): (usize, usize),
+        rows: &[u8],
+        copies: &[u8],
+        tokens: usize,
+    ) -> Vec<u32> {
+        let count = rows.len() / row_bytes;
+        let mut out = vec![0f32; count * tokens];
+        let share = Share::new(&mut out);
+        let rows = Rows {
+            weights: rows,
+            row_bytes,
+            columns,
+            floats: &[],
+            copies,
+            copy_step: copies.len() / tokens,
+            tokens,
+            out: &share,
+            stride: count,
+            first: 0,
+        };
+        // SAFETY: whole rows and copies; the machine has AVX2, and nothing else is executed.
+        unsafe { kernel(&rows) };
+        out.into_iter().map(f32::to_bits).collect()
+    }
+
+    #[test]
+    fn products_of_bytes_by_one_instruction_have_the_bits_of_those_by_two() {
+        if !Isa::available().contains(&Isa::Avx2) {
+            return;
+        }
+        let supers = kinds! { super_rows, SUPER,
+            Q4K 144, [0, 2]; Q5K 176, [0, 2]; Q6K 210, [208]; Q2K 84, [80, 82]; Q3K 110, [108];
+        };
+        let small = kinds! { small_rows, BLOCK,
+            Q8_0 34, [0]; Q4_0 18, [0]; Q4_1 20, [0, 2]; Q5_0 22, [0]; Q5_1 24, [0, 2];
+        };
+        let all: Vec<Kind> = supers.into_iter().chain(small).collect();
+        let columns = 2 * SUPER;
+        for (name, block, bytes, halves, pairs, fours) in all {
+            let row_bytes = columns / block * bytes;
+            // All values of a byte, and the least and the largest alone, with scales of one.
+            for fill in [None, Some(0xff), Some(0x80), Some(0x7f), Some(0)] {
+                let byte = |at: usize| fill.unwrap_or_else(|| u8::try_from(at * 151 % 256).unwrap());
+                let mut rows: Vec<u8> = (0..5 * row_bytes).map(byte).collect();
+                for block in rows.chunks_mut(bytes) {
+                    for &at in halves {
+                        block[at..at + 2].copy_from_slice(&[0, 0x3c]);
+                    }
+                }
+                for tokens in [1, 3, 9] {
+                    for input in
+                        [numbers(tokens * columns, 3), vec![1.0; tokens * columns], vec![-1.0; tokens * columns]]
+                    {
+                        let format = if block == SUPER { Format::Q8K } else { Format::Q8_0 };
+                        let mut copies = vec![0u8; tokens * format.row_bytes(columns)];
+                        let step = format.row_bytes(columns);
+                        for (input, copy) in input.chunks(columns).zip(copies.chunks_mut(step)) {
+                            if block == SUPER {
+                                quantize_q8k(Isa::Baseline, input, copy);
+                            } else {
+                                quantize_q8_0(Isa::Baseline, input, copy);
+                            }
+                        }
+                        let shape = (columns, row_bytes);
+                        let one = products(pairs, shape, &rows, &copies, tokens);
+                        assert!(one == products(fours, shape, &rows, &copies, tokens), "{name} {fill:?} {tokens}");
+                    }
+                }
+            }
+        }
+    }
+}

@@ -16,6 +16,9 @@ pub(super) enum Dot {
     Vex,
     /// Four at once, in the encoding of AVX-512.
     Evex,
+    /// What the two before do, by instructions of AVX2.
+    #[cfg(test)]
+    Emulated,
 }
 
 /// An instruction set with registers of 256 bits. What differs between sets is written as instructions, so that every
@@ -31,6 +34,14 @@ pub(super) struct AvxVnni;
 /// AVX-512 VL and VNNI.
 pub(super) struct Avx512;
 
+/// AVX-VNNI on any machine with AVX2, so that what surrounds its instructions is tested there too.
+#[cfg(test)]
+pub(super) struct EmulatedVnni;
+
+#[cfg(test)]
+impl Set for EmulatedVnni {
+    const DOT: Dot = Dot::Emulated;
+}
 impl Set for Avx2 {
     const DOT: Dot = Dot::Pairs;
 }
@@ -67,7 +78,7 @@ macro_rules! dot {
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) unsafe fn add_words<S: Set>(mut sum: __m256i, a: __m256i, b: __m256i) -> __m256i {
-    if S::DOT == Dot::Pairs {
+    if !matches!(S::DOT, Dot::Vex | Dot::Evex) {
         return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
     }
     dot!("{{vex}} vpdpwssd {0}, {1}, {2}", "{{evex}} vpdpwssd {0}, {1}, {2}", S, sum, a, b);
@@ -86,8 +97,25 @@ pub(super) unsafe fn add_bytes<S: Set>(mut sum: __m256i, unsigned: __m256i, sign
         let pairs = _mm256_maddubs_epi16(unsigned, signed);
         return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
     }
+    #[cfg(test)]
+    if S::DOT == Dot::Emulated {
+        return emulated_bytes(sum, unsigned, signed);
+    }
     dot!("{{vex}} vpdpbusd {0}, {1}, {2}", "{{evex}} vpdpbusd {0}, {1}, {2}", S, sum, unsigned, signed);
     sum
+}
+
+/// `vpdpbusd`: products of four unsigned with four signed bytes, added without saturation.
+#[cfg(test)]
+#[target_feature(enable = "avx2")]
+fn emulated_bytes(sum: __m256i, unsigned: __m256i, signed: __m256i) -> __m256i {
+    let half = |high: bool| {
+        let of = |bytes| if high { _mm256_extracti128_si256::<1>(bytes) } else { _mm256_castsi256_si128(bytes) };
+        _mm256_madd_epi16(_mm256_cvtepu8_epi16(of(unsigned)), _mm256_cvtepi8_epi16(of(signed)))
+    };
+    // Pairs of neighbours: the first and third 64 bits are of the lower half.
+    let fours = _mm256_hadd_epi32(half(false), half(true));
+    _mm256_add_epi32(sum, _mm256_permute4x64_epi64::<0b11_01_10_00>(fours))
 }
 
 /// Rows that are unpacked together.

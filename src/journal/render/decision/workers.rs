@@ -19,7 +19,7 @@ pub(super) fn worker(decision: &WorkerDecision) -> String {
         }
         WorkerDecision::Ignored { worker, report } => match report {
             StrayReport::Ready { pid, state } => {
-                format!("worker `{worker}` (pid {pid}) answers while it is {state:?}: ignored")
+                format!("worker `{worker}` (pid {pid}) answers while it is {}: ignored", state.word())
             }
             StrayReport::Exited { cause } => {
                 format!("worker `{worker}` exited ({cause}) and was not running: ignored")
