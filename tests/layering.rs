@@ -406,7 +406,7 @@ const LINES_MAX: [(&str, usize); 14] = [
     ("cli", 11297),
     ("config", 4430),
     ("daemon", 10498),
-    ("engine", 36625),
+    ("engine", 37250),
     ("http", 9498),
     ("journal", 3378),
     ("policy", 22108),

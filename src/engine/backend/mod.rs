@@ -13,7 +13,10 @@ use super::{
     error::LoadErrorKind,
     spec::{AttentionSpec, Spec},
 };
-use crate::{policy::residency::KvShape, units::Bytes};
+use crate::{
+    policy::residency::KvShape,
+    units::{Bytes, Tokens},
+};
 
 mod choice;
 pub mod cpu;
@@ -38,7 +41,7 @@ pub trait Device: Send + Sync {
     fn scratch_bytes(&self, spec: &AttentionSpec) -> Bytes;
 
     /// Bytes that it takes for itself once it is started, whatever it computes.
-    fn context_bytes(&self) -> Bytes {
+    fn context_bytes(&self, _: &Limits) -> Bytes {
         Bytes::ZERO
     }
 
@@ -56,12 +59,32 @@ pub trait Device: Send + Sync {
         Ok(None)
     }
 
-    /// Starts it.
+    /// Starts it, for operations within `limits`.
     ///
     /// # Errors
     ///
     /// When it cannot be had.
-    fn start(&self) -> Result<Box<dyn Backend>, LoadErrorKind>;
+    fn start(&self, limits: &Limits) -> Result<Box<dyn Backend>, LoadErrorKind>;
+}
+
+/// The most that operations on one model have, so that a device has memory for them before the first.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Limits {
+    /// Tokens of a context.
+    pub context: u32,
+    /// Ranges of the head's rows that are said.
+    pub said: usize,
+}
+
+impl Limits {
+    /// Those of a model whose context is limited.
+    #[must_use]
+    pub fn of(spec: &Spec, context: Option<Tokens>) -> Self {
+        Self {
+            context: context.map_or(u32::MAX, Tokens::get).min(spec.context_max),
+            said: spec.said.as_ref().map_or(1, Vec::len),
+        }
+    }
 }
 
 /// Memory and arithmetic of one device.

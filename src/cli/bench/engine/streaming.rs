@@ -5,7 +5,7 @@ use std::{sync::Arc, time::Instant};
 use super::{Bench, TOKENS, told};
 use crate::engine::{
     arena::Backing,
-    backend::{Device as _, cpu::CpuDevice},
+    backend::{Device as _, Limits, cpu::CpuDevice},
     reader::{Extent, Source, Stream, WeightFile},
 };
 
@@ -57,7 +57,7 @@ impl Bench<'_> {
         let file: Arc<dyn Source> =
             Arc::new(WeightFile::open(self.model.header().parts()).map_err(|error| told(&error))?);
         let pieces = schedule.len();
-        let backend = CpuDevice(1).start().map_err(|error| told(&error))?;
+        let backend = CpuDevice(1).start(&Limits::default()).map_err(|error| told(&error))?;
         let ring = backend.ring(self.layout.ring, Backing::Now);
         let stream = ring.and_then(|ring| Stream::start(file, ring, schedule, 0)).map_err(|error| told(&error))?;
         let turn = || {
