@@ -36,7 +36,11 @@ use crate::{
         shape::Layout,
         spec::Spec,
     },
-    policy::{kv_type::KvType, residency::EnginePlan},
+    policy::{
+        compute::{Compute, DeviceChoice, DeviceSettings},
+        kv_type::KvType,
+        residency::EnginePlan,
+    },
     units::{Bytes, Tokens},
 };
 
@@ -63,6 +67,9 @@ pub struct EngineSettings {
     /// Instruction set of the kernels: `baseline`, `avx2`, `avx-vnni` or `avx512` [default: the best of this machine].
     #[arg(long, value_name = "NAME")]
     pub instructions: Option<String>,
+    /// Compute on the GPU, as the peer does then (`-ngl 99`).
+    #[arg(long, conflicts_with = "instructions")]
+    pub cuda: bool,
     /// Rounds; each takes every figure once.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     pub rounds: u32,
@@ -155,6 +162,12 @@ impl EngineSettings {
         })
     }
 
+    /// What computes.
+    fn compute(&self) -> Compute {
+        let choice = if self.cuda { DeviceChoice::Cuda } else { DeviceChoice::Cpu };
+        Compute { threads: usize::from(self.threads), device: DeviceSettings { choice, ..DeviceSettings::default() } }
+    }
+
     /// Opens a model with a context as long as the capacity of its plan; its memory is used as tokens come.
     ///
     /// # Errors
@@ -167,7 +180,7 @@ impl EngineSettings {
         open: OpenModel,
     ) -> Result<Model, String> {
         let options = ModelOptions {
-            compute: usize::from(self.threads).into(),
+            compute: self.compute(),
             name: None,
             context: Some(plan.kv_capacity),
             kv_backing: Backing::OnTouch,
@@ -435,6 +448,7 @@ impl<'settings> Bench<'settings> {
                     program,
                     model: &self.path,
                     threads: usize::from(self.settings.threads),
+                    cuda: self.settings.cuda,
                     prompts,
                     generate: self.settings.generate,
                     depth: *depth,
@@ -457,6 +471,7 @@ impl<'settings> Bench<'settings> {
                 program,
                 model: &self.path,
                 threads: usize::from(self.settings.threads),
+                cuda: self.settings.cuda,
                 prompts: &[0],
                 generate: self.settings.generate,
                 depth: 0,
