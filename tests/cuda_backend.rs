@@ -259,7 +259,7 @@ fn history(path: &Path, compute: Compute) -> Result<(String, Vec<Vec<f32>>), Str
         }
         return Ok((name, rows));
     }
-    step(&mut model, &text(37, 3))?;
+    step(&mut model, &text(21, 3))?;
     step(&mut model, &text(1, 7))?;
     step(&mut model, &text(3, 9))?;
     // Streamed, in part and all of it.
@@ -269,14 +269,15 @@ fn history(path: &Path, compute: Compute) -> Result<(String, Vec<Vec<f32>>), Str
     step(&mut model, &text(11, 5))?;
     step(&mut model, &text(1, 8))?;
     change(&mut model, &plan(parts, 512, KvType::Q4))?;
-    step(&mut model, &text(40, 2))?;
+    // Into a second block of the cache.
+    step(&mut model, &text(28, 2))?;
     change(&mut model, &plan(parts, 512, KvType::F16))?;
     step(&mut model, &text(1, 6))?;
     model.reset();
-    step(&mut model, &text(20, 1))?;
+    step(&mut model, &text(14, 1))?;
     model.keep(12);
     let left = model.position();
-    step(&mut model, &text(22 - left, 2))?;
+    step(&mut model, &text(16 - left, 2))?;
     let name = model.backend_name();
     Ok((name, rows))
 }
