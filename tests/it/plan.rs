@@ -271,7 +271,7 @@ fn half_of_the_published_memory_is_enough_and_the_published_speed_is_below_the_b
         let held = bytes_of(&plan, "total") + CONTEXT_ASSUMED;
         // All weights are read for a token, the state is read and written, and at the end of the context all of it is read.
         let a_token = bytes_of(&plan, "layers") + 2 * bytes_of(&plan, "state") + bytes_of(&plan, "kv");
-        let needed = a_token as f64 * tokens_per_s / 1e9;
+        let needed = f64::from(u32::try_from(a_token / 1_000_000).unwrap()) * tokens_per_s / 1e3;
         let bound = issue_bound(if weights == "q4_0" { "Q4_0" } else { "Q6_K" });
         println!(
             "{name} {weights}: {} of {megabytes} MB, {needed:.1} GB/s for {tokens_per_s} tokens/s",
