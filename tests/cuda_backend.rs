@@ -346,6 +346,10 @@ fn compare(driver: &Path, what: &str, path: &Path, settings: &[(&str, &str)], wo
             row.iter().fold((f32::MAX, f32::MIN), |(low, high), logit| (low.min(*logit), high.max(*logit)));
         let worst = row.iter().zip(other).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         let part = worst / (high - low);
+        assert!(
+            row.iter().chain(other).all(|logit| logit.is_finite()) && high > low,
+            "{what} {settings:?}, step {step}"
+        );
         worst_of_all = worst_of_all.max(part);
         assert!(part <= SPREAD_MAX, "{what} {settings:?}, step {step}: {part} of the spread");
         // The token that the CPU says is said, or one that is as likely.
@@ -359,8 +363,9 @@ fn compare(driver: &Path, what: &str, path: &Path, settings: &[(&str, &str)], wo
 /// Tokens of the models' vocabulary: `Synthetic::tiny`.
 const VOCABULARY: usize = 320;
 
-/// The most that logits differ, of the spread of a token's.
-const SPREAD_MAX: f32 = 0.03;
+/// The most that logits differ, of the spread of a token's. Measured, the same on every machine: 0.0166 (`Qwen3Vl`), where an activation that
+/// lies between two whole numbers is rounded to the other one.
+const SPREAD_MAX: f32 = 0.02;
 
 fn models_answer_as_on_the_cpu_whenever_the_driver_executes() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
@@ -416,7 +421,7 @@ fn true_shapes_differ_from_the_cpu_by_less_than_half_of_what_it_does_from_llama_
             let mean = row.iter().copied().map(f64::from).sum::<f64>() / count;
             let deviation = (row.iter().map(|logit| (f64::from(*logit) - mean).powi(2)).sum::<f64>() / count).sqrt();
             let worst = row.iter().zip(other).map(|(a, b)| f64::from((a - b).abs())).fold(0.0, f64::max) / deviation;
-            println!("{name} step {step}: at most {worst:.4} standard deviations, of llama.cpp {of_llama_cpp}");
+            println!("{name} step {step}: at most {worst:.1e} standard deviations, of llama.cpp {of_llama_cpp}");
             assert!(worst <= of_llama_cpp / 2.0, "{name} step {step}: {worst}");
         }
     }
