@@ -13,10 +13,7 @@ use super::{
     error::LoadErrorKind,
     spec::{AttentionSpec, Spec},
 };
-use crate::{
-    policy::residency::KvShape,
-    units::{Bytes, Tokens},
-};
+use crate::{policy::residency::KvShape, units::Bytes};
 
 mod choice;
 pub mod cpu;
@@ -77,13 +74,10 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// Those of a model whose context is limited.
+    /// Those of a model, whatever context it is opened with: what it needs is the same when it is inspected.
     #[must_use]
-    pub fn of(spec: &Spec, context: Option<Tokens>) -> Self {
-        Self {
-            context: context.map_or(u32::MAX, Tokens::get).min(spec.context_max),
-            said: spec.said.as_ref().map_or(1, Vec::len),
-        }
+    pub fn of(spec: &Spec) -> Self {
+        Self { context: spec.context_max, said: spec.said.as_ref().map_or(1, Vec::len) }
     }
 }
 
