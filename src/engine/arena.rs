@@ -252,6 +252,7 @@ impl From<Mapping> for SharedMapping {
 
 impl SharedMapping {
     /// Memory of a device; `host` is the mapping that the device reads, where it is one.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only the backend of a GPU has memory of a device"))]
     pub(super) fn of_device(device: Box<dyn DeviceMemory>, host: Option<Mapping>) -> Self {
         Self { device: Some(device), host }
     }

@@ -18,6 +18,7 @@ use crate::{policy::residency::KvShape, units::Bytes};
 mod choice;
 pub mod cpu;
 pub mod cuda;
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only the backend of a GPU has memory of a device"))]
 mod memory;
 mod operation;
 
