@@ -45,6 +45,9 @@ pub struct CheckArgs {
     /// Audit this device alone: what costs memory or speed, with remedies. Needs no configuration.
     #[arg(long, conflicts_with_all = ["file", "config"])]
     audit: bool,
+    /// Measure the GPU again instead of taking what an earlier start has measured.
+    #[arg(long, conflicts_with_all = ["audit", "root"])]
+    reprobe: bool,
     /// Audit the device whose `proc`, `sys`, `etc` and `var` are in this folder.
     #[arg(long, value_name = "DIR", conflicts_with_all = ["file", "config"])]
     root: Option<PathBuf>,
@@ -122,6 +125,10 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> u8 {
     });
     for line in Capabilities::probe(&root).lines() {
         sheet.line(&line);
+    }
+    backend::cuda::keep_probe_in(&config.state_dir);
+    if args.reprobe {
+        backend::cuda::forget_probe();
     }
     sheet.line(&format!("cuda: {}", backend::cuda::describe()));
     for holder in host::holders_of(Path::new("/dev/nvmap")) {

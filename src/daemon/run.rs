@@ -42,7 +42,7 @@ use crate::{
     causes::in_one_line,
     config::{Config, WorkerRole},
     emergency,
-    engine::arena::trim_heap,
+    engine::{arena::trim_heap, backend},
     http::{
         Access,
         backend::{Backends, ChatBackend, SpeechBackend, StatusBackend, TokenizerBackend},
@@ -106,6 +106,7 @@ pub async fn run(
         is_ours(key, folder)?;
     }
     let keys = clients_of_file(&config).map_err(RunError::Private)?;
+    backend::cuda::keep_probe_in(&config.state_dir);
     let set_aside = emergency::prepare();
 
     // The machine, and the settings for it.

@@ -7,6 +7,7 @@
 use std::{
     fs::File,
     io::{self, Read as _},
+    mem::ManuallyDrop,
     num::NonZeroUsize,
     ptr::NonNull,
     sync::atomic::{AtomicU8, Ordering},
@@ -128,11 +129,18 @@ impl Mapping {
             .map_or(Bytes::ZERO, |pages| PAGE.saturating_mul(pages))
     }
 
-    /// Unmaps it and says how much of it had been in memory.
+    /// Unmaps it and says how much of it had been in memory: nothing where the kernel has not unmapped it.
     #[must_use]
     pub fn release(self) -> Bytes {
-        self.resident()
-        // dropped here: one munmap
+        let resident = self.resident();
+        if self.unmap() { resident } else { Bytes::ZERO }
+    }
+
+    /// Unmaps it; whether the kernel has done so.
+    fn unmap(self) -> bool {
+        let mapping = ManuallyDrop::new(self);
+        // SAFETY: our own mapping, which is not dropped after this; raw users are gone by their own contract.
+        unsafe { mman::munmap(mapping.start.cast(), mapping.len) }.is_ok()
     }
 
     /// Keeps `len` bytes that start at a huge page, and returns the rest to the kernel.
@@ -220,6 +228,9 @@ pub trait DeviceMemory: std::fmt::Debug + Send + Sync {
     ///
     /// When there is no such place, or the device refuses.
     fn bring(&self, offset: usize, from: &[u8]) -> io::Result<()>;
+
+    /// Gives it back before it is dropped; whether the device has confirmed that.
+    fn release(&mut self) -> bool;
 }
 
 /// A mapping that several threads have, of which some write to it through [`range`](Self::range), or memory of a device, which has
@@ -241,6 +252,7 @@ impl From<Mapping> for SharedMapping {
 
 impl SharedMapping {
     /// Memory of a device; `host` is the mapping that the device reads, where it is one.
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only the backend of a GPU has memory of a device"))]
     pub(super) fn of_device(device: Box<dyn DeviceMemory>, host: Option<Mapping>) -> Self {
         Self { device: Some(device), host }
     }
@@ -292,11 +304,16 @@ impl SharedMapping {
         }
     }
 
-    /// Gives it back, once no other thread has it; says how much of it had been in memory.
+    /// Gives it back, once no other thread has it; says how much of it had been in memory: nothing where the device or the kernel
+    /// has not confirmed that it has it back.
     #[must_use]
     pub fn release(self) -> Bytes {
-        self.resident()
-        // dropped here
+        let resident = self.resident();
+        let Self { device, host } = self;
+        // The device first: it may read the mapping.
+        let confirmed = device.is_none_or(|mut device| device.release());
+        let unmapped = host.is_none_or(Mapping::unmap);
+        if confirmed && unmapped { resident } else { Bytes::ZERO }
     }
 }
 

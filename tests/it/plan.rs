@@ -251,3 +251,49 @@ fn a_folder_that_is_no_device_is_not_audited_as_free_of_faults() {
     assert!(text(&output.stderr).contains("proc/meminfo"), "{}", text(&output.stderr));
     assert!(!text(&output.stdout).contains("0 warnings"), "{}", text(&output.stdout));
 }
+
+/// Memory and speed that were published for TensorRT Edge-LLM 0.9 with weights of 4 bits on an Orin NX 16 GB, and what they ask of ours:
+/// memory by the plan, speed by the bytes of a token and the instructions of the kernels. Nothing here was measured on an Orin.
+#[test]
+fn half_of_the_published_memory_is_enough_and_the_published_speed_is_below_the_bound_of_the_kernels() {
+    let small = qwen3_5_4b(2)
+        .replace("\"num_hidden_layers\": 32", "\"num_hidden_layers\": 24")
+        .replace("\"hidden_size\": 2560", "\"hidden_size\": 1024")
+        .replace("\"intermediate_size\": 9216", "\"intermediate_size\": 3584")
+        .replace("\"num_attention_heads\": 16", "\"num_attention_heads\": 8")
+        .replace("\"linear_num_value_heads\": 32", "\"linear_num_value_heads\": 16");
+    for (name, config, megabytes, tokens_per_s, weights) in [
+        ("Qwen3.5-4B", qwen3_5_4b(4), 6113, 26.5, "q4_0"),
+        ("Qwen3.5-0.8B", small.clone(), 2257, 88.9, "q4_0"),
+        ("Qwen3.5-0.8B", small, 2257, 88.9, "q4_k_m"),
+    ] {
+        let plan = of_config(&config, &["--context", "4096", "--kv-type", "q8", "--weights", weights]);
+        let held = bytes_of(&plan, "total") + CONTEXT_ASSUMED;
+        // All weights are read for a token, the state is read and written, and at the end of the context all of it is read.
+        let a_token = bytes_of(&plan, "layers") + 2 * bytes_of(&plan, "state") + bytes_of(&plan, "kv");
+        let needed = f64::from(u32::try_from(a_token / 1_000_000).unwrap()) * tokens_per_s / 1e3;
+        let bound = issue_bound(if weights == "q4_0" { "Q4_0" } else { "Q6_K" });
+        println!(
+            "{name} {weights}: {} of {megabytes} MB, {needed:.1} GB/s for {tokens_per_s} tokens/s",
+            held / 1_000_000
+        );
+        assert!(2 * held <= megabytes * 1_000_000, "{name}: {held} of {megabytes} MB");
+        assert!(needed < ORIN_NX_GB_PER_S && needed < bound, "{name}: {needed} GB/s, at most {bound}");
+    }
+}
+
+/// What a CUDA context is assumed to take on Orin, where it has not been measured; `cotenant check` does.
+const CONTEXT_ASSUMED: u64 = 256 << 20;
+/// LPDDR5 of 128 bits at 3199 MHz: NVIDIA's data sheet.
+const ORIN_NX_GB_PER_S: f64 = 102.4;
+
+/// What `docs/cuda.md` says that the instructions of the product for one token allow, which `tests/run` reads from the machine code.
+fn issue_bound(dtype: &str) -> f64 {
+    let text = include_str!("../../docs/cuda.md");
+    let cells = |start: &str| {
+        let line = text.lines().find(|line| line.starts_with(start)).unwrap();
+        line.split('|').map(|cell| cell.trim().to_owned()).collect::<Vec<_>>()
+    };
+    let column = cells("| GB/s of weights at most").iter().position(|cell| cell == dtype).unwrap();
+    cells("| product_1")[column].parse().unwrap()
+}

@@ -25,6 +25,8 @@ pub(super) struct PeerJob<'job> {
     pub(super) program: &'job Path,
     pub(super) model: &'job Path,
     pub(super) threads: usize,
+    /// With all its layers on the GPU.
+    pub(super) cuda: bool,
     pub(super) prompts: &'job [u32],
     pub(super) generate: u32,
     pub(super) depth: u32,
@@ -46,6 +48,7 @@ impl PeerJob<'_> {
             .args(["-d", &self.depth.to_string()])
             .args(["-r", "1", "-o", "json"])
             .args(["--repack", if repack { "1" } else { "0" }])
+            .args(["-ngl", "99"].iter().filter(|_| self.cuda))
             .stdin(Stdio::null())
             .stderr(Stdio::null())
             .output()

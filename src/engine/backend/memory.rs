@@ -88,6 +88,9 @@ pub(super) trait DeviceSpace: std::fmt::Debug + Send + Sync {
     /// How much of it is memory.
     fn open(&self) -> Bytes;
 
+    /// The same with what was closed and the device has not confirmed to have back.
+    fn resident(&self) -> Bytes;
+
     /// Where it begins for the device.
     fn address(&self) -> u64;
 }
@@ -257,7 +260,7 @@ impl Region {
     pub fn resident(&self) -> Bytes {
         match &*self.space {
             Space::Host(space) => space.resident(),
-            Space::Device(space) => space.open(),
+            Space::Device(space) => space.resident(),
         }
     }
 

@@ -18,6 +18,7 @@ use crate::{policy::residency::KvShape, units::Bytes};
 mod choice;
 pub mod cpu;
 pub mod cuda;
+#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only the backend of a GPU has memory of a device"))]
 mod memory;
 mod operation;
 
@@ -38,7 +39,7 @@ pub trait Device: Send + Sync {
     fn scratch_bytes(&self, spec: &AttentionSpec) -> Bytes;
 
     /// Bytes that it takes for itself once it is started, whatever it computes.
-    fn context_bytes(&self) -> Bytes {
+    fn context_bytes(&self, _: &Limits) -> Bytes {
         Bytes::ZERO
     }
 
@@ -56,12 +57,29 @@ pub trait Device: Send + Sync {
         Ok(None)
     }
 
-    /// Starts it.
+    /// Starts it, for operations within `limits`.
     ///
     /// # Errors
     ///
     /// When it cannot be had.
-    fn start(&self) -> Result<Box<dyn Backend>, LoadErrorKind>;
+    fn start(&self, limits: &Limits) -> Result<Box<dyn Backend>, LoadErrorKind>;
+}
+
+/// The most that operations on one model have, so that a device has memory for them before the first.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Limits {
+    /// Tokens of a context.
+    pub context: u32,
+    /// Ranges of the head's rows that are said.
+    pub said: usize,
+}
+
+impl Limits {
+    /// Those of a model, whatever context it is opened with: what it needs is the same when it is inspected.
+    #[must_use]
+    pub fn of(spec: &Spec) -> Self {
+        Self { context: spec.context_max, said: spec.said.as_ref().map_or(1, Vec::len) }
+    }
 }
 
 /// Memory and arithmetic of one device.

@@ -17,7 +17,7 @@ use super::{
 use crate::{
     engine::{
         arena::Backing,
-        backend::{self, Backend, Buffer, Device, Operation},
+        backend::{self, Backend, Buffer, Device, Limits, Operation},
         disk::{DiskWatch, Retained, Stalled, WatchedWork},
         error::{ApplyError, LoadError, LoadErrorKind},
         gguf::Header,
@@ -130,7 +130,7 @@ impl Opening {
             let (header, spec, file) = read(&theirs, options.context, options.vocabulary.as_ref(), watch)?;
             let layout = layout(&spec);
             let device = for_model(device, &theirs, &spec)?;
-            let needs = Needs::of(device.as_ref(), &layout.widths, &spec);
+            let needs = Needs::of(device.as_ref(), &layout.widths, &spec, &Limits::of(&spec));
             let shape = model_shape(&header, &spec, &layout, options.name.as_deref(), needs);
             // The first token waits for the disk, so it begins at once.
             let vectors = weights::expect_vectors(&file, &layout.fixed, &spec, watch);
@@ -177,7 +177,7 @@ impl Opening {
     fn assemble(self, plan: &EnginePlan, left: &mut Retained) -> Result<Model, LoadErrorKind> {
         let Self { disk, device, needs, file, vectors, header, spec, layout, shape, options } = self;
         let began = Instant::now();
-        let mut backend = device.start()?;
+        let mut backend = device.start(&Limits::of(&spec))?;
         let chunk = residency::check(&shape, plan).map_err(|error| LoadErrorKind::Plan(error.to_string()))?;
         // The first token waits for the disk, so the disk goes on at once: with the vectors, and with what is streamed, while
         // memory is found for everything else.
@@ -274,7 +274,7 @@ impl Model {
             let (header, spec, _) = read(&theirs, None, vocabulary.as_ref(), watch)?;
             let layout = Layout::of(&spec);
             let device = for_model(device, &theirs, &spec)?;
-            let needs = Needs::of(device.as_ref(), &layout.widths, &spec);
+            let needs = Needs::of(device.as_ref(), &layout.widths, &spec, &Limits::of(&spec));
             let shape = model_shape(&header, &spec, &layout, None, needs);
             Ok((shape, header))
         })

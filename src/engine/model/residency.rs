@@ -286,9 +286,8 @@ impl Model {
             })?;
         let before = std::mem::replace(&mut self.workspace, workspace);
         moved.asked += before.bytes();
-        moved.freed += before.resident();
         // At no time are both in memory: that is not leased.
-        drop(before);
+        moved.freed += before.release();
         self.workspace.touch();
         moved.grown += self.workspace.bytes();
         Ok(())

@@ -1,7 +1,7 @@
 //! Tests of models as a whole.
 
 use std::{
-    io,
+    env, io,
     path::{Path, PathBuf},
     sync::Arc,
     time::{Duration, Instant},
@@ -45,7 +45,15 @@ fn plan(resident: impl IntoIterator<Item = u32>) -> EnginePlan {
 
 /// The model in parts of at least `least` bytes.
 fn open_in_parts(path: &Path, least: usize, plan: &EnginePlan, threads: usize) -> Model {
-    open_on(Arc::new(CpuDevice(threads)), None, path, least, plan)
+    open_on(cpu(threads), None, path, least, plan)
+}
+
+/// The CPU; executing late, by a seed, where `COTENANT_TEST_LATE` has one.
+fn cpu(threads: usize) -> Arc<dyn Device> {
+    match env::var("COTENANT_TEST_LATE") {
+        Ok(seed) => late::late_by(seed.parse().unwrap()),
+        Err(_) => Arc::new(CpuDevice(threads)),
+    }
 }
 
 /// The same on another device, and a model that says some tokens only.
@@ -221,7 +229,7 @@ fn a_head_of_some_rows_that_becomes_resident_half_made_goes_on_where_it_was() {
     model.write(&path).unwrap();
     // The first 300 are 320 in groups of 64; the last group has the control tokens.
     let said = Sayable::First(300);
-    let mut model = open_on(Arc::new(CpuDevice(1)), Some(&said), &path, usize::MAX, &plan(0..5));
+    let mut model = open_on(cpu(1), Some(&said), &path, usize::MAX, &plan(0..5));
     let head = model.layout.parts.last().unwrap();
     assert!(head.slabs.len() > 1 && head.pieces.len() > head.slabs.len());
     let expected = model.forward(&[5], &mut || Flow::Continue).unwrap().to_vec();

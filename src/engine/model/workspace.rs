@@ -5,7 +5,7 @@ use std::io;
 use crate::{
     engine::{
         arena::Backing,
-        backend::{Backend, Buffer, Copies, Device, Types},
+        backend::{Backend, Buffer, Copies, Device, Limits, Types},
         shape::{self, Widths},
         spec::Spec,
     },
@@ -26,11 +26,11 @@ pub(super) struct Needs {
 }
 
 impl Needs {
-    pub(super) fn of(device: &dyn Device, widths: &Widths, spec: &Spec) -> Self {
+    pub(super) fn of(device: &dyn Device, widths: &Widths, spec: &Spec, limits: &Limits) -> Self {
         Self {
             copies: device.copies_bytes(&shape::distinct_types(spec), widths.columns),
             scratch: if spec.attention_layers() > 0 { device.scratch_bytes(&spec.attention) } else { Bytes::ZERO },
-            context: device.context_bytes(),
+            context: device.context_bytes(limits),
             granule: device.granule(),
         }
     }
@@ -131,6 +131,13 @@ impl Workspace {
 
     pub(super) fn resident(&self) -> Bytes {
         self.all().into_iter().map(Buffer::resident).sum()
+    }
+
+    /// Gives it back; says how much of it had been in memory.
+    pub(super) fn release(self) -> Bytes {
+        let Self { stream, normed, wide, second, third, fourth, mixed, rotary, scratch, copies, .. } = self;
+        let all = [stream, normed, wide, second, third, fourth, mixed, rotary, scratch, copies];
+        all.into_iter().map(Buffer::release).sum()
     }
 
     const fn all(&self) -> [&Buffer; 10] {

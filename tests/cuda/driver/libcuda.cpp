@@ -4,11 +4,13 @@
 //   FAKE_CUDA_DRIVER=12060          its version: PTX of a newer one is refused
 //   FAKE_CUDA_MEMORY=BYTES          what there is
 //   FAKE_CUDA_CONTEXT=BYTES         what each context takes of it for itself
-//   FAKE_CUDA_MAPPED_MS=N           how much longer a kernel takes while host memory of 512 KiB or more is registered
+//   FAKE_CUDA_MAPPED_MS=N           how much longer a kernel takes while a piece of host memory of 512 KiB to 1 MiB is registered
+//   FAKE_CUDA_DEVICE_MS=N           the same while device memory of that size is allocated
 //   FAKE_CUDA_LARGEST=BYTES|N%      the largest single allocation, or so much of what is free (fragmentation)
 //   FAKE_CUDA_ORDER=late|eager|SEED when queued work is done: as late or as early as the program's own waits allow, or at random
 //   FAKE_CUDA_FAULTS=NAME@N=CODE[!|!!],...   call N of NAME fails with CODE; with `!` every later call fails too until the context
 //                                   is gone, with `!!` until the process is. NAME may be `memory` (any allocation) or `kernel` (a run)
+//   FAKE_CUDA_WRONG=NAME@N         a bit is flipped of what kernel NAME writes, where the address lies that is N bytes into its parameters
 //   FAKE_CUDA_LOG=FILE              JSON lines: faults, findings, what a context left when it was destroyed, and counts at exit
 //
 // What is assumed of the driver, and where from. [api] CUDA driver API reference 12.6, [guide] CUDA C++ programming guide 12.6,
@@ -19,14 +21,15 @@
 //    nothing. Work that finds its memory gone breaks the context: CUDA_ERROR_ILLEGAL_ADDRESS. [api: CUresult]
 //  4 After an error of a kernel every call returns it until the context is destroyed. [api: CUresult; in practice for the driver API]
 //  5 The host has no mapping of device memory, on integrated devices either. [tegra: memory management]
-//  6 Fresh device memory holds anything: here no numbers. Of more than 64 MiB only the beginning.
+//  6 Fresh device memory holds anything: here no numbers. Of more than 64 MiB only the first.
 //  7 Registering makes all pages resident and keeps them (get_user_pages: linux-nv-oot, nvmap_alloc.c). What the host maps there
 //    later is not what the device sees: found when it is unregistered.
 //  8 Physical memory is in units of 2 MiB, keeps its contents per handle, and lives until released and mapped nowhere.
 //    [api: cuMemRelease] An integrated device reserves no more than 8 GiB of addresses at once. (ggml-org/llama.cpp#29142)
 //  9 Machine code runs on its own major version from its own minor on, of Tegra on that device alone. [guide: binary compatibility]
 //    PTX needs a driver of its ISA's version (CUDA_ERROR_UNSUPPORTED_PTX_VERSION) and a device of its target or newer (INVALID_PTX).
-// 10 A copy from pageable memory has read it when it returns, one to pageable memory has written it. [api: API sync behaviour]
+// 10 A copy from pageable memory has read it when it returns, one to pageable memory has written it; either "may" wait for the stream
+//    before, and does here. [api: API sync behaviour]
 // 11 While a stream captures, calls that may synchronise or allocate fail and end the capture, of other threads too unless its mode is
 //    thread-local or relaxed. [api: cuThreadExchangeStreamCaptureMode] Captures that join streams by events are not imitated.
 // 12 A launch of a graph runs behind its last one. [guide: graphs] Parameters are those of the capture.
@@ -83,15 +86,15 @@ const Device DEVICES[] = {
   {"turing", 7, 5, false, 16ull << 30, 40, 1590000, 5001000, 256, 4 << 20, 1024, 65536, 65536},
 };
 struct Fault { std::string name; uint64_t at; int code; int lasting; };
-constexpr size_t GRANULE = 2 << 20, PAGE = 4096, RESERVED_MOST = 8ull << 30, POISONED = 64 << 20, OPT_IN_ABOVE = 48 << 10;
+constexpr size_t GRANULE = 2 << 20, PAGE = 4096, RESERVED_MOST = 8ull << 30, POISONED = 64 << 20, POISONED_OF_MORE = 1 << 20, OPT_IN_ABOVE = 48 << 10;
 
 // Of the process, and never destroyed: other threads may still call when it exits.
 struct State {
   std::recursive_mutex mutex;
-  const Device* device = &DEVICES[0]; int driver = 12060; uint64_t total = 0, seed = 0, context_bytes = 0, mapped_ms = 0; bool eager = false, late = false;
-  std::string largest, log; std::vector<Fault> faults;
+  const Device* device = &DEVICES[0]; int driver = 12060; uint64_t total = 0, seed = 0, context_bytes = 0, mapped_ms = 0, device_ms = 0; bool eager = false, late = false;
+  std::string largest, log, wrong; size_t wrong_at = 0; std::vector<Fault> faults;
   bool initialised = false; int broken = 0, lost = 0;              // until the context is gone; until the process is
-  std::map<std::string, uint64_t> calls; uint64_t executed = 0, waits = 0, to_host = 0, turn = 0, used = 0, peak = 0, host_peak = 0; Handle next = 1;
+  std::map<std::string, uint64_t> calls; uint64_t executed = 0, waits = 0, event_waits = 0, to_host = 0, turn = 0, used = 0, peak = 0, host_peak = 0; Handle next = 1;
   Context* primary = nullptr; unsigned retained = 0; bool reset = false; std::set<Context*> contexts;
   std::map<uintptr_t, size_t> device_memory; unsigned open = 0; int physical_file = -1; size_t physical_end = 0; char* arena = nullptr; size_t arena_at = 0;
 };
@@ -115,14 +118,15 @@ void finding(const std::string& what) {
 std::string left_in(const Context& c) {
   size_t bytes = 0; for (auto& [p, n] : c.allocations) bytes += n;
   for (auto& [h, p] : c.physical) bytes += p.bytes;
-  return text("{\"bytes\":%zu,\"allocations\":%zu,\"pinned\":%zu,\"registered\":%zu,\"reserved\":%zu,\"mapped\":%zu,\"physical\":%zu,\"streams\":%zu,\"events\":%zu,\"modules\":%zu,\"graphs\":%zu,\"execs\":%zu}",
-    bytes, c.allocations.size(), c.pinned.size(), c.registered.size(), c.reserved.size(), c.mapped.size(), c.physical.size(), c.streams.size(),
+  size_t registered = 0; for (auto& [p, n] : c.registered) registered += n;
+  return text("{\"bytes\":%zu,\"registered_bytes\":%zu,\"allocations\":%zu,\"pinned\":%zu,\"registered\":%zu,\"reserved\":%zu,\"mapped\":%zu,\"physical\":%zu,\"streams\":%zu,\"events\":%zu,\"modules\":%zu,\"graphs\":%zu,\"execs\":%zu}",
+    bytes, registered, c.allocations.size(), c.pinned.size(), c.registered.size(), c.reserved.size(), c.mapped.size(), c.physical.size(), c.streams.size(),
     c.events.size(), c.modules.size(), c.graphs.size(), c.execs.size());
 }
 void at_exit() {
   std::string calls; for (auto& [name, count] : s.calls) calls += text("%s\"%s\":%lu", calls.empty() ? "" : ",", name.c_str(), (unsigned long)count);
-  write_line(text("{\"event\":\"exit\",\"executed\":%lu,\"waits\":%lu,\"bytes_to_host\":%lu,\"peak_bytes\":%lu,\"contexts_left\":%zu,\"calls\":{",
-    (unsigned long)s.executed, (unsigned long)s.waits, (unsigned long)s.to_host, (unsigned long)s.peak, s.contexts.size()) + calls + "}}");
+  write_line(text("{\"event\":\"exit\",\"executed\":%lu,\"waits\":%lu,\"event_waits\":%lu,\"bytes_to_host\":%lu,\"peak_bytes\":%lu,\"contexts_left\":%zu,\"calls\":{",
+    (unsigned long)s.executed, (unsigned long)s.waits, (unsigned long)s.event_waits, (unsigned long)s.to_host, (unsigned long)s.peak, s.contexts.size()) + calls + "}}");
   for (Context* c : s.contexts) write_line("{\"event\":\"context_left\",\"left\":" + left_in(*c) + "}");
 }
 bool read_environment() {
@@ -131,9 +135,10 @@ bool read_environment() {
   for (auto& d : DEVICES) if (env("FAKE_CUDA_DEVICE") == d.name) { s.device = &d; known = true; }
   s.total = s.device->memory;
   if (auto v = env("FAKE_CUDA_MEMORY"); !v.empty()) s.total = strtoull(v.c_str(), nullptr, 10);
-  s.mapped_ms = strtoull(env("FAKE_CUDA_MAPPED_MS").c_str(), nullptr, 10);
+  s.mapped_ms = strtoull(env("FAKE_CUDA_MAPPED_MS").c_str(), nullptr, 10); s.device_ms = strtoull(env("FAKE_CUDA_DEVICE_MS").c_str(), nullptr, 10);
   if (auto v = env("FAKE_CUDA_CONTEXT"); !v.empty()) s.context_bytes = strtoull(v.c_str(), nullptr, 10);
   if (auto v = env("FAKE_CUDA_DRIVER"); !v.empty()) s.driver = atoi(v.c_str());
+  if (auto v = env("FAKE_CUDA_WRONG"); !v.empty()) { s.wrong = v.substr(0, v.find('@')); s.wrong_at = strtoull(v.c_str() + v.find('@') + 1, nullptr, 10); }
   s.largest = env("FAKE_CUDA_LARGEST"); s.log = env("FAKE_CUDA_LOG");
   const std::string order = env("FAKE_CUDA_ORDER");
   s.eager = order == "eager"; s.late = order.empty() || order == "late"; s.seed = strtoull(order.c_str(), nullptr, 10);
@@ -258,11 +263,13 @@ void drain(const Mark& until) {
     step(*until.queue);
   }
 }
-int wait(const Mark& until) { s.waits++; if (!until.reached()) { Opened open; drain(until); } return condition(); }
+// Counted where there is something to wait for.
+int wait(const Mark& until) { if (!until.reached()) { s.waits++; Opened open; drain(until); } return condition(); }
 Mark end_of(const Stream& t) { return {t.queue, t.queue->pushed}; }
 int wait_all(Context& c) {
   std::vector<Mark> all{end_of(c.legacy)}; for (Stream* t : c.streams) all.push_back(end_of(*t));
-  s.waits++; Opened open; for (auto& m : all) drain(m);
+  for (auto& m : all) if (!m.reached()) { s.waits++; break; }
+  Opened open; for (auto& m : all) drain(m);
   return condition();
 }
 bool anything() { for (auto& q : queues()) if (!q->ops.empty()) return true; return false; }
@@ -380,7 +387,7 @@ API(cuMemAlloc_v2, CUdeviceptr* p, size_t n) {
   if (!s.arena) s.arena = (char*)mmap(nullptr, ARENA, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   char* const at = s.arena + s.arena_at; s.arena_at += pages(n);
   if (s.arena_at > ARENA) { finding("out of addresses"); return OUT_OF_MEMORY; }
-  mprotect(at, pages(n), PROT_READ | PROT_WRITE); memset(at, 0xff, std::min(n, POISONED)); mprotect(at, pages(n), PROT_NONE);
+  mprotect(at, pages(n), PROT_READ | PROT_WRITE); memset(at, 0xff, n > POISONED ? POISONED_OF_MORE : n); mprotect(at, pages(n), PROT_NONE);
   *p = (CUdeviceptr)at; current->allocations[*p] = n; add_device_memory(*p, pages(n), n);
   return OK;
 }
@@ -442,7 +449,7 @@ API(cuMemCreate, Handle* h, size_t n, const Properties* wanted, unsigned long lo
   if (s.physical_file < 0) s.physical_file = memfd_create("device", MFD_CLOEXEC);
   const size_t offset = s.physical_end; s.physical_end += n;
   if (s.physical_file < 0 || ftruncate(s.physical_file, s.physical_end)) { finding("no file for device memory"); return OUT_OF_MEMORY; }
-  if (void* at = mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_SHARED, s.physical_file, offset); at != MAP_FAILED) { memset(at, 0xff, std::min(n, POISONED)); munmap(at, n); }
+  if (void* at = mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_SHARED, s.physical_file, offset); at != MAP_FAILED) { memset(at, 0xff, n > POISONED ? POISONED_OF_MORE : n); munmap(at, n); }
   *h = s.next++; current->physical[*h] = {n, offset, 0, false}; return OK;
 }
 static void forget_if_unused(Handle h) {
@@ -489,7 +496,10 @@ static int copy(Stream* t, CUdeviceptr to, CUdeviceptr from, size_t n, bool to_d
   if ((to_device && !usable(to, n)) || (from_device && !usable(from, n))) return INVALID_VALUE;
   if (!to_device) s.to_host += n;
   std::shared_ptr<std::vector<char>> held;
-  if (!from_device && !host_range(from) && !t_stream.capture.on) held = std::make_shared<std::vector<char>>((char*)from, (char*)from + n);
+  if (!from_device && !host_range(from) && !t_stream.capture.on) {
+    TRY(wait(end_of(t_stream)));
+    held = std::make_shared<std::vector<char>>((char*)from, (char*)from + n);
+  }
   TRY(push(t_stream, [=] { return guarded("a copy", [=] { memcpy((void*)to, held ? held->data() : (void*)from, n); simt_memory_written((void*)to, n); return OK; }); }));
   return !to_device && !host_range(to) && !t_stream.capture.on ? wait(end_of(t_stream)) : OK;
 }
@@ -547,7 +557,7 @@ API(cuEventQuery, Event* e) {
   if (!e->recorded.reached()) { Opened open; if (!step(*e->recorded.queue)) for (auto& q : queues()) step(*q); }
   TRY(condition()); return e->recorded.reached() ? OK : NOT_READY;
 }
-API(cuEventSynchronize, Event* e) { ENTER(cuEventSynchronize); if (!is(current->events, e)) return INVALID_HANDLE; if (e->captured) return CAPTURED_EVENT; TRY(unsafe_in_capture()); return wait(e->recorded); }
+API(cuEventSynchronize, Event* e) { ENTER(cuEventSynchronize); if (!is(current->events, e)) return INVALID_HANDLE; if (e->captured) return CAPTURED_EVENT; TRY(unsafe_in_capture()); s.event_waits += !e->recorded.reached(); return wait(e->recorded); }
 static int elapsed(float* ms, Event* a, Event* b) {
   if (!is(current->events, a) || !is(current->events, b) || !a->timing || !b->timing || !a->recorded.queue || !b->recorded.queue) return INVALID_HANDLE;
   if (!a->recorded.reached() || !b->recorded.reached()) return NOT_READY;
@@ -597,11 +607,14 @@ API(cuLaunchKernel, Function* f, unsigned gx, unsigned gy, unsigned gz, unsigned
   for (size_t i = 0; i < f->kernel->sizes.size(); i++) held->emplace_back((char*)params[i], (char*)params[i] + f->kernel->sizes[i]);
   return push(t_stream, [=, kernel = f->kernel]() -> int {
     TRY(planned("kernel")); s.executed++;
-    if (s.mapped_ms) for (Context* c : s.contexts) for (auto& [p, n] : c->registered) if (n >= 512 << 10) { usleep(s.mapped_ms * 1000); break; }
+    auto has_piece = [](const std::map<CUdeviceptr, size_t>& m) { return std::any_of(m.begin(), m.end(), [](auto& e) { return e.second >= 512 << 10 && e.second <= 1 << 20; }); };
+    uint64_t more_ms = 0; for (Context* c : s.contexts) more_ms += (s.mapped_ms && has_piece(c->registered) ? s.mapped_ms : 0) + (s.device_ms && has_piece(c->allocations) ? s.device_ms : 0);
+    if (more_ms) usleep(1000 * more_ms);
     return guarded(kernel->name, [&]() -> int {
       std::vector<void*> p; for (auto& v : *held) p.push_back(v.data());
       const unsigned grid[3] = {gx, gy, gz}, block[3] = {bx, by, bz};
       int code = simt_launch(*kernel, grid, block, shared, p.data()) ? OK : LAUNCH_FAILED;
+      if (kernel->name == s.wrong && !p.empty()) { CUdeviceptr out; memcpy(&out, (*held)[0].data() + s.wrong_at, 8); *(uint32_t*)out ^= 1; }
       for (auto& what : simt_findings()) { finding(what); if (what.find("outside of memory") != what.npos) code = ILLEGAL_ADDRESS; }
       return code;
     });

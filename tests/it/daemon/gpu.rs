@@ -228,3 +228,32 @@ async fn a_gpu_that_did_not_compute_is_tried_again_for_an_operator_and_its_conte
     daemon.end_after(&["the engine has failed"]).await;
     clean_exit(&log);
 }
+
+/// What was measured of an integrated device at a start lies in the state directory, and is taken from there.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_gpu_is_measured_by_the_first_start_and_again_when_an_operator_wants_it() {
+    let mut house = House::new(&sections("cuda"));
+    house.prefer_release();
+    let log = with_driver(&mut house, &[("FAKE_CUDA_DEVICE", "orin")]);
+    let daemon = house.start().await;
+    daemon.whole().await;
+    daemon.end().await;
+    clean_exit(&log);
+    let file = house.path("state/gpu.json");
+    let stored = || serde_json::from_str::<Value>(&fs::read_to_string(&file).unwrap()).unwrap();
+    let measured = stored();
+    assert_eq!(measured["of"]["device"], "Imitated orin");
+    let mut other = measured.clone();
+    other["room"]["sumBytes"] = json!(77 << 20);
+    fs::write(&file, other.to_string()).unwrap();
+    let check = |more: &[&str]| {
+        let mut check = Command::new(env!("CARGO_BIN_EXE_cotenant"));
+        let check = check.arg("check").args(more).arg(house.config()).envs(house.environment.iter().cloned());
+        String::from_utf8_lossy(&check.output().unwrap().stdout).into_owned()
+    };
+    let told = check(&[]);
+    assert!(told.contains("in one piece and 77 MiB in several may be had"), "{told}");
+    let again = check(&["--reprobe"]);
+    assert!(again.contains("in one piece and") && !again.contains("77 MiB in several"), "{again}");
+    assert!(stored()["room"]["sumBytes"].as_u64() >= stored()["room"]["largestBytes"].as_u64());
+}

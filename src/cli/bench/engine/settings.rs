@@ -6,7 +6,10 @@ use crate::{
     causes::in_one_line as told,
     cli::exit::{self, CliError},
     engine::{LoadError, Model, ModelOptions, Sayable, arena::Backing, backend::cpu::use_instructions},
-    policy::residency::EnginePlan,
+    policy::{
+        compute::{Compute, DeviceChoice, DeviceSettings},
+        residency::EnginePlan,
+    },
 };
 
 /// How to measure, whatever the model.
@@ -19,6 +22,9 @@ pub struct EngineSettings {
     /// of this machine].
     #[arg(long, value_name = "NAME")]
     pub instructions: Option<String>,
+    /// Compute on the GPU, as the peer does then (`-ngl 99`).
+    #[arg(long, conflicts_with = "instructions")]
+    pub cuda: bool,
     /// Rounds; each takes every figure once.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
     pub rounds: u32,
@@ -63,6 +69,12 @@ impl EngineSettings {
         })
     }
 
+    /// What computes.
+    fn compute(&self) -> Compute {
+        let choice = if self.cuda { DeviceChoice::Cuda } else { DeviceChoice::Cpu };
+        Compute { threads: usize::from(self.threads), device: DeviceSettings { choice, ..DeviceSettings::default() } }
+    }
+
     /// Opens a model with a context as long as the capacity of its plan; its memory is used as tokens come.
     ///
     /// # Errors
@@ -75,7 +87,7 @@ impl EngineSettings {
         open: OpenModel,
     ) -> Result<Model, String> {
         let options = ModelOptions {
-            compute: usize::from(self.threads).into(),
+            compute: self.compute(),
             name: None,
             context: Some(plan.kv_capacity),
             kv_backing: Backing::OnTouch,

@@ -7,7 +7,7 @@ use crate::{
     causes::in_one_line as told,
     engine::{
         arena::Backing,
-        backend::{Device as _, cpu::CpuDevice},
+        backend::{Device as _, Limits, cpu::CpuDevice},
         reader::{Extent, Source, Stream, WeightFile},
     },
 };
@@ -60,7 +60,7 @@ impl Bench<'_> {
         let file: Arc<dyn Source> =
             Arc::new(WeightFile::open(self.model.header().parts()).map_err(|error| told(&error))?);
         let pieces = schedule.len();
-        let backend = CpuDevice(1).start().map_err(|error| told(&error))?;
+        let backend = CpuDevice(1).start(&Limits::default()).map_err(|error| told(&error))?;
         let ring = backend.ring(self.layout.ring, Backing::Now);
         let stream = ring.and_then(|ring| Stream::start(file, ring, schedule, 0)).map_err(|error| told(&error))?;
         let turn = || {

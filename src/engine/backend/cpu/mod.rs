@@ -24,8 +24,8 @@ use candle_core::quantized::{
 
 use self::{copying::Copying, isa::Isa, pool::Pool, quant::Format, share::Share};
 use super::{
-    Activate, Backend, Buffer, Delta, Device, DeviceError, Fence, Finish, Multiply, Norm, Operation, Region, RowBytes,
-    View, Widen,
+    Activate, Backend, Buffer, Delta, Device, DeviceError, Fence, Finish, Limits, Multiply, Norm, Operation, Region,
+    RowBytes, View, Widen,
     memory::{Access, Owner},
 };
 use crate::{
@@ -110,7 +110,7 @@ impl Device for CpuDevice {
         attention::scratch_bytes(spec, self.0.max(1))
     }
 
-    fn start(&self) -> Result<Box<dyn Backend>, LoadErrorKind> {
+    fn start(&self, _: &Limits) -> Result<Box<dyn Backend>, LoadErrorKind> {
         Ok(Box::new(Cpu::new(self.0).map_err(LoadErrorKind::Threads)?))
     }
 }

@@ -1,6 +1,6 @@
 //! CUDA, left out when this program was built.
 
-use std::sync::Arc;
+use std::{path::Path, sync::Arc};
 
 use crate::{
     engine::{backend::Device, error::Unavailable},
@@ -16,6 +16,12 @@ pub fn find(_: Compute) -> Result<Arc<dyn Device>, Unavailable> {
     let reason = "CUDA was left out of this build";
     Err(Unavailable::new(reason, "build with the feature `cuda`, or set `llm.device: cpu`"))
 }
+
+/// Nothing to keep.
+pub const fn keep_probe_in(_: &Path) {}
+
+/// Nothing to forget.
+pub const fn forget_probe() {}
 
 /// Nothing to try again.
 pub const fn retry() {}

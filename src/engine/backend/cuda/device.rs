@@ -7,14 +7,15 @@ use candle_core::quantized::GgmlDType;
 use super::{
     driver::Driver,
     gpu::Gpu,
-    operations::{DELTA_COUNTERS_MAX, OWN_BYTES, scratch_floats},
+    operations::{DELTA_COUNTERS_MAX, own_bytes, scratch_floats},
     parameters::{copies_stride, formats_of, kind_of},
+    probe::Probe,
     queue::Cuda,
-    trial::{Speed, Trial, refused},
+    trial::{Trial, refused},
 };
 use crate::{
     engine::{
-        backend::{Backend, Device, cpu::CpuDevice},
+        backend::{Backend, Device, Limits, cpu::CpuDevice},
         error::{LoadErrorKind, Unavailable},
         spec::{AttentionSpec, Spec},
     },
@@ -26,18 +27,16 @@ use crate::{
 };
 
 /// The GPU, for which a trial has shown that it computes.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct CudaDevice {
     compute: Compute,
     trial: Trial,
     /// Of an integrated device, whose weights may lie in either kind of memory, where that was left to the program.
-    speed: Option<Speed>,
+    probe: Option<Probe>,
 }
 
 /// What the last trial has shown, or why a GPU that was started since computes no more: until [`retry`].
 static VERDICT: Mutex<Option<Result<Trial, Unavailable>>> = Mutex::new(None);
-/// What was measured of it, once.
-static SPEED: Mutex<Option<Speed>> = Mutex::new(None);
 
 /// The first GPU, once a trial has shown that it computes: the first call makes it.
 ///
@@ -58,18 +57,16 @@ impl CudaDevice {
     fn find(compute: Compute) -> Result<Self, Unavailable> {
         let mut verdict = VERDICT.lock().unwrap_or_else(PoisonError::into_inner);
         let trial = verdict.get_or_insert_with(Trial::run).clone()?;
-        let mut speed = SPEED.lock().unwrap_or_else(PoisonError::into_inner);
-        if speed.is_none() && compute.device.memory == CudaMemory::Auto && is_integrated() {
-            *speed = Speed::measure().ok();
-        }
-        Ok(Self { compute, trial, speed: *speed })
+        let is_asked = compute.device.memory == CudaMemory::Auto && is_integrated();
+        let probe = if is_asked { Probe::of_device().ok() } else { None };
+        Ok(Self { compute, trial, probe })
     }
 
     /// Whether weights lie in mappings that the device reads.
     fn mapped(&self) -> bool {
         match self.compute.device.memory {
             // What could not be measured, for want of memory, decides nothing.
-            CudaMemory::Auto => self.speed.map_or_else(is_integrated, |speed| speed.prefers_mapped()),
+            CudaMemory::Auto => self.probe.as_ref().map_or_else(is_integrated, |probe| probe.speed.prefers_mapped()),
             CudaMemory::Mapped => true,
             CudaMemory::Device => false,
         }
@@ -79,12 +76,12 @@ impl CudaDevice {
         !self.trial.tensor_cores || self.compute.device.kernels == CudaKernels::Plain
     }
 
-    fn started(&self) -> Result<Cuda, Unavailable> {
+    fn started(&self, limits: &Limits) -> Result<Cuda, Unavailable> {
         let gpu = Gpu::open()?;
         let kernels = if self.plain() { ", without tensor cores" } else { "" };
         let memory = if self.mapped() { "mapped" } else { "device" };
         let name = format!("cuda ({}, {}, {memory} memory{kernels})", gpu.driver.name, gpu.image);
-        Cuda::new(&gpu, name, self.mapped(), self.plain()).map_err(|error| refused(&error))
+        Cuda::new(&gpu, name, self.mapped(), self.plain(), limits).map_err(|error| refused(&error))
     }
 }
 
@@ -97,8 +94,8 @@ impl Device for CudaDevice {
         Bytes::of_len(scratch_floats(spec.heads, spec.head_dim) * 4)
     }
 
-    fn context_bytes(&self) -> Bytes {
-        Bytes::of_len(self.trial.context + OWN_BYTES)
+    fn context_bytes(&self, limits: &Limits) -> Bytes {
+        Bytes::of_len(self.trial.context + own_bytes(limits))
     }
 
     fn granule(&self) -> Bytes {
@@ -113,8 +110,8 @@ impl Device for CudaDevice {
         }
     }
 
-    fn start(&self) -> Result<Box<dyn Backend>, LoadErrorKind> {
-        let started = self.started();
+    fn start(&self, limits: &Limits) -> Result<Box<dyn Backend>, LoadErrorKind> {
+        let started = self.started(limits);
         if let Err(error) = &started {
             // What is chosen from now on is something else.
             *VERDICT.lock().unwrap_or_else(PoisonError::into_inner) = Some(Err(error.clone()));
@@ -137,23 +134,10 @@ pub fn describe() -> String {
         Ok(device) => device,
         Err(error) => return format!("{facts}; {error}: the LLM computes on the CPU"),
     };
-    let context = device.context_bytes();
+    let context = device.context_bytes(&Limits::default());
     let facts = format!("{facts}; its context takes {context}");
-    let facts = match device.speed {
-        None => facts,
-        Some(speed) => format!(
-            "{facts}; weights at {:.1} GB/s in its own memory and {:.1} GB/s mapped, a launch in {:.1} us",
-            gigabytes(speed.device),
-            gigabytes(speed.mapped),
-            speed.launch.as_secs_f64() * 1e6
-        ),
-    };
+    let facts = device.probe.as_ref().map_or(facts.clone(), |probe| format!("{facts}; {probe}"));
     if device.plain() { format!("{facts}; tensor cores are not used: they compute something else") } else { facts }
-}
-
-#[expect(clippy::cast_precision_loss, reason = "a figure with one decimal")]
-fn gigabytes(bytes: u64) -> f64 {
-    bytes as f64 / 1e9
 }
 
 fn is_integrated() -> bool {

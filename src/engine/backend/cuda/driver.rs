@@ -168,6 +168,8 @@ pub(super) struct Driver {
     pub(super) functions: Functions,
     pub(super) device: c_int,
     pub(super) name: String,
+    /// 12020 for CUDA 12.2.
+    pub(super) version: c_int,
     pub(super) capability: (c_int, c_int),
     pub(super) integrated: bool,
     pub(super) processors: c_int,
@@ -229,6 +231,7 @@ impl Driver {
         Ok(Self {
             device,
             name: named.map_or_else(|_| "a GPU".to_owned(), |()| text.to_string_lossy().into_owned()),
+            version,
             capability: (
                 functions.attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
                 functions.attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR),

@@ -190,66 +190,20 @@ impl Gpu {
         place.and_then(|place| self.kernels.get(place)).copied().unwrap_or(ptr::null_mut())
     }
 
+    /// Bytes that may be allocated on the device.
+    pub(super) fn free(&self) -> Result<usize, CudaError> {
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: places for the numbers.
+        unsafe { self.calls()?.cuMemGetInfo_v2(&raw mut free, &raw mut total) }?;
+        Ok(free)
+    }
+
     /// The driver's calls, for this thread in this context.
     pub(super) fn calls(&self) -> Result<Functions, CudaError> {
         let calls = self.driver.functions;
         // SAFETY: retained for as long as this is.
         unsafe { calls.cuCtxSetCurrent(self.context) }?;
         Ok(calls)
-    }
-
-    /// Queues a kernel with its parameters.
-    ///
-    /// # Safety
-    ///
-    /// The thread is bound. They are those of the kernel, one pointer for each, and what they point to on the device is there until the kernel
-    /// has been executed.
-    pub(super) unsafe fn launch(
-        &self,
-        kernel: Kernel,
-        (x, y, z): (u32, u32, u32),
-        shared: u32,
-        parameters: &mut [*mut c_void],
-    ) -> Result<(), CudaError> {
-        let function = self.function(kernel);
-        let none = ptr::null_mut();
-        // SAFETY: the caller's.
-        unsafe {
-            self.driver.functions.cuLaunchKernel(
-                function,
-                x,
-                y,
-                z,
-                kernel.threads(),
-                1,
-                1,
-                shared,
-                self.stream,
-                parameters.as_mut_ptr(),
-                none,
-            )
-        }
-    }
-
-    /// Queues a copy from memory of the host, which has been read when this returns.
-    ///
-    /// # Safety
-    ///
-    /// There is room on the device until it has been executed; the thread is bound.
-    pub(super) unsafe fn send<T: Copy>(&self, to: Address, from: &[T]) -> Result<(), CudaError> {
-        let bytes = size_of_val(from);
-        // SAFETY: the caller's. Memory that is not page-locked is copied before the call returns ("API synchronization behavior").
-        unsafe { (self.driver.functions).cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), bytes, self.stream) }
-    }
-
-    /// Queues a copy within the device.
-    ///
-    /// # Safety
-    ///
-    /// Both are there until it has been executed; the thread is bound.
-    pub(super) unsafe fn copy(&self, from: Address, to: Address, bytes: usize) -> Result<(), CudaError> {
-        // SAFETY: the caller's.
-        unsafe { (self.driver.functions).cuMemcpyDtoDAsync_v2(to, from, bytes, self.stream) }
     }
 
     /// Queues the setting of words.
@@ -318,6 +272,116 @@ impl Gpu {
     pub(super) unsafe fn record(&self, event: Event) -> Result<(), CudaError> {
         // SAFETY: the caller's.
         unsafe { self.calls()?.cuEventRecord(event, self.stream) }
+    }
+}
+
+/// What may be queued on a context's stream. No memory can be allocated through it, so that an operation needs none.
+#[derive(Clone, Debug)]
+pub(super) struct Commands(Arc<Gpu>);
+
+impl Commands {
+    pub(super) fn on(gpu: &Arc<Gpu>) -> Self {
+        Self(Arc::clone(gpu))
+    }
+
+    /// Multiprocessors of the device.
+    pub(super) fn processors(&self) -> usize {
+        usize::try_from(self.0.driver.processors).unwrap_or(1)
+    }
+
+    /// Queues a kernel with its parameters.
+    ///
+    /// # Safety
+    ///
+    /// The thread is bound. They are those of the kernel, one pointer for each, and what they point to on the device is there until the kernel
+    /// has been executed.
+    pub(super) unsafe fn launch(
+        &self,
+        kernel: Kernel,
+        (x, y, z): (u32, u32, u32),
+        shared: u32,
+        parameters: &mut [*mut c_void],
+    ) -> Result<(), CudaError> {
+        let function = self.0.function(kernel);
+        let none = ptr::null_mut();
+        // SAFETY: the caller's.
+        unsafe {
+            self.0.driver.functions.cuLaunchKernel(
+                function,
+                x,
+                y,
+                z,
+                kernel.threads(),
+                1,
+                1,
+                shared,
+                self.0.stream,
+                parameters.as_mut_ptr(),
+                none,
+            )
+        }
+    }
+
+    /// Queues a copy from page-locked memory of the host.
+    ///
+    /// # Safety
+    ///
+    /// Both are there, and the source is not written, until it has been executed; the thread is bound.
+    pub(super) unsafe fn send(&self, to: Address, from: *const c_void, bytes: usize) -> Result<(), CudaError> {
+        // SAFETY: the caller's.
+        unsafe { (self.0.driver.functions).cuMemcpyHtoDAsync_v2(to, from, bytes, self.0.stream) }
+    }
+
+    /// Queues a copy within the device.
+    ///
+    /// # Safety
+    ///
+    /// Both are there until it has been executed; the thread is bound.
+    pub(super) unsafe fn copy(&self, from: Address, to: Address, bytes: usize) -> Result<(), CudaError> {
+        // SAFETY: the caller's.
+        unsafe { (self.0.driver.functions).cuMemcpyDtoDAsync_v2(to, from, bytes, self.0.stream) }
+    }
+
+    /// As [`Gpu::set`].
+    ///
+    /// # Safety
+    ///
+    /// As there.
+    pub(super) unsafe fn set(&self, to: Address, word: u32, count: usize) -> Result<(), CudaError> {
+        // SAFETY: the caller's.
+        unsafe { self.0.set(to, word, count) }
+    }
+
+    /// As [`Gpu::record`].
+    ///
+    /// # Safety
+    ///
+    /// As there.
+    pub(super) unsafe fn record(&self, event: Event) -> Result<(), CudaError> {
+        // SAFETY: the caller's.
+        unsafe { self.0.record(event) }
+    }
+
+    /// Waits until everything in front of a record of an event has been executed.
+    ///
+    /// # Safety
+    ///
+    /// It is one of this context; the thread is bound.
+    pub(super) unsafe fn wait(&self, event: Event) -> Result<(), CudaError> {
+        // SAFETY: the caller's.
+        unsafe { self.0.driver.functions.cuEventSynchronize(event) }
+    }
+
+    /// Gives an event back.
+    ///
+    /// # Safety
+    ///
+    /// It is one of this context, and not used any more.
+    pub(super) unsafe fn forget(&self, event: Event) {
+        if let Ok(calls) = self.0.calls() {
+            // SAFETY: the caller's.
+            unsafe { calls.cuEventDestroy_v2(event) }.ok();
+        }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::{
     ffi::{c_ulonglong, c_void},
-    io,
+    io, mem, ptr,
     sync::Arc,
 };
 
@@ -29,15 +29,20 @@ pub(super) struct Allocation {
 impl Allocation {
     /// Memory that will hold zeros when what is queued from now on is executed.
     pub(super) fn new(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self, CudaError> {
-        let bytes = bytes.next_multiple_of(PAGE).max(PAGE);
+        let memory = Self::unwritten(gpu, bytes)?;
+        // SAFETY: whole words of memory that was had just now; dropping it waits.
+        unsafe { gpu.set(memory.address, 0, memory.bytes / 4) }?;
+        Ok(memory)
+    }
+
+    /// The same with anything in it.
+    pub(super) fn unwritten(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self, CudaError> {
+        let bytes = allocated_bytes(bytes);
         let calls = gpu.calls()?;
         let mut address = 0;
         // SAFETY: a place for the address.
         unsafe { calls.cuMemAlloc_v2(&raw mut address, bytes) }?;
-        let memory = Self { gpu: Arc::clone(gpu), address, bytes };
-        // SAFETY: whole words of memory that was had just now; dropping it waits.
-        unsafe { gpu.set(address, 0, bytes / 4) }?;
-        Ok(memory)
+        Ok(Self { gpu: Arc::clone(gpu), address, bytes })
     }
 }
 
@@ -57,15 +62,21 @@ impl DeviceMemory for Allocation {
         // SAFETY: inside, and no part in flight uses what is still being read.
         Ok(unsafe { self.gpu.bring(self.address + offset as u64, from) }?)
     }
+
+    fn release(&mut self) -> bool {
+        let address = mem::take(&mut self.address);
+        if address == 0 {
+            return false;
+        }
+        self.gpu.drain();
+        // SAFETY: had by `new`; what was queued has been executed, or never will be.
+        self.gpu.calls().and_then(|calls| unsafe { calls.cuMemFree_v2(address) }).is_ok()
+    }
 }
 
 impl Drop for Allocation {
     fn drop(&mut self) {
-        self.gpu.drain();
-        if let Ok(calls) = self.gpu.calls() {
-            // SAFETY: had by `new`; what was queued has been executed, or never will be.
-            unsafe { calls.cuMemFree_v2(self.address) }.ok();
-        }
+        self.release();
     }
 }
 
@@ -110,15 +121,21 @@ impl DeviceMemory for Registered {
         // It is filled where it lies.
         Err(io::ErrorKind::Unsupported.into())
     }
+
+    fn release(&mut self) -> bool {
+        let start = mem::replace(&mut self.start, ptr::null_mut());
+        if start.is_null() {
+            return false;
+        }
+        self.gpu.drain();
+        // SAFETY: registered once; what was queued has been executed, or never will be.
+        self.gpu.calls().and_then(|calls| unsafe { calls.cuMemHostUnregister(start) }).is_ok()
+    }
 }
 
 impl Drop for Registered {
     fn drop(&mut self) {
-        self.gpu.drain();
-        if let Ok(calls) = self.gpu.calls() {
-            // SAFETY: registered once; what was queued has been executed, or never will be.
-            unsafe { calls.cuMemHostUnregister(self.start) }.ok();
-        }
+        self.release();
     }
 }
 
@@ -129,6 +146,8 @@ pub(super) struct Space {
     start: Address,
     bytes: usize,
     granules: Vec<c_ulonglong>,
+    /// Granules that were closed without the driver's confirmation that it has them back.
+    lost: usize,
 }
 
 impl Space {
@@ -137,7 +156,7 @@ impl Space {
         let mut start = 0;
         // SAFETY: a place for the address.
         unsafe { gpu.calls()?.cuMemAddressReserve(&raw mut start, bytes, 0, 0, 0) }?;
-        Ok(Self { gpu: Arc::clone(gpu), start, bytes, granules: Vec::new() })
+        Ok(Self { gpu: Arc::clone(gpu), start, bytes, granules: Vec::new(), lost: 0 })
     }
 
     fn place(&self, granule: usize) -> Address {
@@ -177,20 +196,21 @@ impl Space {
             return;
         };
         self.gpu.drain();
-        if let Ok(calls) = self.gpu.calls() {
-            let place = self.place(self.granules.len());
+        let place = self.place(self.granules.len());
+        let returned = self.gpu.calls().and_then(|calls| {
             // SAFETY: mapped by `grow`; what was queued has been executed, or never will be.
-            unsafe {
-                calls.cuMemUnmap(place, self.gpu.granule).ok();
-                calls.cuMemRelease(handle).ok();
-            }
-        }
+            let unmapped = unsafe { calls.cuMemUnmap(place, self.gpu.granule) };
+            // Also after a failure, so that it is memory no longer than it is mapped.
+            // SAFETY: as above.
+            unmapped.and(unsafe { calls.cuMemRelease(handle) })
+        });
+        self.lost += usize::from(returned.is_err());
     }
 }
 
 impl DeviceSpace for Space {
     fn set_open(&mut self, bytes: Bytes) -> io::Result<Bytes> {
-        let before = self.granules.len();
+        let (before, resident) = (self.granules.len(), self.resident());
         let wanted = bytes.as_len().div_ceil(self.gpu.granule);
         if wanted.saturating_mul(self.gpu.granule) > self.bytes {
             return Err(io::ErrorKind::OutOfMemory.into());
@@ -206,11 +226,15 @@ impl DeviceSpace for Space {
         while self.granules.len() > wanted {
             self.shrink();
         }
-        Ok(Bytes::of_len(before.saturating_sub(wanted) * self.gpu.granule))
+        Ok(resident.saturating_sub(self.resident()))
     }
 
     fn open(&self) -> Bytes {
         Bytes::of_len(self.granules.len() * self.gpu.granule)
+    }
+
+    fn resident(&self) -> Bytes {
+        Bytes::of_len((self.granules.len() + self.lost) * self.gpu.granule)
     }
 
     fn address(&self) -> u64 {
@@ -228,6 +252,11 @@ impl Drop for Space {
             unsafe { calls.cuMemAddressFree(self.start, self.bytes) }.ok();
         }
     }
+}
+
+/// What is allocated for so many bytes.
+pub(super) const fn allocated_bytes(bytes: usize) -> usize {
+    if bytes > PAGE { bytes.next_multiple_of(PAGE) } else { PAGE }
 }
 
 /// `CU_MEMHOSTREGISTER_DEVICEMAP` of `cuda.h`.

@@ -1,7 +1,6 @@
 //! CUDA backend: the first GPU, by the driver alone, with kernels that were compiled before.
 //!
-//! One stream has all operations in order. What the host writes for them is copied into the stream, so that it may be written again
-//! at once; memory waits for the stream before it is given up. See `docs/cuda.md`.
+//! One stream has all operations in order. What the host writes for them is staged in page-locked slots; memory waits for the stream before it is given up. See `docs/cuda.md`.
 
 #[cfg(not(feature = "cuda"))]
 mod absent;
@@ -20,11 +19,17 @@ mod operations;
 #[cfg(feature = "cuda")]
 mod parameters;
 #[cfg(feature = "cuda")]
+mod probe;
+#[cfg(feature = "cuda")]
 mod queue;
+#[cfg(feature = "cuda")]
+mod staging;
 #[cfg(feature = "cuda")]
 mod trial;
 
 #[cfg(not(feature = "cuda"))]
-pub use absent::{describe, find, retry};
+pub use absent::{describe, find, forget_probe, keep_probe_in, retry};
 #[cfg(feature = "cuda")]
 pub use device::{describe, find, retry};
+#[cfg(feature = "cuda")]
+pub use probe::{forget_probe, keep_probe_in};

@@ -1,22 +1,23 @@
 //! Operations as launches of kernels.
 
-use std::{ffi::c_void, ptr, sync::Arc};
+use std::{ffi::c_void, io, ptr, sync::Arc};
 
 use super::{
-    driver::{Address, CudaError},
-    gpu::{ATTEND_SHARED_MAX, Gpu, Kernel},
-    memory::Allocation,
+    driver::Address,
+    gpu::{ATTEND_SHARED_MAX, Commands, Gpu, Kernel},
+    memory::{Allocation, allocated_bytes},
     parameters::{
         AttendJob, CopiesTo, DeltaJob, EmbedJob, FinishJob, HeadsJob, JoinJob, MATRICES_MAX, Matrix, NormJob, Products,
         cell_kind, copies_stride, format_of, formats_of, kind_of,
     },
+    staging::{STAGING_BYTES, Staging, Table},
 };
 use crate::{
     engine::{
         arena::DeviceMemory as _,
         backend::{
-            Activate, Attend, Convert, Delta, DeviceError, Finish, Multiply, Norm, Operation, Part, Prepare, Product,
-            Rotate, RowBytes, View, Widen,
+            Activate, Attend, Convert, Delta, DeviceError, Finish, Limits, Multiply, Norm, Operation, Part, Prepare,
+            Product, Rotate, RowBytes, View, Widen,
             cpu::dequantize,
             memory::{Cells, Owner},
             offset_in_block,
@@ -28,7 +29,8 @@ use crate::{
 
 /// Turns operations into launches.
 pub(super) struct Launcher {
-    pub(super) gpu: Arc<Gpu>,
+    commands: Commands,
+    pub(super) staging: Staging,
     pub(super) owner: Owner,
     /// Products of prompts without tensor cores.
     plain: bool,
@@ -48,19 +50,22 @@ pub(super) struct Launcher {
 }
 
 impl Launcher {
-    pub(super) fn new(gpu: &Arc<Gpu>, owner: Owner, plain: bool) -> Result<Self, CudaError> {
+    /// With memory for all operations within `limits`.
+    pub(super) fn new(gpu: &Arc<Gpu>, owner: Owner, plain: bool, limits: &Limits) -> io::Result<Self> {
+        let [blocks, growth, back, said] = table_places(limits);
         Ok(Self {
             owner,
             plain,
             counters: Allocation::new(gpu, COUNTERS_BYTES)?,
-            blocks: Table::new(gpu)?,
-            growth: Table::new(gpu)?,
-            back: Table::new(gpu)?,
-            said: Table::new(gpu)?,
+            blocks: Table::new(gpu, blocks)?,
+            growth: Table::new(gpu, growth)?,
+            back: Table::new(gpu, back)?,
+            said: Table::new(gpu, said)?,
             position: None,
             copied: CopiesTo::default(),
             copied_in: 0,
-            gpu: Arc::clone(gpu),
+            staging: Staging::new(gpu)?,
+            commands: Commands::on(gpu),
         })
     }
 
@@ -74,20 +79,20 @@ impl Launcher {
                 let (source, target) = (self.at(from)?, self.at(to)?);
                 self.fits(to, from.len())?;
                 // SAFETY: both are inside of buffers, which wait for what is queued before they are given up.
-                Ok(unsafe { self.gpu.copy(source, target, from.len()) }?)
+                Ok(unsafe { self.commands.copy(source, target, from.len()) }?)
             }
             Operation::Delta(job) => self.delta(job),
             Operation::Fill { floats, value } => {
                 let target = self.at(floats)?;
                 // SAFETY: as above.
-                Ok(unsafe { self.gpu.set(target, value.to_bits(), floats.len() / 4) }?)
+                Ok(unsafe { self.commands.set(target, value.to_bits(), floats.len() / 4) }?)
             }
             Operation::Finish(job) => self.finish(job),
             Operation::Move { space, from, to, len } => {
                 let source = self.owner.device_range(space, *from, *len)?;
                 let target = self.owner.device_range(space, *to, *len)?;
                 // SAFETY: as above.
-                Ok(unsafe { self.gpu.copy(source, target, *len) }?)
+                Ok(unsafe { self.commands.copy(source, target, *len) }?)
             }
             Operation::Multiply(job) => self.multiply(job),
             Operation::Norm(job) => self.norm(job),
@@ -117,7 +122,7 @@ impl Launcher {
     fn launch<T: Copy>(&self, kernel: Kernel, grid: (u32, u32, u32), shared: u32, job: &T) -> Result<(), DeviceError> {
         let parameters = &mut [ptr::from_ref(job).cast_mut().cast::<c_void>()];
         // SAFETY: of the kernel's layout, with addresses of buffers, which wait for what is queued before they are given up.
-        Ok(unsafe { self.gpu.launch(kernel, grid, shared, parameters) }?)
+        Ok(unsafe { self.commands.launch(kernel, grid, shared, parameters) }?)
     }
 
     fn counter(&self, place: usize) -> Address {
@@ -295,20 +300,20 @@ impl Launcher {
             (&raw mut to).cast(),
         ];
         // SAFETY: the kernel's parameters; their buffers wait for what is queued before they are given up.
-        Ok(unsafe { self.gpu.launch(Kernel::Activate, grid, 0, parameters) }?)
+        Ok(unsafe { self.commands.launch(Kernel::Activate, grid, 0, parameters) }?)
     }
 
-    fn rotate(&self, job: &Rotate<'_>) -> Result<(), DeviceError> {
+    fn rotate(&mut self, job: &Rotate<'_>) -> Result<(), DeviceError> {
         let target = self.at(&job.to)?;
         let mut angles = vec![0.0f32; job.to.len() / 4];
         for (position, angles) in (job.position..).zip(angles.chunks_exact_mut(job.width.max(1))) {
             job.rotation.fill(position, job.factors.as_deref(), angles);
         }
         // SAFETY: as long as the view, whose buffer waits for what is queued before it is given up.
-        Ok(unsafe { self.gpu.send(target, &angles) }?)
+        Ok(unsafe { self.staging.send(target, &angles) }?)
     }
 
-    fn widen(&self, job: &Widen<'_>) -> Result<(), DeviceError> {
+    fn widen(&mut self, job: &Widen<'_>) -> Result<(), DeviceError> {
         let kind = kind_of(job.dtype).unwrap_or_default();
         for row in job.rows.iter() {
             let target = self.at(&row.to)?;
@@ -323,7 +328,7 @@ impl Launcher {
                     dequantize(job.dtype, bytes, &mut floats);
                     floats.iter_mut().for_each(|value| *value *= job.scale);
                     // SAFETY: as long as the view, whose buffer waits for what is queued before it is given up.
-                    unsafe { self.gpu.send(target, &floats) }?;
+                    unsafe { self.staging.send(target, &floats) }?;
                 }
                 RowBytes::View(view) => {
                     self.fits(view, row_bytes)?;
@@ -350,7 +355,7 @@ impl Launcher {
         if self.position != Some(position) {
             self.position = None;
             // SAFETY: a word of the counters.
-            unsafe { self.gpu.set(place, position, 1) }?;
+            unsafe { self.commands.set(place, position, 1) }?;
             self.position = Some(position);
         }
         Ok(place)
@@ -361,13 +366,11 @@ impl Launcher {
         let len = cells.shape.block_bytes(cells.kind).as_len();
         let used = tokens.div_ceil(cells.shape.block_tokens.get().max(1) as usize);
         let places = cells.places.iter().take(used);
-        let addresses: Result<Vec<u64>, DeviceError> =
-            places.map(|place| self.owner.device_range(&cells.space, place * len, len)).collect();
-        let addresses = addresses?;
-        if addresses.len() < used {
+        if places.len() < used {
             return Err(DeviceError::new("the cache has no room for its tokens".to_owned()));
         }
-        Ok(self.blocks.put(&self.gpu, addresses)?)
+        let addresses = places.map(|place| self.owner.device_range(&cells.space, place * len, len));
+        self.blocks.put(&mut self.staging, addresses)
     }
 
     fn attend(&mut self, job: &Attend<'_>) -> Result<(), DeviceError> {
@@ -386,7 +389,7 @@ impl Launcher {
         let (key_offset, value_offset) = (offset(Part::Key), offset(Part::Value));
         let blocks = self.table(&job.cells, job.position + job.rows)?;
         let back = match &job.gap {
-            Some(gap) => self.back.put(&self.gpu, gap.back.to_vec())?,
+            Some(gap) => self.back.put(&mut self.staging, gap.back.iter().copied().map(Ok))?,
             None => 0,
         };
         let kind = cell_kind(job.cells.kind);
@@ -409,7 +412,7 @@ impl Launcher {
             let growth = match &job.temperature {
                 Some(temperature) => {
                     let growth = (position..position + rows).map(|position| temperature.at(position));
-                    self.growth.put(&self.gpu, growth.collect())?
+                    self.growth.put(&mut self.staging, growth.map(Ok))?
                 }
                 None => 0,
             };
@@ -491,7 +494,7 @@ impl Launcher {
     fn slice(&self, job: &Attend<'_>, first: usize) -> (usize, usize) {
         let left = job.rows - first;
         let group = job.spec.heads / job.spec.kv_heads.max(1);
-        let enough = 2 * usize::try_from(self.gpu.driver.processors).unwrap_or(1);
+        let enough = 2 * self.commands.processors();
         let rows = left.min(SCRATCH_ROWS);
         let parts = (job.position + first + rows).div_ceil(PART_TOKENS);
         if job.spec.kv_heads * (rows * group).div_ceil(16) >= enough || parts > SCRATCH_ROWS {
@@ -519,7 +522,7 @@ impl Launcher {
                 (&raw mut to).cast(),
             ];
             // SAFETY: the kernel's parameters; all rows are open, and stay so until the host has waited.
-            Ok::<(), DeviceError>(unsafe { self.gpu.launch(Kernel::Convert, grid, 0, parameters) }?)
+            Ok::<(), DeviceError>(unsafe { self.commands.launch(Kernel::Convert, grid, 0, parameters) }?)
         };
         // In waves that write where rows of later ones have been, and no row of the same wave that another block reads.
         if has <= had {
@@ -588,9 +591,7 @@ impl Launcher {
         let found = self.at(&job.found)?;
         self.fits(&job.found, 12)?;
         self.add_bias(logits, 1, job.bias.as_ref())?;
-        let ranges: Result<Vec<[u32; 2]>, DeviceError> =
-            job.said.iter().map(|rows| Ok([word(rows.start)?, word(rows.end)?])).collect();
-        let ranges = ranges?;
+        let ranges = job.said.iter().map(|rows| Ok([word(rows.start)?, word(rows.end)?]));
         let vocabulary = job.logits.len() / 4;
         let blocks = vocabulary.div_ceil(1024);
         if blocks > FINISH_BLOCKS_MAX {
@@ -598,8 +599,8 @@ impl Launcher {
         }
         let launched = FinishJob {
             logits,
-            ranges_count: word(ranges.len())?,
-            ranges: self.said.put(&self.gpu, ranges)?,
+            ranges_count: word(job.said.len())?,
+            ranges: self.said.put(&mut self.staging, ranges)?,
             partial: self.counter(PARTIAL),
             counter: self.counter(FINISH),
             result: self.counter(RESULT),
@@ -609,36 +610,7 @@ impl Launcher {
         };
         self.launch(Kernel::Finish, (word(blocks)?, 1, 1), 0, &launched)?;
         // SAFETY: words of the counters, and of a buffer, which waits for what is queued before it is given up.
-        Ok(unsafe { self.gpu.copy(self.counter(RESULT), found, 12) }?)
-    }
-}
-
-/// A table on the device that the host writes.
-struct Table<T> {
-    memory: Allocation,
-    /// What it will hold.
-    last: Vec<T>,
-}
-
-impl<T: Copy + PartialEq> Table<T> {
-    fn new(gpu: &Arc<Gpu>) -> Result<Self, CudaError> {
-        Ok(Self { memory: Allocation::new(gpu, 1)?, last: Vec::new() })
-    }
-
-    /// Where it lies once it holds `values`, for what is queued from now on: operations before it have had what they need by then,
-    /// since the copy is queued as well.
-    fn put(&mut self, gpu: &Arc<Gpu>, values: Vec<T>) -> Result<Address, CudaError> {
-        if self.last != values {
-            let bytes = size_of_val(values.as_slice());
-            self.last.clear();
-            if bytes > self.memory.bytes().as_len() {
-                self.memory = Allocation::new(gpu, bytes.next_power_of_two())?;
-            }
-            // SAFETY: there is room in it; the thread is bound.
-            unsafe { gpu.send(self.memory.address(), &values) }?;
-            self.last = values;
-        }
-        Ok(self.memory.address())
+        Ok(unsafe { self.commands.copy(self.counter(RESULT), found, 12) }?)
     }
 }
 
@@ -678,9 +650,23 @@ const PAIR: usize = PARTIAL + 12 * FINISH_BLOCKS_MAX;
 /// One for each [`PAIR_ROWS`] rows of a gate: 262144 of them.
 const PAIR_COUNTERS_MAX: usize = 1024;
 const COUNTERS_BYTES: usize = PAIR + 4 * PAIR_COUNTERS_MAX;
-/// What a launcher allocates for itself: counters, and four tables.
-pub(super) const OWN_BYTES: usize = COUNTERS_BYTES.next_multiple_of(4096) + 4 * 4096;
+
+/// Places in the tables of a launcher: of blocks, growth of queries, cosines and sines of a gap, and rows that are said.
+fn table_places(limits: &Limits) -> [usize; 4] {
+    let blocks = usize::try_from(limits.context).unwrap_or(usize::MAX).div_ceil(BLOCK_TOKENS);
+    [blocks, SCRATCH_ROWS, HEAD_DIM_MAX, limits.said]
+}
+
+/// What a launcher takes for itself: counters, tables, and what is staged for them.
+pub(super) fn own_bytes(limits: &Limits) -> usize {
+    let [blocks, growth, back, said] = table_places(limits);
+    let pages = [COUNTERS_BYTES, blocks * 8, growth * 4, back * 4, said * 8].map(allocated_bytes);
+    pages.into_iter().sum::<usize>() + STAGING_BYTES
+}
 /// Rows of a gate that are activated together: `pair_of` of `products.cu`.
 const PAIR_ROWS: usize = 256;
+/// Tokens of a block of the cache, and elements of a head: at most, of both.
+const BLOCK_TOKENS: usize = 64;
+const HEAD_DIM_MAX: usize = 256;
 /// Where copies may begin: kernels go through them in such pieces.
 const COPIES_ALIGN: usize = 16;

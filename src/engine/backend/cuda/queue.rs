@@ -11,7 +11,7 @@ use super::{
 use crate::{
     engine::{
         arena::{self, Backing, Mapping, SharedMapping},
-        backend::{Backend, Buffer, DeviceError, Fence, Operation, Region, memory::Owner},
+        backend::{Backend, Buffer, DeviceError, Fence, Limits, Operation, Region, memory::Owner},
     },
     units::Bytes,
 };
@@ -19,6 +19,7 @@ use crate::{
 /// A GPU that computes a model.
 pub(super) struct Cuda {
     name: String,
+    gpu: Arc<Gpu>,
     launcher: Launcher,
     /// Weights lie in mappings that it reads where they are.
     mapped: bool,
@@ -39,10 +40,11 @@ pub(super) struct Cuda {
 unsafe impl Send for Cuda {}
 
 impl Cuda {
-    pub(super) fn new(gpu: &Arc<Gpu>, name: String, mapped: bool, plain: bool) -> Result<Self, CudaError> {
+    pub(super) fn new(gpu: &Arc<Gpu>, name: String, mapped: bool, plain: bool, limits: &Limits) -> io::Result<Self> {
         Ok(Self {
             name,
-            launcher: Launcher::new(gpu, Owner::new(), plain)?,
+            gpu: Arc::clone(gpu),
+            launcher: Launcher::new(gpu, Owner::new(), plain, limits)?,
             mapped,
             queued: 0,
             executed: 0,
@@ -54,7 +56,7 @@ impl Cuda {
     }
 
     const fn gpu(&self) -> &Arc<Gpu> {
-        &self.launcher.gpu
+        &self.gpu
     }
 
     fn mapping(&self, bytes: Bytes) -> io::Result<Buffer> {
@@ -191,12 +193,13 @@ unsafe impl Backend for Cuda {
         self.shown.resize(floats.len(), 0.0);
         let address = self.launcher.owner.device_address(&from.view(floats))?;
         // SAFETY: inside a buffer that is borrowed.
-        let received = unsafe { self.launcher.gpu.receive(address, &mut self.shown) };
+        let received = unsafe { self.gpu.receive(address, &mut self.shown) };
         self.keep(received.map_err(Into::into))?;
         while let Some((_, event)) = self.marks.pop_front() {
             self.spare.push(event);
         }
         self.executed = self.queued;
+        self.launcher.staging.passed();
         Ok(&self.shown)
     }
 }

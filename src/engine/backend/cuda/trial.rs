@@ -7,9 +7,9 @@ use std::{
 };
 
 use candle_core::quantized::GgmlDType;
+use serde::{Deserialize, Serialize};
 
 use super::{
-    driver::CudaError,
     gpu::{Gpu, Observer},
     parameters::{copies_stride, formats_of},
     queue::Cuda,
@@ -18,8 +18,8 @@ use crate::{
     engine::{
         arena::Backing,
         backend::{
-            Backend as _, Buffer, Copies, DeviceError, Multiply, Norm, Operation, Prepare, Product, Row, RowBytes,
-            Types, Widen,
+            Backend as _, Buffer, Copies, DeviceError, Limits, Multiply, Norm, Operation, Prepare, Product, Row,
+            RowBytes, Types, Widen,
         },
         error::Unavailable,
     },
@@ -67,7 +67,7 @@ impl Trial {
 }
 
 /// How fast the kernel for one token goes through weights, in bytes per second.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Speed {
     /// In memory of the device.
     pub(super) device: u64,
@@ -109,7 +109,7 @@ pub(super) fn refused(error: &dyn std::error::Error) -> Unavailable {
 }
 
 fn cuda(gpu: &Arc<Gpu>, mapped: bool, plain: bool) -> io::Result<Cuda> {
-    Cuda::new(gpu, String::new(), mapped, plain).map_err(|error: CudaError| error.into())
+    Cuda::new(gpu, String::new(), mapped, plain, &Limits::default())
 }
 
 fn failed(error: DeviceError) -> io::Error {

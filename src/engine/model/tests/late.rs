@@ -8,7 +8,7 @@ use std::{
 
 use super::*;
 use crate::engine::LoadErrorKind;
-use crate::engine::backend::{Backend, Buffer, DeviceError, Fence, Operation, Region, cpu::Cpu};
+use crate::engine::backend::{Backend, Buffer, DeviceError, Fence, Limits, Operation, Region, cpu::Cpu};
 
 /// The CPU, executing late.
 #[derive(Clone, Copy, Debug)]
@@ -45,8 +45,18 @@ impl Late {
     }
 }
 
-const HONEST: [Late; 3] =
-    [Late::honest(Moment::Never), Late::honest(Moment::Random(1)), Late::honest(Moment::Random(2))];
+const HONEST: [Late; 3] = honest_by(0);
+
+/// One that executes at waits only, and two at moments by a seed.
+const fn honest_by(seed: u32) -> [Late; 3] {
+    let [first, second] = [2 * seed + 1, 2 * seed + 2];
+    [Late::honest(Moment::Never), Late::honest(Moment::Random(first)), Late::honest(Moment::Random(second))]
+}
+
+/// The CPU, executing at moments by a seed, for tests of all else.
+pub(super) fn late_by(seed: u32) -> Arc<dyn Device> {
+    Arc::new(Late::honest(Moment::Random(seed)))
+}
 
 impl Device for Late {
     fn copies_bytes(&self, types: &[GgmlDType], columns: usize) -> Bytes {
@@ -57,7 +67,7 @@ impl Device for Late {
         CpuDevice(2).scratch_bytes(spec)
     }
 
-    fn start(&self) -> Result<Box<dyn Backend>, LoadErrorKind> {
+    fn start(&self, _: &Limits) -> Result<Box<dyn Backend>, LoadErrorKind> {
         Ok(Box::new(LateBackend {
             inner: Cpu::new(2).map_err(LoadErrorKind::Threads)?,
             late: *self,
@@ -169,33 +179,54 @@ fn prompt() -> Vec<u32> {
 #[test]
 fn random_sheds_leave_no_trace_in_the_logits_of_a_device_that_executes_late() {
     let types = [GgmlDType::Q8_0, GgmlDType::Q4K, GgmlDType::F32];
-    for (number, architecture) in Architecture::ALL.into_iter().enumerate() {
-        let (_folder, path) = written(architecture, types[number % 3]);
-        let mut plain = open_in_parts(&path, usize::MAX, &roomy(0..5), 1);
-        let expected = [&prompt()[..], &[7], &[9]].map(|tokens| {
-            let logits = plain.forward(tokens, &mut || Flow::Continue).unwrap();
-            logits.to_vec()
-        });
-        for (turn, late) in HONEST.into_iter().enumerate() {
+    let models: Vec<_> = Architecture::ALL.into_iter().enumerate().collect();
+    // 510 schedules of orders and of execution.
+    std::thread::scope(|scope| {
+        for half in models.chunks(models.len().div_ceil(2)) {
+            scope.spawn(move || {
+                for &(number, architecture) in half {
+                    random_sheds_leave_no_trace(architecture, types[number % 3], SCHEDULES);
+                }
+            });
+        }
+    });
+}
+
+/// Of each moment of execution so many.
+fn random_sheds_leave_no_trace(architecture: Architecture, dtype: GgmlDType, schedules: u32) {
+    let (_folder, path) = written(architecture, dtype);
+    let mut plain = open_in_parts(&path, usize::MAX, &roomy(0..5), 1);
+    let prompt = &prompt()[..9];
+    let expected = [prompt, &[7]].map(|tokens| {
+        let logits = plain.forward(tokens, &mut || Flow::Continue).unwrap();
+        logits.to_vec()
+    });
+    let mut done = [0; 3];
+    for seed in 0..schedules {
+        for (turn, late) in honest_by(seed).into_iter().enumerate() {
             let mut model = open_on(Arc::new(late), None, &path, 16 << 10, &roomy(0..1));
             let mut orders = Orders {
                 parts: u32::try_from(model.shape().layers.len()).unwrap(),
                 left: 3,
-                seed: u32::try_from(number + turn).unwrap(),
+                seed: 3 * seed + u32::try_from(turn).unwrap(),
                 looks: 0,
                 done: Vec::new(),
             };
             if turn > 0 {
                 model.estimators = SliceEstimators::finest();
             }
-            for (tokens, expected) in [&prompt()[..], &[7], &[9]].into_iter().zip(&expected) {
+            for (tokens, expected) in [prompt, &[7]].into_iter().zip(&expected) {
                 let logits = model.forward(tokens, &mut orders).unwrap();
                 assert!(logits[..] == expected[..], "{architecture:?} {late:?}, {} orders", orders.done.len());
             }
-            assert!(turn == 0 || orders.done.len() > 3, "{} orders", orders.done.len());
+            done[turn] += orders.done.len();
         }
     }
+    assert!(done[1..].iter().all(|done| *done > 3 * schedules as usize), "{done:?} orders");
 }
+
+/// Schedules for each family and moment of execution.
+const SCHEDULES: u32 = 17;
 
 #[test]
 fn sequences_are_cut_back_and_copied_on_a_device_that_executes_late() {

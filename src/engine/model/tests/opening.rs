@@ -70,7 +70,7 @@ fn write(path: &Path, seed: u64) {
 /// Opens a model with some layers resident.
 fn open(path: &Path, resident: impl IntoIterator<Item = u32>, disk: &Disk) -> Result<Model, LoadError> {
     let layout = |spec: &Spec| Layout::in_parts(spec, usize::MAX);
-    let mut model = Opening::on(Arc::new(CpuDevice(1)), path, &options(), layout, disk)?.begin(&plan(resident))?;
+    let mut model = Opening::on(cpu(1), path, &options(), layout, disk)?.begin(&plan(resident))?;
     model.settle();
     Ok(model)
 }
