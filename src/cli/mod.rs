@@ -24,6 +24,7 @@ pub mod output;
 mod plan;
 mod plot;
 mod postmortem;
+mod progress;
 mod quantity;
 mod replay;
 mod serve;

@@ -7,6 +7,7 @@
 pub(super) mod calibrate;
 pub(super) mod catalogue;
 mod device;
+pub(super) mod disk;
 mod forecast;
 mod report;
 mod svg;
@@ -17,7 +18,7 @@ use std::{
 };
 
 use self::{
-    calibrate::threads_here,
+    calibrate::{Setting, threads_here},
     catalogue::weights,
     device::Device,
     forecast::{Forecast, Stack},
@@ -81,7 +82,7 @@ pub struct PlanArgs {
 
 /// Prints the plan; exit code 78 when the stack cannot work on the device.
 pub(super) fn run(global: &Global, args: &PlanArgs) -> Result<ExitCode, CliError> {
-    let device = match &args.device {
+    let mut device = match &args.device {
         Some(name) => Device::named(name)?,
         None => Device::here(&args.calibration)?,
     };
@@ -98,6 +99,7 @@ pub(super) fn run(global: &Global, args: &PlanArgs) -> Result<ExitCode, CliError
     };
     let threads = config.as_ref().and_then(|config| config.llm.as_ref()).map(threads);
     let inspected = inspect(&model, args, config.as_ref(), threads)?;
+    device.compare(|| Setting::here(&inspected, threads.unwrap_or_else(threads_here)));
     let stack = stack(args, config.as_ref(), &device)?;
     let forecast = Forecast::new(&device, &stack, &inspected)
         .map_err(|error| CliError::failed("cannot plan with these settings", error))?;
@@ -143,13 +145,6 @@ fn inspect(
     threads: Option<usize>,
 ) -> Result<Inspected, CliError> {
     let threads = threads.unwrap_or_else(threads_here);
-    let refused = |error: OpenError| CliError::Failed {
-        act: error.to_string(),
-        hint: error.hint().map(str::to_owned),
-        source: std::error::Error::source(&error)
-            .map(|cause| Box::new(ConfigCause(crate::causes::in_one_line(cause))) as _),
-        code: exit::CONFIG,
-    };
     if is_json(model) {
         let shape =
             read_config_json(model, args.weights).map_err(|error| CliError::failed(error.to_string(), error.kind))?;
@@ -161,6 +156,17 @@ fn inspect(
     }
     let llm = config.and_then(|config| config.llm.as_ref()).filter(|llm| llm.path == model);
     Engine::inspect_with(model, llm.and_then(sayable).as_ref(), threads).map_err(refused)
+}
+
+/// A model that cannot be planned with.
+fn refused(error: OpenError) -> CliError {
+    CliError::Failed {
+        act: error.to_string(),
+        hint: error.hint().map(str::to_owned),
+        source: std::error::Error::source(&error)
+            .map(|cause| Box::new(ConfigCause(crate::causes::in_one_line(cause))) as _),
+        code: exit::CONFIG,
+    }
 }
 
 /// Parameters of the policy from arguments and configuration.

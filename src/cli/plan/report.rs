@@ -150,14 +150,16 @@ fn line_of_mode(mode: &ModeForecast, layers: u32, room: Bytes) -> String {
 }
 
 fn interval(device: &Device) -> String {
-    let Device { rates, calibration, .. } = device;
+    let Device { rates, calibration, doubts, .. } = device;
+    let [slow, fast] = rates.disk_interval_mib_per_s;
     let source = match calibration {
-        Some(_) => "as `cotenant calibrate` measured here",
+        Some(_) => "as `cotenant calibrate` measured here, 95 % of the time",
         None => "which were not measured on this device",
     };
+    let doubts: String = doubts.iter().map(|doubt| format!("\n    {doubt}")).collect();
     format!(
-        "{} % around {} MiB/s of memory and {} MiB/s of disk, {source}",
-        rates.error_percent, rates.memory_mib_per_s, rates.disk_mib_per_s
+        "± {} % of {} MiB/s of memory, and {slow} to {fast} MiB/s of disk, {source}{doubts}",
+        rates.error_percent, rates.memory_mib_per_s
     )
 }
 
