@@ -398,15 +398,15 @@ const WIDE_STRUCTS_MAX: usize = 3;
 const IN_IMPORT_CYCLES: [(&str, usize); 2] = [("engine", 10), ("worker", 3)];
 
 /// Files whose `impl` blocks of one type still call each other in a circle, by folder; each number only falls.
-const IN_CALL_CYCLES: [(&str, usize); 1] = [("cli", 11900)];
+const IN_CALL_CYCLES: [(&str, usize); 1] = [("cli", 3)];
 
 /// Lines that a folder of `src` may have, tests included. Raising one is a line in the commit message, with its reason.
 const LINES_MAX: [(&str, usize); 14] = [
     (".", 671),
-    ("cli", 11900),
+    ("cli", 12250),
     ("config", 4430),
     ("daemon", 10560),
-    ("engine", 36625),
+    ("engine", 36700),
     ("http", 9498),
     ("journal", 3378),
     ("policy", 22108),

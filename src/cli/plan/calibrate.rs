@@ -249,7 +249,7 @@ mod tests {
     #[test]
     fn coefficients_of_another_form_are_refused() {
         let file = tempfile::NamedTempFile::new().unwrap();
-        std::fs::write(file.path(), "{}").unwrap();
+        fs::write(file.path(), "{}").unwrap();
         let error = Coefficients::read(file.path()).unwrap_err();
         assert_eq!(error.code(), exit::CONFIG);
         assert_eq!(error.hint().unwrap_or_default(), "measure again with `cotenant calibrate MODEL`");
@@ -262,12 +262,12 @@ mod tests {
     fn a_file_that_cannot_be_written_is_refused_before_the_measurement_and_left_as_it_was_after_a_failure() {
         let folder = tempfile::tempdir().unwrap();
         let out = folder.path().join("calibration.json");
-        std::fs::write(&out, "before").unwrap();
+        fs::write(&out, "before").unwrap();
         drop(Kept::open(&out).unwrap());
-        assert_eq!(std::fs::read_to_string(&out).unwrap(), "before");
+        assert_eq!(fs::read_to_string(&out).unwrap(), "before");
         assert_eq!(folder.path().read_dir().unwrap().count(), 1, "nothing is left beside it");
         Kept::open(&out).unwrap().keep("after").unwrap();
-        assert_eq!(std::fs::read_to_string(&out).unwrap(), "after");
+        assert_eq!(fs::read_to_string(&out).unwrap(), "after");
         let error = Kept::open(&folder.path().join("absent/calibration.json")).err().unwrap();
         assert!(error.hint().unwrap_or_default().starts_with("nothing was measured"), "{error}");
     }

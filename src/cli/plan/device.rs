@@ -233,10 +233,14 @@ impl Device {
 
 impl Coefficients {
     pub(crate) fn rates(&self) -> Rates {
+        // What a disk did for some seconds is not believed to less than the least error.
+        let part = |mib_per_s: u64, percent: u64| (mib_per_s.saturating_mul(percent) / 100).max(1);
+        let slow = part(self.disk.slow_mib_per_s, 100 - ERROR_LEAST);
+        let fast = part(self.disk.fast_mib_per_s, 100 + ERROR_LEAST);
         Rates {
             memory_mib_per_s: 1_000_000_000 / self.calibration.compute_ns_per_mib.max(1),
             disk_mib_per_s: self.disk.sustained_mib_per_s,
-            disk_interval_mib_per_s: [self.disk.slow_mib_per_s, self.disk.fast_mib_per_s],
+            disk_interval_mib_per_s: [slow, fast],
             error_percent: self.error_percent.min(ERROR_MAX),
         }
     }
@@ -245,6 +249,8 @@ impl Coefficients {
 /// Other types of weights and other counts of threads differ by up to this, MiB for MiB, on the processors that we have
 /// measured.
 const OTHER_PERCENT: u64 = 25;
+/// Of the disk, as of computing: the least that is believed.
+const ERROR_LEAST: u64 = 10;
 /// Beyond it an interval has no lower end.
 const ERROR_MAX: u64 = 99;
 /// Longer files are cut, and are no device files.

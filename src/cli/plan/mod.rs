@@ -13,6 +13,7 @@ mod report;
 mod svg;
 
 use std::{
+    collections::BTreeSet,
     path::{Path, PathBuf},
     process::ExitCode,
 };
@@ -37,6 +38,7 @@ use crate::{
         hugging_face::{inspect_shape, read_config_json, safetensors_beside},
         protocol::{Inspected, OpenError},
         synthetic::TypeMix,
+        tensor_group::TensorGroup,
     },
     policy::{
         kv_type::KvType,
@@ -110,10 +112,20 @@ pub(super) fn run(global: &Global, args: &PlanArgs) -> Result<ExitCode, CliError
     }
     let beside = safetensors(&model);
     match global.output {
-        Output::Table => output::write(&print(&device, &stack, &inspected, &forecast, beside))?,
-        format => output::write_json(format, &report::json(&device, &stack, &inspected, &forecast))?,
+        Output::Table => output::write(&print(&device, &stack, &inspected, &forecast, &beside))?,
+        format => output::write_json(format, &report::json(&device, &stack, &inspected, &forecast, &beside))?,
     }
     Ok(ExitCode::from(if forecast.verdict.works() { exit::OK } else { exit::CONFIG }))
+}
+
+/// Tokens of an answer per second on this machine, in thousandths: with all layers resident, and with all of them streamed.
+/// `None` where neither memory nor kept coefficients can be read.
+pub(super) fn speeds_here(inspected: &Inspected, threads: usize) -> Option<[u64; 2]> {
+    let mut device = Device::here(Path::new(calibrate::DEFAULT_FILE)).ok()?;
+    device.compare(|| Setting::here(inspected, threads));
+    let shape = &inspected.shape;
+    let all: BTreeSet<u32> = (0u32..).zip(&shape.layers).map(|(index, _)| index).collect();
+    Some([all, BTreeSet::new()].map(|resident| forecast::speeds(shape, &resident, &device)[1]))
 }
 
 fn configuration(path: &Path) -> Result<Config, CliError> {
@@ -134,8 +146,8 @@ fn is_json(model: &Path) -> bool {
     model.extension().is_some_and(|extension| extension == "json")
 }
 
-fn safetensors(model: &Path) -> Option<Bytes> {
-    is_json(model).then(|| safetensors_beside(model))?
+fn safetensors(model: &Path) -> Vec<TensorGroup> {
+    if is_json(model) { safetensors_beside(model) } else { Vec::new() }
 }
 
 fn inspect(
