@@ -97,7 +97,7 @@ fn configurations_that_hardly_or_never_work() {
 }
 
 /// Every verb that prints data, except those that measure for a minute (`bench`, `calibrate`, `demo`), those that run until they
-/// are ended (`serve`, `top`, `hold`, `worker`), and `talk`, which needs speech workers.
+/// are ended (`serve`, `top`, `hold`, `worker`), `why`, whose line has to be a decision, and `talk`, which needs speech workers.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_verb_that_prints_data_prints_json() {
     let house = House::new(&format!("{}{}", budget(128), demo_model(192)));
@@ -118,7 +118,6 @@ async fn every_verb_that_prints_data_prints_json() {
         vec!["drain"],
         vec!["drain", "--off"],
         vec!["postmortem"],
-        vec!["why", "1"],
         vec!["replay", "journal.ndjson"],
         vec!["plot", "journal.ndjson"],
         vec!["check", "cotenant.yaml"],
