@@ -3,6 +3,7 @@
 use std::{
     path::{Path, PathBuf},
     process::ExitCode,
+    time::Duration,
 };
 
 use serde_json::{Map, Value, json};
@@ -12,11 +13,12 @@ use super::{
     config_file::ConfigFile,
     exit,
     output::{self, counted},
+    plan::{disk::DiskRates, speeds_here},
     serve::{explain, explain_load_error},
 };
 use crate::{
     config::{self, Config, LlmConfig},
-    daemon::{compute, learned_peaks, sayable},
+    daemon::{compute, learned_peaks, sayable, threads},
     engine::{Engine, backend, protocol::Inspected},
     policy::{params::Params, residency::ModelShape},
     probe::{
@@ -24,6 +26,8 @@ use crate::{
         capabilities::Capabilities,
         host::{self, Host},
         meminfo::Meminfo,
+        nvmap::Nvmap,
+        sandbox::Sandbox,
         swap,
     },
     units::Bytes,
@@ -33,6 +37,9 @@ use crate::{
         preflight::{Found, MachineFacts, Severity, preflight},
     },
 };
+
+/// How long the disk is read.
+const DISK_TIME: Duration = Duration::from_secs(1);
 
 /// How many neighbours are shown: those that matter for a budget are few.
 const NEIGHBOURS: usize = 5;
@@ -58,22 +65,37 @@ pub struct CheckArgs {
 pub(super) fn run(global: &Global, args: &CheckArgs) -> ExitCode {
     let mut sheet = Sheet::new(global.output);
     let code = match &args.root {
-        Some(root) => audit_alone(&mut sheet, &ProbeRoot::at(root)),
-        None if args.audit => audit_alone(&mut sheet, &ProbeRoot::default()),
+        Some(root) => audit_alone(&mut sheet, &ProbeRoot::at(root), None),
+        None if args.audit => audit_alone(&mut sheet, &ProbeRoot::default(), std::env::current_exe().ok().as_deref()),
         None => look(&mut sheet, args),
     };
     sheet.finish(code == exit::OK);
     ExitCode::from(code)
 }
 
-/// What the device has, and what costs memory or speed there.
-fn audit_alone(sheet: &mut Sheet, root: &ProbeRoot) -> u8 {
+/// What the device has, and what costs memory or speed there. `read` is a file of the live machine, whose disk is measured.
+fn audit_alone(sheet: &mut Sheet, root: &ProbeRoot, read: Option<&Path>) -> u8 {
     sheet.section("machine", "this machine");
     for line in Capabilities::probe(root).lines() {
         sheet.line(&line);
     }
-    let warnings = print_audit(sheet, root);
-    if let Err(error) = Meminfo::read(root) {
+    print_disk(sheet, read);
+    print_software(sheet, root);
+    let meminfo = Meminfo::read(root);
+    if let Ok(meminfo) = &meminfo {
+        let pool = Nvmap::find(root).and_then(|nvmap| nvmap.pool()).map_or(Bytes::ZERO, |pool| pool.bytes());
+        sheet.section("memory", "memory");
+        sheet.row("memory", meminfo.total, "");
+        sheet.row(
+            "available",
+            meminfo.available_low().saturating_add(pool),
+            "MemAvailable minus CmaFree, and the page pool",
+        );
+        sheet.row("nvmap page pool", pool, "to be had by the next GPU allocation");
+        sheet.row("residual", meminfo.residual(), "in no line of /proc/meminfo: drivers, GPU, zram's store");
+    }
+    let warnings = print_audit(sheet, root, None);
+    if let Err(error) = meminfo {
         explain(&error, None);
         sheet.verdict("this is no device: its memory cannot be read");
         return exit::FAILED;
@@ -82,8 +104,55 @@ fn audit_alone(sheet: &mut Sheet, root: &ProbeRoot) -> u8 {
     exit::OK
 }
 
+/// Reads `file` for a second and prints what its disk does.
+fn print_disk(sheet: &mut Sheet, file: Option<&Path>) {
+    let Some(file) = file else { return };
+    match DiskRates::measure(file, DISK_TIME, &mut |_| {}) {
+        Ok(rates) => sheet.line(&format!("disk: reads {} MiB/s of {}", rates.burst_mib_per_s, file.display())),
+        Err(error) => sheet.line(&format!("disk: cannot read {}: {error}", file.display())),
+    }
+}
+
+/// Prints versions beside those that belong to the board's L4T, and what confines a supervisor that runs.
+fn print_software(sheet: &mut Sheet, root: &ProbeRoot) {
+    let versions = audit::versions(root);
+    if !versions.is_empty() {
+        sheet.section("versions", "versions");
+    }
+    for version in versions {
+        sheet.entry(&[version.to_string()], json!(version));
+    }
+    let daemons = Sandbox::of_daemons(root);
+    if !daemons.is_empty() {
+        sheet.section("supervisors", "supervisors that run");
+    }
+    for daemon in daemons {
+        sheet.line(&daemon.to_string());
+    }
+}
+
+/// A model whose speed here is known or assumed.
+struct Served<'a> {
+    name: &'a str,
+    /// Tokens of an answer per second, in thousandths, with all layers resident and with all of them streamed.
+    milli_tokens_per_s: [u64; 2],
+}
+
+impl Served<'_> {
+    /// What a loss costs this model, in thousandths of a token per second.
+    fn loses(&self, cost: audit::Cost) -> Option<u64> {
+        let [resident, streamed] = self.milli_tokens_per_s;
+        let (speed, percent) = match cost {
+            audit::Cost::Speed(percent) => (resident, percent),
+            audit::Cost::Streaming(percent) => (streamed, percent),
+            audit::Cost::Risk | audit::Cost::Memory(_) => return None,
+        };
+        Some(speed.saturating_mul(percent) / 100)
+    }
+}
+
 /// Prints the findings of the audit; returns how many of them are warnings.
-fn print_audit(sheet: &mut Sheet, root: &ProbeRoot) -> usize {
+fn print_audit(sheet: &mut Sheet, root: &ProbeRoot, model: Option<&Served<'_>>) -> usize {
     let findings = audit::audit(root);
     if !findings.is_empty() {
         sheet.section("audit", "audit of the device");
@@ -93,9 +162,15 @@ fn print_audit(sheet: &mut Sheet, root: &ProbeRoot) -> usize {
             audit::Severity::Note => "note",
             audit::Severity::Warning => "warning",
         };
-        let lines =
-            [format!("{word}: {}; costs {}", finding.text, finding.cost), format!("  hint: {}", finding.remedy)];
-        sheet.entry(&lines, json!(finding));
+        let mut value = json!(finding);
+        let mut cost = finding.cost.to_string();
+        if let Some((model, milli)) = model.and_then(|model| Some((model, model.loses(finding.cost)?))) {
+            value["milliTokensPerSecond"] = json!(milli);
+            let name = model.name;
+            cost.push_str(&format!(", about {}.{} tokens/s of {name}", milli / 1000, milli % 1000 / 100));
+        }
+        let lines = [format!("{word}: {}; costs {cost}", finding.text), format!("  hint: {}", finding.remedy)];
+        sheet.entry(&lines, value);
     }
     let is_warning = |finding: &&audit::Finding| finding.severity == audit::Severity::Warning;
     findings.iter().filter(is_warning).count()
@@ -131,6 +206,10 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> u8 {
         backend::cuda::forget_probe();
     }
     sheet.line(&format!("cuda: {}", backend::cuda::describe()));
+    let model = inspect(&config);
+    let program = std::env::current_exe().ok();
+    let read = config.llm.as_ref().map(|llm| llm.path.as_path()).filter(|path| path.is_file());
+    print_disk(sheet, read.or(program.as_deref()));
     for holder in host::holders_of(Path::new("/dev/nvmap")) {
         sheet.line(&format!("holds /dev/nvmap: {} (pid {})", holder.name, holder.pid));
     }
@@ -138,7 +217,12 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> u8 {
     for neighbour in host::largest_processes(NEIGHBOURS) {
         sheet.row(&neighbour.name, neighbour.resident, &format!("pid {}", neighbour.pid));
     }
-    print_audit(sheet, &root);
+    print_software(sheet, &root);
+    let served = config.llm.as_ref().zip(model.as_ref().ok().and_then(Option::as_ref)).and_then(|(llm, model)| {
+        let milli_tokens_per_s = speeds_here(model, threads(llm))?;
+        Some(Served { name: &llm.name, milli_tokens_per_s })
+    });
+    print_audit(sheet, &root, served.as_ref());
     let reading = match Sampler::open(&root, None).and_then(|mut sampler| sampler.read()) {
         Ok(reading) => reading,
         Err(error) => {
@@ -148,14 +232,13 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> u8 {
         }
     };
     let params = match config.params(reading.meminfo.total) {
-        Ok(params) => params,
+        Ok(params) => Some(params),
         Err(faults) => {
             eprintln!("error: cannot use `{}` on this machine", path.display());
             for fault in faults {
                 eprintln!("  caused by: {fault}");
             }
-            sheet.verdict("the configuration cannot be used on this machine");
-            return exit::CONFIG;
+            None
         }
     };
     if let Some(Err(error)) = config.http.keys_file.as_deref().map(config::load_clients) {
@@ -180,9 +263,13 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> u8 {
         });
     }
     print_found(sheet, &found);
+    let Some(params) = params else {
+        sheet.verdict("the configuration cannot be used on this machine");
+        return exit::CONFIG;
+    };
     print_budget(sheet, &params, &reading);
     print_peaks(sheet, &config);
-    let model = match inspect(&config) {
+    let model = match model {
         Ok(model) => model,
         Err(code) => {
             sheet.verdict("the model of `llm.path` cannot be loaded");

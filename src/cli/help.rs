@@ -9,7 +9,7 @@ const GROUPS: [(&str, &[&str]); 7] = [
     ("Run", &["serve", "demo", "worker", "completions"]),
     ("Plan", &["check", "plan", "catalogue", "calibrate"]),
     ("Use", &["generate", "talk", "hold"]),
-    ("Look", &["status", "top", "plot", "leases", "events", "health"]),
+    ("Look", &["status", "top", "plot", "leases", "events", "metrics", "health"]),
     ("Explain", &["why", "postmortem", "replay"]),
     ("Intervene", &["shed", "regrow", "kv-type", "start", "stop", "recycle", "resize", "load", "reload", "drain"]),
     ("Measure", &["bench"]),

@@ -19,11 +19,13 @@ mod health;
 mod help;
 mod hold;
 mod leases;
+mod metrics;
 mod operate;
 pub mod output;
 mod plan;
 mod plot;
 mod postmortem;
+mod progress;
 mod quantity;
 mod replay;
 mod serve;
@@ -104,6 +106,8 @@ pub enum Command {
     Plot(plot::Plot),
     /// List leases, or release one.
     Leases(leases::Leases),
+    /// Print the metrics of the supervisor, or write them for node_exporter.
+    Metrics(metrics::Metrics),
     /// Print events and actions of the supervisor.
     Events(events::Events),
     /// Check whether the supervisor or a part of it serves; exit codes of grpc_health_probe.
@@ -172,7 +176,7 @@ fn run(cli: Cli) -> Result<ExitCode, CliError> {
         Command::Plan(verb) => plan::run(&global, &verb),
         Command::Catalogue(verb) => done(plan::catalogue::run(&global, &verb)),
         Command::Calibrate(verb) => done(plan::calibrate::run(&global, &verb)),
-        Command::Demo(verb) => Ok(demo::run(&verb)),
+        Command::Demo(verb) => Ok(demo::run(&global, &verb)),
         Command::Bench(verb) => bench::run(&global, &verb),
         Command::Worker(verb) => Ok(worker::run(verb)),
         Command::Status => client(status::status(&global)),
@@ -195,6 +199,7 @@ fn run(cli: Cli) -> Result<ExitCode, CliError> {
         Command::Health(verb) => runtime()?.block_on(async { Ok(health::run(&global, &verb).await) }),
         Command::Postmortem(verb) => postmortem::run(&global, &verb),
         Command::Replay(verb) => replay::run(&global, &verb),
+        Command::Metrics(verb) => done(metrics::run(&global, &verb)),
         Command::Plot(verb) => done(plot::run(&global, &verb)),
         Command::Why(verb) => why::run(&global, &verb),
         Command::TextHelper => Ok(engine::helper::serve_stdin()),

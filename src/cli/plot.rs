@@ -4,7 +4,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     ffi::OsString,
     path::{Path, PathBuf},
-    time::Duration,
+    time::{Duration, SystemTime},
 };
 
 use clap::Args;
@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use super::{
     Global, Output,
     chart::{Chart, ChartMark, ChartPoint, MarkKind},
-    exit::CliError,
+    exit::{self, CliError},
     output, quantity,
 };
 use crate::{
@@ -28,7 +28,7 @@ pub struct Plot {
     /// The journal; several files, oldest first. One file alone is read after the older part beside it, `FILE.1`.
     #[arg(value_name = "FILE", default_value = "/var/lib/cotenant/journal.ndjson")]
     files: Vec<PathBuf>,
-    /// Only the end of it: so long before its last line, such as `2h`.
+    /// Only what happened since so long ago, such as `2h`.
     #[arg(long, value_name = "DURATION", value_parser = quantity::duration)]
     since: Option<Duration>,
     /// Write an SVG picture to this file; without it, a chart is printed.
@@ -42,10 +42,19 @@ pub(super) fn run(global: &Global, plot: &Plot) -> Result<(), CliError> {
         let contents = journal::read(path).map_err(|error| CliError::failed("cannot plot", error))?;
         entries.extend(contents.entries);
     }
-    let last = entries.last().map_or(0, |entry| entry.unix_us);
-    let since = plot.since.map(|since| u64::try_from(since.as_micros()).unwrap_or(u64::MAX));
-    let from = since.map_or(0, |since| last.saturating_sub(since));
-    let chart = History::of(&entries, from).chart();
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    let from = plot.since.map_or(Duration::ZERO, |since| now.saturating_sub(since));
+    let history = History::of(&entries, u64::try_from(from.as_micros()).unwrap_or(u64::MAX));
+    if let (Some(last), true) = (entries.last(), history.points.is_empty()) {
+        let ago = now.saturating_sub(Duration::from_micros(last.unix_us)).as_secs();
+        return Err(CliError::Failed {
+            act: format!("cannot plot: nothing happened since then; the last line is {ago} s old"),
+            source: None,
+            hint: Some("give a longer --since, or none".to_owned()),
+            code: exit::FAILED,
+        });
+    }
+    let chart = history.chart();
     if let Some(path) = &plot.svg {
         let svg = chart.to_svg().map_err(|error| CliError::failed("cannot plot", error))?;
         std::fs::write(path, svg)
@@ -75,7 +84,7 @@ fn points_json(chart: &Chart) -> impl Iterator<Item = Value> {
         let at = chart.epoch.unwrap_or_default() + point.at.since_start();
         let owners: BTreeMap<&String, u64> = point.owners.iter().map(|(owner, held)| (owner, held.get())).collect();
         json!({
-            "time": prost_types::Timestamp::from(std::time::SystemTime::UNIX_EPOCH + at).to_string(),
+            "time": prost_types::Timestamp::from(SystemTime::UNIX_EPOCH + at).to_string(),
             "budgetBytes": chart.budget.get(),
             "heldBytes": owners,
         })

@@ -1,10 +1,14 @@
 //! Counts runs that did not end in order; after several within a time the LLM stays off.
 //!
 //! The LLM runs in this process, so what ends it may end the daemon with each load. The speech workers survive that, and
-//! are of use without it.
+//! are of use without it. Runs of another program or configuration do not count: an upgrade ends the daemon with SIGKILL, so
+//! that its workers survive, and what is new has not crashed yet.
 
 use std::{
-    fs, io,
+    fs,
+    hash::{DefaultHasher, Hash as _, Hasher as _},
+    io,
+    os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
     time::SystemTime,
 };
@@ -20,6 +24,8 @@ const FILE: &str = "runs.json";
 #[derive(Debug, Default, Deserialize, Serialize)]
 #[serde(default)]
 struct Runs {
+    /// Program and configuration of these runs.
+    subject: String,
     open: Vec<u64>,
 }
 
@@ -27,19 +33,24 @@ struct Runs {
 #[derive(Debug)]
 pub(super) struct CrashGuard {
     file: PathBuf,
+    subject: String,
     started: u64,
 }
 
 impl CrashGuard {
-    /// Counts this run as one that may crash. Returns why the LLM stays off, if enough have crashed before it.
-    pub(super) fn begin(state_dir: &Path, limits: SafeProfileConfig) -> (Self, Option<String>) {
+    /// Counts this run with the configuration in `config` as one that may crash. Returns why the LLM stays off, if enough
+    /// have crashed before it.
+    pub(super) fn begin(state_dir: &Path, config: &Path, limits: SafeProfileConfig) -> (Self, Option<String>) {
         let started = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |time| time.as_secs());
-        Self::begin_at(state_dir, limits, started)
+        Self::begin_at(state_dir, limits, started, subject(Path::new(PROGRAM), config))
     }
 
-    fn begin_at(state_dir: &Path, limits: SafeProfileConfig, started: u64) -> (Self, Option<String>) {
-        let guard = Self { file: state_dir.join(FILE), started };
+    fn begin_at(state_dir: &Path, limits: SafeProfileConfig, started: u64, subject: String) -> (Self, Option<String>) {
+        let guard = Self { file: state_dir.join(FILE), subject, started };
         let mut runs = guard.read();
+        if runs.subject != guard.subject {
+            runs = Runs { subject: guard.subject.clone(), open: Vec::new() };
+        }
         // A clock that was set back makes a start later than now: it is of no known age.
         runs.open.retain(|start| started.saturating_sub(*start) <= limits.within.as_secs() && *start <= started);
         let crashes = runs.open.len();
@@ -59,6 +70,9 @@ impl CrashGuard {
     /// The run has ended in order.
     pub(super) fn ended(self) {
         let mut runs = self.read();
+        if runs.subject != self.subject {
+            return;
+        }
         if let Some(own) = runs.open.iter().rposition(|start| *start == self.started) {
             runs.open.remove(own);
         }
@@ -86,6 +100,18 @@ impl CrashGuard {
     }
 }
 
+/// The program that runs, also where another file has its name by now.
+const PROGRAM: &str = "/proc/self/exe";
+
+/// Names a program file and the contents of a configuration: another one each time that the file is replaced, even by its
+/// like, or that the contents change.
+fn subject(program: &Path, config: &Path) -> String {
+    let program = fs::metadata(program).map_or((0, 0, 0), |file| (file.ctime(), file.ctime_nsec(), file.len()));
+    let mut hasher = DefaultHasher::new();
+    fs::read(config).unwrap_or_default().hash(&mut hasher);
+    format!("{}.{:09}-{}-{:016x}", program.0, program.1, program.2, hasher.finish())
+}
+
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
@@ -93,10 +119,31 @@ mod tests {
     use super::*;
 
     #[test]
+    fn runs_of_another_program_or_configuration_do_not_count() {
+        let folder = tempfile::tempdir().unwrap();
+        let (program, config) = (folder.path().join("program"), folder.path().join("config"));
+        let write = |path: &Path, text: &str| {
+            let _ = fs::remove_file(path);
+            fs::write(path, text).unwrap();
+        };
+        write(&program, "old");
+        write(&config, "llm: {}");
+        let limits = SafeProfileConfig { crashes: 2, within: Duration::from_secs(600) };
+        let begin = |at| CrashGuard::begin_at(folder.path(), limits, at, subject(&program, &config)).1;
+        assert_eq!([begin(100), begin(101)], [None, None]);
+        assert!(begin(102).is_some());
+        write(&program, "newer");
+        assert_eq!([begin(103), begin(104)], [None, None], "an upgrade");
+        write(&config, "llm: {context: 64}");
+        assert_eq!([begin(105), begin(106)], [None, None], "another configuration");
+        assert!(begin(107).is_some());
+    }
+
+    #[test]
     fn crashes_within_the_time_count_and_runs_that_ended_in_order_do_not() {
         let folder = tempfile::tempdir().unwrap();
         let limits = SafeProfileConfig { crashes: 2, within: Duration::from_secs(600) };
-        let begin = |at| CrashGuard::begin_at(folder.path(), limits, at);
+        let begin = |at| CrashGuard::begin_at(folder.path(), limits, at, String::new());
         let (first, reason) = begin(1000);
         assert_eq!(reason, None);
         first.ended();
@@ -110,6 +157,6 @@ mod tests {
         fs::write(folder.path().join(FILE), "nonsense").unwrap();
         assert!(begin(200).1.is_none());
         let never = SafeProfileConfig { crashes: 0, ..limits };
-        assert!(CrashGuard::begin_at(folder.path(), never, 201).1.is_none());
+        assert!(CrashGuard::begin_at(folder.path(), never, 201, String::new()).1.is_none());
     }
 }

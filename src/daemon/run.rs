@@ -125,7 +125,7 @@ pub async fn run(
     let bound = take_listeners(&config, place.is_ok()).await?;
     let boot_id = boot_id();
     let (handoff, mut inheritance) = Handoff::open(place?, &boot_id)?;
-    let (guard, safe_profile) = CrashGuard::begin(&config.state_dir, config.safe_profile);
+    let (guard, safe_profile) = CrashGuard::begin(&config.state_dir, &source.file, config.safe_profile);
 
     // What all parts share.
     let runs = inheritance.boot_ids.clone();

@@ -20,6 +20,7 @@ use super::{
     protocol::{Inspected, OpenError},
     spec::Architecture,
     synthetic::{Synthetic, TypeMix},
+    tensor_group::{NamedTensor, TensorGroup},
 };
 use crate::units::Bytes;
 
@@ -100,27 +101,30 @@ pub fn inspect_shape(model: &Synthetic, threads: usize) -> Result<Inspected, Ope
     Engine::inspect_with(&path, None, threads)
 }
 
-/// The total of `*.safetensors` beside `config`, from their headers: `None` without any that can be read.
+/// The tensors of `*.safetensors` beside `config`, by what they are for, from their headers. Files that cannot be read, or
+/// whose header lists more than the file has, are left out.
 #[must_use]
-pub fn safetensors_beside(config: &Path) -> Option<Bytes> {
-    let folder = config.parent()?;
+pub fn safetensors_beside(config: &Path) -> Vec<TensorGroup> {
+    let folder = config.parent().unwrap_or(Path::new("."));
     let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
-    let mut total = None;
-    for entry in folder.read_dir().ok()?.flatten().take(FILES_MAX) {
+    let Ok(entries) = folder.read_dir() else { return Vec::new() };
+    let mut tensors = Vec::new();
+    for entry in entries.flatten().take(FILES_MAX) {
         let path = entry.path();
-        if path.extension().is_some_and(|extension| extension == "safetensors")
-            && let Some(bytes) = safetensors_bytes(&path)
-        {
-            total = Some(total.unwrap_or(Bytes::ZERO).saturating_add(bytes));
+        if path.extension().is_some_and(|extension| extension == "safetensors") {
+            tensors.extend(safetensors_of(&path).unwrap_or_default());
         }
     }
-    total
+    TensorGroup::of_safetensors(&tensors)
 }
 
-/// The bytes of all tensors that the header of a safetensors file lists; no more than the file has.
-fn safetensors_bytes(path: &Path) -> Option<Bytes> {
+/// The tensors that the header of a safetensors file lists; no more than the file has.
+fn safetensors_of(path: &Path) -> Option<Vec<NamedTensor>> {
     #[derive(Deserialize)]
     struct Tensor {
+        dtype: String,
+        #[serde(default)]
+        shape: Vec<u64>,
         data_offsets: (u64, u64),
     }
     let mut file = File::open(path).ok()?;
@@ -133,13 +137,16 @@ fn safetensors_bytes(path: &Path) -> Option<Bytes> {
     }
     let header: serde_json::Map<String, Value> = serde_json::from_reader(file.take(length)).ok()?;
     let mut total = 0u64;
+    let mut tensors = Vec::new();
     for (name, tensor) in header {
         if name != "__metadata__" {
-            let (start, end) = Tensor::deserialize(tensor).ok()?.data_offsets;
-            total = total.saturating_add(end.checked_sub(start)?);
+            let Tensor { dtype, shape, data_offsets: (start, end) } = Tensor::deserialize(tensor).ok()?;
+            let bytes = end.checked_sub(start)?;
+            total = total.saturating_add(bytes);
+            tensors.push(NamedTensor { name, dtype, dims: shape, bytes: Bytes::new(bytes) });
         }
     }
-    (total <= whole).then_some(Bytes::new(total))
+    (total <= whole).then_some(tensors)
 }
 
 fn shape_of(text: &str, types: TypeMix) -> Result<Synthetic, ConfigJsonErrorKind> {
@@ -249,6 +256,7 @@ const VOCABULARY_MAX: u32 = 1 << 20;
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::tensor_group::TensorKind;
     use crate::{policy::kv_type::KvType, units::Tokens};
 
     fn inspect(text: &str) -> Inspected {
@@ -327,7 +335,7 @@ mod tests {
     fn headers_of_safetensors_are_added_up_and_lies_are_left_out() {
         let folder = tempfile::tempdir().unwrap();
         let config = folder.path().join("config.json");
-        assert_eq!(safetensors_beside(&config), None);
+        assert_eq!(safetensors_beside(&config), []);
         let put = |name: &str, header: &str, data: usize| {
             let mut file = (header.len() as u64).to_le_bytes().to_vec();
             file.extend_from_slice(header.as_bytes());
@@ -336,12 +344,19 @@ mod tests {
         };
         put(
             "a.safetensors",
-            r#"{"x": {"dtype": "BF16", "shape": [50], "data_offsets": [0, 100]}, "__metadata__": {}}"#,
+            r#"{"model.layers.0.mlp.up_proj.weight": {"dtype": "BF16", "shape": [5, 10], "data_offsets": [0, 100]}, "__metadata__": {}}"#,
             100,
         );
-        put("b.safetensors", r#"{"y": {"dtype": "BF16", "shape": [50], "data_offsets": [100, 200]}}"#, 200);
+        put(
+            "b.safetensors",
+            r#"{"model.layers.1.mlp.down_proj.weight": {"dtype": "F32", "shape": [5, 5], "data_offsets": [100, 200]}}"#,
+            200,
+        );
         put("lie.safetensors", r#"{"y": {"dtype": "BF16", "shape": [50], "data_offsets": [0, 99999]}}"#, 1);
         std::fs::write(folder.path().join("short.safetensors"), [255; 9]).unwrap();
-        assert_eq!(safetensors_beside(&config), Some(Bytes::new(200)));
+        let found = safetensors_beside(&config);
+        let [group] = found.as_slice() else { panic!("{found:?}") };
+        assert_eq!((group.kind, group.tensors, group.elements), (TensorKind::FeedForward, 2, 75));
+        assert_eq!((group.bytes, group.types.len()), (Bytes::new(200), 2));
     }
 }

@@ -1,5 +1,7 @@
 //! Tensors of a model file, by what they are for.
 
+use std::collections::BTreeMap;
+
 use serde::Serialize;
 
 use super::{
@@ -21,6 +23,19 @@ pub struct TensorGroup {
     pub bytes: Bytes,
     /// Their types, the one with most bytes first.
     pub types: Vec<String>,
+}
+
+/// A tensor of a safetensors file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NamedTensor {
+    /// `model.layers.0.mlp.up_proj.weight`.
+    pub name: String,
+    /// `BF16`.
+    pub dtype: String,
+    /// Elements in each dimension.
+    pub dims: Vec<u64>,
+    /// Its length in the file.
+    pub bytes: Bytes,
 }
 
 /// What tensors are for.
@@ -67,34 +82,40 @@ impl TensorGroup {
     #[must_use]
     pub fn of(header: &Header) -> Vec<Self> {
         let depth = depth(header);
-        let mut found: Vec<(TensorKind, Vec<&TensorInfo>)> = Vec::new();
+        let mut found: BTreeMap<TensorKind, Vec<(String, &[u64], Bytes)>> = BTreeMap::new();
         for info in header.tensors() {
-            let kind = kind_of(header, info, depth);
-            match found.iter_mut().find(|(known, _)| *known == kind) {
-                Some((_, group)) => group.push(info),
-                None => found.push((kind, vec![info])),
-            }
+            let sized = (dtype_name(info.dtype).to_owned(), info.dims.as_slice(), info.bytes);
+            found.entry(kind_of(header, info, depth)).or_default().push(sized);
         }
-        found.sort_by_key(|(kind, _)| *kind);
         found.iter().map(|(kind, group)| Self::sum(*kind, group)).collect()
     }
 
-    fn sum(kind: TensorKind, group: &[&TensorInfo]) -> Self {
+    /// The groups of tensors with the names of a Hugging Face repository.
+    #[must_use]
+    pub fn of_safetensors(tensors: &[NamedTensor]) -> Vec<Self> {
+        let mut found: BTreeMap<TensorKind, Vec<(String, &[u64], Bytes)>> = BTreeMap::new();
+        for tensor in tensors {
+            let sized = (tensor.dtype.clone(), tensor.dims.as_slice(), tensor.bytes);
+            found.entry(kind_of_published(tensor)).or_default().push(sized);
+        }
+        found.iter().map(|(kind, group)| Self::sum(*kind, group)).collect()
+    }
+
+    fn sum(kind: TensorKind, group: &[(String, &[u64], Bytes)]) -> Self {
         let mut types: Vec<(String, Bytes)> = Vec::new();
-        for info in group {
-            let name = dtype_name(info.dtype).to_owned();
-            match types.iter_mut().find(|(known, _)| *known == name) {
-                Some((_, bytes)) => *bytes = bytes.saturating_add(info.bytes),
-                None => types.push((name, info.bytes)),
+        for (name, _, more) in group {
+            match types.iter_mut().find(|(known, _)| known == name) {
+                Some((_, bytes)) => *bytes = bytes.saturating_add(*more),
+                None => types.push((name.clone(), *more)),
             }
         }
         types.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
-        let elements = |info: &&TensorInfo| info.dims.iter().copied().fold(1, u64::saturating_mul);
+        let elements = |(_, dims, _): &(String, &[u64], Bytes)| dims.iter().copied().fold(1, u64::saturating_mul);
         Self {
             kind,
             tensors: u32::try_from(group.len()).unwrap_or(u32::MAX),
             elements: group.iter().map(elements).fold(0, u64::saturating_add),
-            bytes: group.iter().map(|info| info.bytes).fold(Bytes::ZERO, Bytes::saturating_add),
+            bytes: group.iter().map(|(_, _, bytes)| *bytes).fold(Bytes::ZERO, Bytes::saturating_add),
             types: types.into_iter().map(|(name, _)| name).collect(),
         }
     }
@@ -120,5 +141,22 @@ fn kind_of(header: &Header, info: &TensorInfo, depth: u32) -> TensorKind {
         _ if rest.starts_with("ffn_") => TensorKind::FeedForward,
         _ if header.tensor(&format!("blk.{block}.ssm_a")).is_some() => TensorKind::Recurrent,
         _ => TensorKind::Attention,
+    }
+}
+
+/// By the names of transformers' modules.
+fn kind_of_published(tensor: &NamedTensor) -> TensorKind {
+    let name = tensor.name.as_str();
+    let has = |part: &str| name.contains(part);
+    match name {
+        _ if has("visual.") || has("vision_") || has("multi_modal") => TensorKind::Vision,
+        _ if name.starts_with("mtp.") || has(".mtp.") => TensorKind::MultiToken,
+        _ if has("embed_tokens") => TensorKind::Embedding,
+        _ if has("lm_head") => TensorKind::Head,
+        _ if tensor.dims.len() < 2 || has("conv1d") => TensorKind::Vectors,
+        _ if has(".mlp.") || has(".feed_forward.") => TensorKind::FeedForward,
+        _ if has(".linear_attn.") => TensorKind::Recurrent,
+        _ if has(".self_attn.") => TensorKind::Attention,
+        _ => TensorKind::Vectors,
     }
 }

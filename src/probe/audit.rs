@@ -9,7 +9,7 @@ mod hardware;
 mod memory;
 mod software;
 
-pub use self::facts::{Cost, Finding, Severity};
+pub use self::facts::{Cost, Finding, Severity, Version};
 use self::facts::{Facts, Rule};
 use super::ProbeRoot;
 
@@ -22,6 +22,12 @@ fn rules() -> impl Iterator<Item = &'static Rule> {
 #[must_use]
 pub fn rule_count() -> usize {
     rules().count()
+}
+
+/// Versions of a Jetson's software, each with what belongs to its L4T; empty elsewhere.
+#[must_use]
+pub fn versions(root: &ProbeRoot) -> Vec<Version> {
+    software::versions(&Facts::read(root))
 }
 
 /// Applies all rules; the findings in their order, warnings and notes mixed.

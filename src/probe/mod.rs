@@ -15,6 +15,7 @@
 //! | `swap` | swap devices and what zram costs |
 //! | `board` | model and L4T release |
 //! | `audit` | what costs memory or speed here, with remedies |
+//! | `sandbox` | what confines a supervisor that runs |
 //! | `capabilities` | what is here, what is not, and what follows from it |
 //! | `sampler` | all that one sample needs, cheaply and again and again |
 
@@ -31,6 +32,7 @@ pub mod processes;
 pub mod psi;
 mod root;
 pub mod sampler;
+pub mod sandbox;
 mod session;
 mod source;
 pub mod swap;

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-/// The folders that stand for `/proc`, `/sys`, `/etc` and `/var`.
+/// The folders that stand for `/proc`, `/sys`, `/etc`, `/var` and `/lib`.
 ///
 /// ```
 /// use cotenant::probe::ProbeRoot;
@@ -19,13 +19,16 @@ pub struct ProbeRoot {
     pub etc: PathBuf,
     /// Stands for `/var`.
     pub var: PathBuf,
+    /// Stands for `/lib`, where packages put systemd's units.
+    pub lib: PathBuf,
 }
 
 impl ProbeRoot {
-    /// A tree with `proc`, `sys` and `etc` below `root`; any of them may be missing.
+    /// A tree with `proc`, `sys`, `etc`, `var` and `lib` (or `usr/lib`) below `root`; any of them may be missing.
     #[must_use]
     pub fn at(root: &Path) -> Self {
-        Self { proc: root.join("proc"), sys: root.join("sys"), etc: root.join("etc"), var: root.join("var") }
+        let lib = Some(root.join("lib")).filter(|lib| lib.is_dir()).unwrap_or_else(|| root.join("usr/lib"));
+        Self { proc: root.join("proc"), sys: root.join("sys"), etc: root.join("etc"), var: root.join("var"), lib }
     }
 
     /// A path below `/proc`.
@@ -50,6 +53,12 @@ impl ProbeRoot {
     #[must_use]
     pub fn var(&self, path: impl AsRef<Path>) -> PathBuf {
         self.var.join(path)
+    }
+
+    /// A path below `/lib`.
+    #[must_use]
+    pub fn lib(&self, path: impl AsRef<Path>) -> PathBuf {
+        self.lib.join(path)
     }
 
     /// The folder of a process.

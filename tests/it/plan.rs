@@ -238,7 +238,17 @@ fn a_device_is_audited_from_a_folder_without_a_configuration() {
     assert_eq!(output.status.code(), Some(0), "{printed}");
     assert!(printed.contains("warning: zram of 7.6 GiB is half of the memory"), "{printed}");
     assert!(printed.contains("; costs 4.4 GiB\n") && printed.contains("  hint: disable `nvzramconfig`"), "{printed}");
+    assert!(printed.contains("\nversions\n") && printed.contains("CUDA: not installed"), "{printed}");
+    assert!(!printed.contains("disk: reads"), "copies of files say nothing of a disk: {printed}");
     let found = json(&["check", "--root", root]);
+    let figure = |name: &str| {
+        let rows = found["memory"].as_array().unwrap();
+        rows.iter().find(|row| row["name"] == name).unwrap()["bytes"].as_u64().unwrap()
+    };
+    // Worked out by hand from the capture: 14 250 120 − 245 760 KiB, and what no line has.
+    assert_eq!(figure("available"), (14_250_120 - 245_760) << 10);
+    assert_eq!(figure("residual"), 1_125_520 << 10);
+    assert_eq!(figure("nvmap page pool"), 0);
     let fault = found["audit"].as_array().unwrap().iter().find(|found| found["rule"] == "l4t_known_fault").unwrap();
     assert_eq!(fault["cost"]["kind"], "memory", "{fault}");
 }

@@ -29,7 +29,9 @@ use self::{
 use crate::{
     causes::in_one_line,
     cli::{
+        Global, Output,
         chart::MarkKind,
+        output::write_json,
         session::{self, Interrupts},
         stage::Stage,
     },
@@ -66,7 +68,7 @@ pub struct DemoArgs {
 
 /// Runs the demonstration; its verdict is the exit code.
 #[must_use]
-pub(super) fn run(args: &DemoArgs) -> ExitCode {
+pub(super) fn run(global: &Global, args: &DemoArgs) -> ExitCode {
     // Before anything is played for a minute whose report could not be written.
     if let Err(error) = report::make_folder(&args.out) {
         eprintln!("error: cannot write the report to `{}`", args.out.display());
@@ -74,10 +76,10 @@ pub(super) fn run(args: &DemoArgs) -> ExitCode {
         eprintln!("hint: name a folder that this user may write with --out");
         return ExitCode::FAILURE;
     }
-    session::in_own_session(|| run_here(args))
+    session::in_own_session(|| run_here(args, global.output))
 }
 
-fn run_here(args: &DemoArgs) -> ExitCode {
+fn run_here(args: &DemoArgs, output: Output) -> ExitCode {
     let runtime = match tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {
@@ -88,7 +90,7 @@ fn run_here(args: &DemoArgs) -> ExitCode {
     let result = runtime.block_on(async {
         let mut interrupts = Interrupts::new().map_err(|error| error.to_string())?;
         let (verdict, stage) = tokio::select! {
-            played = play(args) => played?,
+            played = play(args, output) => played?,
             code = interrupts.next() => return Ok(Err(code)),
         };
         if args.keep {
@@ -111,32 +113,32 @@ fn run_here(args: &DemoArgs) -> ExitCode {
     }
 }
 
-/// Prints a line; a closed pipe ends the output, not the demonstration.
-fn line(text: &str) {
-    let _ = writeln!(std::io::stdout().lock(), "{text}");
-}
-
-/// Prints lines with the time since the beginning.
+/// Prints lines, most of them with the time since the beginning.
 struct Narrator {
     began: Instant,
+    output: Output,
 }
 
 impl Narrator {
-    fn say(&self, text: &str) {
-        let mut out = std::io::stdout().lock();
-        let _ = writeln!(out, "{:5.1}s  {text}", self.began.elapsed().as_secs_f64());
-        let _ = out.flush();
+    /// Prints text for people: on stdout, or on stderr where that has a document for programs. A closed pipe ends the output,
+    /// not the demonstration.
+    fn line(&self, text: &str) {
+        let _ = match self.output {
+            Output::Table => writeln!(std::io::stdout().lock(), "{text}"),
+            Output::Json | Output::Ndjson => writeln!(std::io::stderr().lock(), "{text}"),
+        };
     }
-}
 
-impl Narrator {
-    /// Tells what the supervisor decided since the last time, in its own words.
+    fn say(&self, text: &str) {
+        self.line(&format!("{:5.1}s  {text}", self.began.elapsed().as_secs_f64()));
+    }
+
+    /// Prints what the supervisor decided since the last time, in its own words.
     fn decisions(&self, watch: &Watch, told: &mut usize) {
         let lines = watch.lines();
-        let mut out = std::io::stdout().lock();
         for line in lines.iter().skip(*told) {
             if DECISIONS.contains(&line.name.as_str()) {
-                let _ = writeln!(out, "          {:5.1}s  {}", line.at.since_start().as_secs_f64(), line.summary);
+                self.line(&format!("          {:5.1}s  {}", line.at.since_start().as_secs_f64(), line.summary));
             }
         }
         *told = lines.len();
@@ -217,12 +219,12 @@ fn free_port() -> std::io::Result<SocketAddr> {
 }
 
 #[expect(clippy::too_many_lines, reason = "a script, read from top to bottom")]
-async fn play(args: &DemoArgs) -> Result<(bool, Stage), String> {
+async fn play(args: &DemoArgs, output: Output) -> Result<(bool, Stage), String> {
     let began = Instant::now();
-    let narrator = Narrator { began };
+    let narrator = Narrator { began, output };
     let text = |error: std::io::Error| error.to_string();
     for real in report::what_is_real() {
-        line(&format!("        {real}"));
+        narrator.line(&format!("        {real}"));
     }
 
     let address = free_port().map_err(text)?;
@@ -430,22 +432,26 @@ async fn play(args: &DemoArgs) -> Result<(bool, Stage), String> {
     report.check(report::daemon_lives(stage.daemon().ended().ok().flatten().is_none()));
 
     let written = report.write(&args.out, &watch, &stage).map_err(text)?;
-    line("");
-    line(&report.chart(&watch.looks()).to_text(CHART_WIDTH, CHART_HEIGHT, false));
-    line(&report.verdict());
-    for path in written {
-        line(&format!("        wrote {}", path.display()));
+    narrator.line("");
+    narrator.line(&report.chart(&watch.looks()).to_text(CHART_WIDTH, CHART_HEIGHT, false));
+    narrator.line(&report.verdict());
+    for path in &written {
+        narrator.line(&format!("        wrote {}", path.display()));
+    }
+    if output != Output::Table {
+        // A closed pipe ends the output, not the demonstration.
+        let _ = write_json(output, &report.json(&written));
     }
     if args.keep {
-        line("");
-        line(&format!("        try:  cotenant --endpoint unix://{} status", stage.socket().display()));
-        line(&format!(
+        narrator.line("");
+        narrator.line(&format!("        try:  cotenant --endpoint unix://{} status", stage.socket().display()));
+        narrator.line(&format!(
             "              curl -N http://{address}/v1/chat/completions -H 'content-type: application/json' \\"
         ));
-        line(&format!(
+        narrator.line(&format!(
             "                -d '{{\"model\":\"demo\",\"stream\":true,\"messages\":[{{\"role\":\"user\",\"content\":\"{STORY}\"}}]}}'"
         ));
-        line("        Ctrl-C ends it.");
+        narrator.line("        Ctrl-C ends it.");
     }
     Ok((report.passed(), stage))
 }

@@ -7,6 +7,8 @@ use std::{
     time::Instant,
 };
 
+use serde_json::{Value, json};
+
 use super::watch::{Line, Look, Watch};
 use crate::{
     cli::{
@@ -72,6 +74,16 @@ impl Report {
         let verdict = if self.passed() { "PASS" } else { "FAIL" };
         let _ = write!(text, " {verdict}  {kept} of {} promises kept", self.checks.len());
         text
+    }
+
+    /// The checks and the verdict for programs.
+    pub(super) fn json(&self, written: &[PathBuf]) -> Value {
+        let checks: Vec<Value> = self
+            .checks
+            .iter()
+            .map(|check| json!({ "promise": check.promise, "kept": check.kept, "figures": check.figures }))
+            .collect();
+        json!({ "ok": self.passed(), "checks": checks, "written": written })
     }
 
     /// Memory by owner over time, to be drawn.

@@ -3,25 +3,29 @@
 //! The engine measures itself as it does after a load. Rounds are repeated, and what they differ by is the stated error.
 
 use std::{
-    fs::File,
-    io::Read as _,
+    fs::{self, File, OpenOptions},
+    io::{ErrorKind, Read as _, Write as _},
+    os::unix::fs::OpenOptionsExt as _,
     path::{Path, PathBuf},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
-use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
+use nix::fcntl::OFlag;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
+use super::disk::DiskRates;
 use crate::{
     cli::{
         Global, Output,
         exit::{self, CliError},
         output,
+        progress::Progress,
     },
-    engine::{Model, ModelOptions},
+    engine::{Engine, Model, ModelOptions, protocol::Inspected},
     policy::{params::EngineParams, residency::PlanLimits, streaming::Calibration},
-    units::{Bytes, Tokens},
+    probe::host::Host,
+    units::Tokens,
 };
 
 /// Arguments of `calibrate`.
@@ -39,31 +43,59 @@ pub struct CalibrateArgs {
 }
 
 /// Coefficients of a machine.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub(crate) struct Coefficients {
     /// The middle of the rounds.
     pub calibration: Calibration,
-    /// Reading at first, MiB per second: as long as a disk's own cache lasts.
-    pub disk_burst_mib_per_s: u64,
-    /// Reading in the long run, MiB per second.
-    pub disk_sustained_mib_per_s: u64,
-    /// How far rounds were apart, in percent, at least 10.
+    /// The disk that the model was on.
+    pub disk: DiskRates,
+    /// How far rounds of computing were apart, in percent, at least 10.
     pub error_percent: u64,
+    /// What was measured with.
+    pub setting: Setting,
+}
+
+/// What a measurement of computing holds for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub(crate) struct Setting {
+    /// The processor, with its count of cores.
+    pub processor: String,
+    /// Threads that compute.
+    pub threads: usize,
+    /// Types of most of the weights: `Q4_K, Q6_K`.
+    pub weights: String,
+}
+
+impl Setting {
+    /// That of this machine with a model.
+    pub(crate) fn here(inspected: &Inspected, threads: usize) -> Self {
+        let most = inspected.tensors.iter().max_by_key(|group| group.bytes);
+        Self {
+            processor: Host::read().processor,
+            threads,
+            weights: most.map_or_else(String::new, |group| group.types.join(", ")),
+        }
+    }
 }
 
 impl Coefficients {
     /// Those that were kept in `path`; `None` when there are none.
     pub(crate) fn read(path: &Path) -> Result<Option<Self>, CliError> {
+        let cannot = |error: std::io::Error| CliError::Failed {
+            act: format!("cannot read `{}`", path.display()),
+            hint: (error.kind() == ErrorKind::PermissionDenied)
+                .then(|| "run as root, or name coefficients of your own with --calibration".to_owned()),
+            source: Some(Box::new(error)),
+            code: exit::FAILED,
+        };
         let mut text = String::new();
         match File::open(path) {
-            Ok(file) => {
-                let read = file.take(FILE_MAX).read_to_string(&mut text);
-                read.map_err(|error| CliError::failed(format!("cannot read `{}`", path.display()), error))?;
-            }
-            Err(_) if path == Path::new(DEFAULT_FILE) => return Ok(None),
-            Err(error) => return Err(CliError::failed(format!("cannot read `{}`", path.display()), error)),
-        }
+            Ok(file) => file.take(FILE_MAX).read_to_string(&mut text).map_err(cannot)?,
+            Err(error) if error.kind() == ErrorKind::NotFound && path == Path::new(DEFAULT_FILE) => return Ok(None),
+            Err(error) => return Err(cannot(error)),
+        };
         let parsed = serde_json::from_str(&text);
         parsed.map(Some).map_err(|error| CliError::Failed {
             act: format!("cannot use the coefficients in `{}`", path.display()),
@@ -72,49 +104,114 @@ impl Coefficients {
             code: exit::CONFIG,
         })
     }
+
+    /// Those that rounds of the engine and the reading of a disk come to; `None` without a round.
+    pub(crate) fn of(mut rounds: Vec<Calibration>, disk: DiskRates, setting: Setting) -> Option<Self> {
+        rounds.sort_by_key(|round| round.compute_ns_per_mib);
+        let middle = rounds.get(rounds.len() / 2).copied()?;
+        // The disk that a long answer meets.
+        let reading = middle.read_ns_per_mib.max(1_000_000_000 / disk.sustained_mib_per_s.max(1));
+        Some(Self {
+            calibration: middle.with_reading(reading),
+            disk,
+            error_percent: spread(&rounds).max(ERROR_MIN),
+            setting,
+        })
+    }
+}
+
+/// The file that coefficients go to: opened before the measurement, and in its place whole or not at all.
+struct Kept<'a> {
+    path: &'a Path,
+    written: PathBuf,
+    file: File,
+}
+
+impl<'a> Kept<'a> {
+    fn open(path: &'a Path) -> Result<Self, CliError> {
+        let mut name = path.file_name().unwrap_or_default().to_owned();
+        name.push(".new");
+        let written = path.with_file_name(name);
+        // Root may measure into a folder of another user's, who must not choose another file by a link.
+        let no_links = OFlag::O_NOFOLLOW.bits();
+        let opened = OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .mode(0o644)
+            .custom_flags(no_links)
+            .open(&written);
+        let file = opened.map_err(|error| CliError::Failed {
+            act: format!("cannot write `{}`", path.display()),
+            source: Some(Box::new(error)),
+            hint: Some("nothing was measured; run as root, or name another file with --out".to_owned()),
+            code: exit::FAILED,
+        })?;
+        Ok(Self { path, written, file })
+    }
+
+    fn keep(mut self, text: &str) -> Result<(), CliError> {
+        let kept = self
+            .file
+            .write_all(text.as_bytes())
+            .and_then(|()| self.file.sync_all())
+            .and_then(|()| fs::rename(&self.written, self.path));
+        kept.map_err(|error| CliError::failed(format!("cannot write `{}`", self.path.display()), error))
+    }
+}
+
+impl Drop for Kept<'_> {
+    /// What was not kept goes; what was has another name by now.
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.written);
+    }
 }
 
 /// Measures, keeps and prints the coefficients.
 pub(crate) fn run(global: &Global, args: &CalibrateArgs) -> Result<(), CliError> {
     let cannot = |act: &str| format!("cannot {act} `{}`", args.model.display());
     let threads = args.threads.map_or_else(threads_here, usize::from);
-    let (burst, sustained) =
-        disk(&args.model).map_err(|error| CliError::failed(cannot("measure the disk of"), error))?;
     let failed = |error| CliError::failed(cannot("load"), error);
-    let (shape, _) = Model::inspect(&args.model, threads).map_err(failed)?;
+    let inspected = Engine::inspect_with(&args.model, None, threads).map_err(super::refused)?;
+    let kept = Kept::open(&args.out)?;
+    let mut progress = Progress::new();
+    let whole = u64::from(ROUNDS) + READING_TIME.as_secs();
+    let mut show = |done: u64, what: &str| progress.show(done, whole, what);
+    let disk = DiskRates::measure(&args.model, READING_TIME, &mut |at| show(at.as_secs(), "reading the disk"))
+        .map_err(|error| CliError::failed(cannot("measure the disk of"), error))?;
+    show(READING_TIME.as_secs(), "loading the model");
     let engine = EngineParams { kv_wanted: Tokens::new(512), kv_floor: Tokens::new(512), ..EngineParams::default() };
-    let plan = shape.full_plan(&PlanLimits::new(&engine, Tokens::ZERO));
+    let plan = inspected.shape.full_plan(&PlanLimits::new(&engine, Tokens::ZERO));
     let mut model = Model::open(&args.model, &plan, &ModelOptions::for_threads(threads)).map_err(failed)?;
     let mut rounds = Vec::new();
-    for _ in 0..ROUNDS {
+    for round in 0..ROUNDS {
+        show(READING_TIME.as_secs() + u64::from(round), "computing");
         let measured = model.calibrate(&mut || true);
         let measured = measured.map_err(|error| CliError::failed(cannot("measure with"), error))?;
         rounds.extend(measured);
     }
-    rounds.sort_by_key(|round| round.compute_ns_per_mib);
-    let Some(middle) = rounds.get(rounds.len() / 2).copied() else {
+    drop(progress);
+    let taken = rounds.len();
+    let Some(coefficients) = Coefficients::of(rounds, disk, Setting::here(&inspected, threads)) else {
         return Err(CliError::plain(cannot("measure with"), exit::FAILED));
-    };
-    // The disk that a long answer meets.
-    let calibration = middle.with_reading(middle.read_ns_per_mib.max(1_000_000_000 / sustained.max(1)));
-    let coefficients = Coefficients {
-        calibration,
-        disk_burst_mib_per_s: burst,
-        disk_sustained_mib_per_s: sustained,
-        error_percent: spread(&rounds).max(ERROR_MIN),
     };
     let text = serde_json::to_string_pretty(&coefficients)
         .map_err(|error| CliError::failed("cannot write the coefficients", error))?;
-    std::fs::write(&args.out, text + "\n")
-        .map_err(|error| CliError::failed(format!("cannot write `{}`", args.out.display()), error))?;
+    kept.keep(&(text + "\n"))?;
     let per_s = |ns_per_mib: u64| 1_000_000_000 / ns_per_mib.max(1);
     match global.output {
         Output::Table => output::write(&format!(
-            "computing: {} MiB/s of weights on {threads} threads\nreading: {burst} MiB/s at first, {sustained} MiB/s sustained\n\
-             error: {} % over {} rounds\nkept in {}\n",
-            per_s(calibration.compute_ns_per_mib),
+            "computing: {} MiB/s of {} on {threads} threads of {}, ± {} % over {taken} rounds\n\
+             reading: {} MiB/s at first, {} MiB/s sustained; 95 % of the time {} to {} MiB/s\n\
+             kept in {}\n",
+            per_s(coefficients.calibration.compute_ns_per_mib),
+            coefficients.setting.weights,
+            coefficients.setting.processor,
             coefficients.error_percent,
-            rounds.len(),
+            disk.burst_mib_per_s,
+            disk.sustained_mib_per_s,
+            disk.slow_mib_per_s,
+            disk.fast_mib_per_s,
             args.out.display(),
         )),
         format => output::write_json(format, &json!(coefficients)),
@@ -126,52 +223,14 @@ pub(super) fn threads_here() -> usize {
     std::thread::available_parallelism().map_or(1, |cores| (cores.get() / 2).max(1))
 }
 
-/// How far rounds are apart in percent of the smallest, for computing or reading, whichever differs more.
+/// How far rounds of computing are apart, in percent of the quickest.
 fn spread(rounds: &[Calibration]) -> u64 {
-    let of = |value: fn(&Calibration) -> u64| {
-        let (least, most) = (rounds.iter().map(value).min(), rounds.iter().map(value).max());
-        let (least, most) = (least.unwrap_or(1).max(1), most.unwrap_or(1));
-        (most - least.min(most)).saturating_mul(100) / least
+    let of = |rounds: &[Calibration], least: bool| {
+        let times = rounds.iter().map(|round| round.compute_ns_per_mib);
+        if least { times.min() } else { times.max() }.unwrap_or(1).max(1)
     };
-    of(|round| round.compute_ns_per_mib).max(of(|round| round.read_ns_per_mib))
-}
-
-/// Reads the file past the page cache: MiB per second in the first second, and in the last half of some seconds.
-fn disk(path: &Path) -> std::io::Result<(u64, u64)> {
-    let mut file = File::open(path)?;
-    let drop_cache = |file: &File| posix_fadvise(file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED);
-    drop_cache(&file).map_err(std::io::Error::from)?;
-    let mut buffer = vec![0; PIECE];
-    let began = Instant::now();
-    let mut marks: Vec<(Duration, u64)> = vec![(Duration::ZERO, 0)];
-    let mut bytes = 0u64;
-    while began.elapsed() < READING_TIME {
-        let read = file.read(&mut buffer)?;
-        if read == 0 {
-            break;
-        }
-        bytes += read as u64;
-        marks.push((began.elapsed(), bytes));
-    }
-    // What was read here was not there before, and does not stay.
-    drop_cache(&file).map_err(std::io::Error::from)?;
-    Ok(rates(&marks))
-}
-
-/// Rates of the first second and of the last half.
-fn rates(marks: &[(Duration, u64)]) -> (u64, u64) {
-    let (first, last) = (marks.first().copied().unwrap_or_default(), marks.last().copied().unwrap_or_default());
-    let rate = |from: (Duration, u64), to: (Duration, u64)| {
-        let us = to.0.saturating_sub(from.0).as_micros().max(1);
-        let per_s = u128::from(to.1.saturating_sub(from.1)) * 1_000_000 / us;
-        Bytes::new(u64::try_from(per_s).unwrap_or(u64::MAX)).whole_mib().max(1)
-    };
-    let burst = marks.iter().copied().take_while(|mark| mark.0 <= BURST_TIME).last();
-    let half = marks.iter().copied().find(|mark| mark.0 >= last.0 / 2);
-    (
-        rate(first, burst.filter(|mark| mark.1 > 0).unwrap_or(last)),
-        rate(half.filter(|half| half.1 < last.1).unwrap_or(first), last),
-    )
+    let (least, most) = (of(rounds, true), of(rounds, false));
+    (most - least).saturating_mul(100) / least
 }
 
 /// Where `plan` looks.
@@ -181,8 +240,6 @@ const ROUNDS: u32 = 5;
 /// Smaller errors are not believed: a board gets warm.
 const ERROR_MIN: u64 = 10;
 const READING_TIME: Duration = Duration::from_secs(8);
-const BURST_TIME: Duration = Duration::from_secs(1);
-const PIECE: usize = 4 << 20;
 const FILE_MAX: u64 = 64 << 10;
 
 #[cfg(test)]
@@ -190,24 +247,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_disk_that_is_fast_at_first_has_two_rates() {
-        let mut marks = vec![(Duration::ZERO, 0)];
-        for tenth in 1..=80u64 {
-            // 2000 MiB/s for a second, then 400.
-            let mib = if tenth <= 10 { tenth * 200 } else { 2000 + (tenth - 10) * 40 };
-            marks.push((Duration::from_millis(tenth * 100), mib << 20));
-        }
-        assert_eq!(rates(&marks), (2000, 400));
-        assert_eq!(rates(&[(Duration::ZERO, 0), (Duration::from_millis(10), 10 << 20)]), (1000, 1000));
-        assert_eq!(rates(&[(Duration::ZERO, 0)]), (1, 1));
+    fn coefficients_of_another_form_are_refused() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        fs::write(file.path(), "{}").unwrap();
+        let error = Coefficients::read(file.path()).unwrap_err();
+        assert_eq!(error.code(), exit::CONFIG);
+        assert_eq!(error.hint().unwrap_or_default(), "measure again with `cotenant calibrate MODEL`");
+        // Absent is only what is not there; a folder in its place is a fault.
+        let error = Coefficients::read(Path::new("/")).unwrap_err();
+        assert_eq!(error.code(), exit::FAILED);
     }
 
     #[test]
-    fn coefficients_of_another_form_are_refused() {
-        let file = tempfile::NamedTempFile::new().unwrap();
-        std::fs::write(file.path(), "{}").unwrap();
-        let error = Coefficients::read(file.path()).unwrap_err();
-        assert_eq!(error.code(), exit::CONFIG);
-        assert_eq!(Coefficients::read(Path::new(DEFAULT_FILE)).ok(), Some(None));
+    fn a_file_that_cannot_be_written_is_refused_before_the_measurement_and_left_as_it_was_after_a_failure() {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().join("calibration.json");
+        fs::write(&out, "before").unwrap();
+        drop(Kept::open(&out).unwrap());
+        assert_eq!(fs::read_to_string(&out).unwrap(), "before");
+        assert_eq!(folder.path().read_dir().unwrap().count(), 1, "nothing is left beside it");
+        Kept::open(&out).unwrap().keep("after").unwrap();
+        assert_eq!(fs::read_to_string(&out).unwrap(), "after");
+        let error = Kept::open(&folder.path().join("absent/calibration.json")).err().unwrap();
+        assert!(error.hint().unwrap_or_default().starts_with("nothing was measured"), "{error}");
     }
 }

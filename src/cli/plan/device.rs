@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     cli::{
         exit::{self, CliError},
-        plan::calibrate::Coefficients,
+        plan::calibrate::{Coefficients, Setting},
     },
     config::parse_size,
     policy::{speed::Speed, streaming::Calibration},
@@ -30,6 +30,12 @@ pub(crate) struct Device {
     /// What the engine measured on it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub calibration: Option<Calibration>,
+    /// What it was measured with.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub measured_with: Option<Setting>,
+    /// Why the error is larger than that of the measurement.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub doubts: Vec<String>,
 }
 
 /// Rates of a device, and how well they are known.
@@ -40,11 +46,24 @@ pub(crate) struct Rates {
     pub memory_mib_per_s: u64,
     /// Weights that are read from the disk, MiB per second, sustained.
     pub disk_mib_per_s: u64,
-    /// How far a prediction may be off, in percent.
+    /// The slowest and the fastest that it reads 95 % of the time.
+    pub disk_interval_mib_per_s: [u64; 2],
+    /// How far computing may be off, in percent.
     pub error_percent: u64,
 }
 
 impl Rates {
+    /// Rates of which nothing but the error is known.
+    fn within(memory_mib_per_s: u64, disk_mib_per_s: u64, error_percent: u64) -> Self {
+        let part = |percent: u64| (disk_mib_per_s.saturating_mul(percent) / 100).max(1);
+        Self {
+            memory_mib_per_s,
+            disk_mib_per_s,
+            disk_interval_mib_per_s: [part(100u64.saturating_sub(error_percent)), part(100 + error_percent)],
+            error_percent,
+        }
+    }
+
     /// The same, as the policy reckons.
     pub(crate) fn speed(self) -> Speed {
         let ns_per_mib = |mib_per_s: u64| 1_000_000_000 / mib_per_s.max(1);
@@ -109,12 +128,10 @@ impl Device {
             name: board.name.to_owned(),
             memory: Bytes::from_mib(board.memory_mib),
             cma: Bytes::from_mib(board.cma_mib),
-            rates: Rates {
-                memory_mib_per_s: board.memory_mib_per_s,
-                disk_mib_per_s: board.disk_mib_per_s,
-                error_percent: UNMEASURED_PERCENT,
-            },
+            rates: Rates::within(board.memory_mib_per_s, board.disk_mib_per_s, UNMEASURED_PERCENT),
             calibration: None,
+            measured_with: None,
+            doubts: Vec::new(),
         })
     }
 
@@ -158,12 +175,14 @@ impl Device {
             name: file.name.unwrap_or_else(|| path.display().to_string()),
             memory,
             cma: size("cma", &file.cma)?.min(memory),
-            rates: Rates {
-                memory_mib_per_s: rate("memory_bandwidth", &file.memory_bandwidth)?,
-                disk_mib_per_s: rate("disk_bandwidth", &file.disk_bandwidth)?,
-                error_percent: file.error_percent.min(99),
-            },
+            rates: Rates::within(
+                rate("memory_bandwidth", &file.memory_bandwidth)?,
+                rate("disk_bandwidth", &file.disk_bandwidth)?,
+                file.error_percent.min(99),
+            ),
             calibration: None,
+            measured_with: None,
+            doubts: Vec::new(),
         })
     }
 
@@ -176,22 +195,64 @@ impl Device {
         let reading = Sampler::open(&root, None).and_then(|mut sampler| sampler.read());
         let cma = reading.map_or(None, |reading| reading.meminfo.cma_total);
         let per_s = |ns_per_mib: u64| 1_000_000_000 / ns_per_mib.max(1);
+        let field = Speed::FIELD;
+        let assumed = Rates::within(per_s(field.decode_ns_per_mib), per_s(field.read_ns_per_mib), UNMEASURED_PERCENT);
         Ok(Self {
             name: "this machine".to_owned(),
             memory,
             cma: cma.unwrap_or(Bytes::ZERO).min(memory),
-            rates: Rates {
-                memory_mib_per_s: per_s(
-                    kept.map_or(Speed::FIELD.decode_ns_per_mib, |kept| kept.calibration.compute_ns_per_mib),
-                ),
-                disk_mib_per_s: kept.map_or(per_s(Speed::FIELD.read_ns_per_mib), |kept| kept.disk_sustained_mib_per_s),
-                error_percent: kept.map_or(UNMEASURED_PERCENT, |kept| kept.error_percent.min(99)),
-            },
-            calibration: kept.map(|kept| kept.calibration),
+            rates: kept.as_ref().map_or(assumed, Coefficients::rates),
+            calibration: kept.as_ref().map(|kept| kept.calibration),
+            measured_with: kept.map(|kept| kept.setting),
+            doubts: Vec::new(),
         })
+    }
+
+    /// Widens the error by what was measured otherwise than it will run.
+    pub(crate) fn compare(&mut self, runs_with: impl FnOnce() -> Setting) {
+        let Some(measured) = &self.measured_with else { return };
+        let runs = runs_with();
+        let mut widen = |doubt: String, percent: u64| {
+            self.doubts.push(format!("{doubt}: {percent} % more"));
+            self.rates.error_percent = self.rates.error_percent.saturating_add(percent).min(ERROR_MAX);
+        };
+        if measured.processor != runs.processor {
+            widen(format!("measured on {}, and this is {}", measured.processor, runs.processor), UNMEASURED_PERCENT);
+        }
+        if measured.threads != runs.threads {
+            widen(
+                format!("measured on {} threads, and {} will compute", measured.threads, runs.threads),
+                OTHER_PERCENT,
+            );
+        }
+        if measured.weights != runs.weights {
+            widen(format!("measured with {}, and most weights are {}", measured.weights, runs.weights), OTHER_PERCENT);
+        }
     }
 }
 
+impl Coefficients {
+    pub(crate) fn rates(&self) -> Rates {
+        // What a disk did for some seconds is not believed to less than the least error.
+        let part = |mib_per_s: u64, percent: u64| (mib_per_s.saturating_mul(percent) / 100).max(1);
+        let slow = part(self.disk.slow_mib_per_s, 100 - ERROR_LEAST);
+        let fast = part(self.disk.fast_mib_per_s, 100 + ERROR_LEAST);
+        Rates {
+            memory_mib_per_s: 1_000_000_000 / self.calibration.compute_ns_per_mib.max(1),
+            disk_mib_per_s: self.disk.sustained_mib_per_s,
+            disk_interval_mib_per_s: [slow, fast],
+            error_percent: self.error_percent.min(ERROR_MAX),
+        }
+    }
+}
+
+/// Other types of weights and other counts of threads differ by up to this, MiB for MiB, on the processors that we have
+/// measured.
+const OTHER_PERCENT: u64 = 25;
+/// Of the disk, as of computing: the least that is believed.
+const ERROR_LEAST: u64 = 10;
+/// Beyond it an interval has no lower end.
+const ERROR_MAX: u64 = 99;
 /// Longer files are cut, and are no device files.
 const DEVICE_FILE_MAX: u64 = 64 << 10;
 /// Below this there is no budget.
@@ -200,6 +261,34 @@ const MEMORY_MIN: Bytes = Bytes::from_mib(192);
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_was_measured_otherwise_widens_the_error_and_is_named() {
+        let setting = |processor: &str, threads, weights: &str| Setting {
+            processor: processor.to_owned(),
+            threads,
+            weights: weights.to_owned(),
+        };
+        let measured = setting("8 × Cortex-A78AE", 4, "Q4_K, Q6_K");
+        let compared = |runs: Setting| {
+            let rates = Rates::within(10_000, 1000, 10);
+            let board = Device::boards().next().unwrap();
+            let mut device = Device { rates, measured_with: Some(measured.clone()), ..board };
+            device.compare(|| runs);
+            (device.rates.error_percent, device.doubts.join("; "))
+        };
+        assert_eq!(compared(measured.clone()), (10, String::new()));
+        let (error, doubts) = compared(setting("8 × Cortex-A78AE", 6, "Q8_0"));
+        assert_eq!(error, 60);
+        assert_eq!(
+            doubts,
+            "measured on 4 threads, and 6 will compute: 25 % more; measured with Q4_K, Q6_K, and most weights are Q8_0: 25 % more"
+        );
+        assert_eq!(compared(setting("4 × Cortex-A76", 6, "Q8_0")).0, 99);
+        let mut unmeasured = Device::boards().next().unwrap();
+        unmeasured.compare(|| unreachable!("nothing was measured"));
+        assert_eq!(unmeasured.rates.error_percent, UNMEASURED_PERCENT);
+    }
 
     #[test]
     fn boards_are_known_by_name_and_others_by_file() {

@@ -212,18 +212,208 @@ fn longest(shape: &ModelShape, plan: &EnginePlan, room: Bytes) -> Tokens {
     Tokens::new(least.saturating_mul(block))
 }
 
-/// Tokens of an answer per second with these parts resident, in thousandths: least, expected, most.
-fn speeds(shape: &ModelShape, resident: &BTreeSet<u32>, device: &Device) -> [u64; 3] {
-    let speed = device.rates.speed();
-    let assumed = Calibration {
+/// Tokens of an answer per second with these parts resident, in thousandths: least, expected, most. The ends are those of
+/// the disk's interval with the error of computing.
+pub(crate) fn speeds(shape: &ModelShape, resident: &BTreeSet<u32>, device: &Device) -> [u64; 3] {
+    let Device { rates, calibration, .. } = device;
+    let speed = rates.speed();
+    let expected = calibration.unwrap_or(Calibration {
         compute_ns_per_mib: speed.decode_ns_per_mib,
         read_ns_per_mib: speed.read_ns_per_mib,
         read_busy_ns_per_mib: speed.read_ns_per_mib,
         slowed_ns_per_mib: 0,
         prefill_ns_per_mib: speed.prefill_ns_per_mib,
+    });
+    let [slow, fast] = rates.disk_interval_mib_per_s;
+    let reading = |mib_per_s: u64| {
+        let ns = expected.read_ns_per_mib.saturating_mul(rates.disk_mib_per_s);
+        (ns / mib_per_s.max(1)).max(1)
     };
-    let expected = device.calibration.unwrap_or(assumed).milli_tokens_per_s(shape, resident);
-    let part = |percent: u64| expected.saturating_mul(percent) / 100;
-    let error = device.rates.error_percent;
-    [part(100u64.saturating_sub(error)), expected, part(100 + error)]
+    let computing = |percent: u64| (expected.compute_ns_per_mib.saturating_mul(100) / percent.max(1)).max(1);
+    let least = expected
+        .with_reading(reading(slow).max(expected.read_ns_per_mib))
+        .with_computing(computing(100u64.saturating_sub(rates.error_percent)));
+    let most = expected
+        .with_reading(reading(fast).min(expected.read_ns_per_mib))
+        .with_computing(computing(100 + rates.error_percent));
+    [least, expected, most].map(|by| by.milli_tokens_per_s(shape, resident))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use rand::{Rng as _, SeedableRng as _};
+    use rand_chacha::ChaCha8Rng;
+
+    use super::*;
+    use crate::{
+        cli::plan::{
+            calibrate::{Coefficients, Setting},
+            disk::{DiskRates, Mark},
+        },
+        policy::residency::sample_shape,
+    };
+
+    /// A machine whose engine and disk are numbers: 40 parts of 10 MiB, 10 ms of computing for a token.
+    struct Machine {
+        compute_ns_per_mib: u64,
+        /// MiB per second of the disk, each for so long; repeated.
+        disk: Vec<(u64, Duration)>,
+        now: Duration,
+    }
+
+    const MIB: u64 = 1 << 20;
+
+    impl Machine {
+        fn shape() -> ModelShape {
+            ModelShape { ring_bytes: Bytes::from_mib(24), ..sample_shape(40, Bytes::from_mib(10)) }
+        }
+
+        /// When `mib` are read that are begun at `at`.
+        fn read_by(&self, mut at: Duration, mib: u64) -> Duration {
+            let round: Duration = self.disk.iter().map(|phase| phase.1).sum();
+            let mut left = mib * MIB;
+            loop {
+                let mut into = Duration::from_nanos(u64::try_from(at.as_nanos() % round.as_nanos()).unwrap());
+                let phase = self.disk.iter().find(|phase| {
+                    let within = into < phase.1;
+                    into = into.saturating_sub(phase.1);
+                    within
+                });
+                let (rate, _) = *phase.unwrap();
+                // A step of a millisecond, in which the rate is taken as constant.
+                let bytes = rate * MIB / 1000;
+                if bytes >= left {
+                    return at + Duration::from_nanos(1_000_000 * left / bytes.max(1));
+                }
+                left -= bytes;
+                at += Duration::from_millis(1);
+            }
+        }
+
+        /// One token: a reader that is ahead by at most the ring, and kernels that wait for it. Piece by piece, by the two
+        /// instants at which each is read and computed; nothing of the prediction is used.
+        fn token(&mut self, resident: &BTreeSet<u32>, jobs: &mut Vec<(Duration, Duration)>) -> Duration {
+            let began = self.now;
+            let ring_pieces = 24 / PIECE_MIB;
+            let compute = Duration::from_nanos(self.compute_ns_per_mib * PIECE_MIB);
+            for part in 0..40 {
+                for _ in 0..10 / PIECE_MIB {
+                    if !resident.contains(&part) {
+                        let free = jobs.len().checked_sub(usize::try_from(ring_pieces).unwrap());
+                        let free_at = free.map_or(Duration::ZERO, |piece| jobs[piece].1);
+                        let last = jobs.last().map_or(Duration::ZERO, |job| job.0);
+                        let read = self.read_by(last.max(free_at), PIECE_MIB);
+                        let computed = self.now.max(read) + compute;
+                        jobs.push((read, computed));
+                        self.now = computed;
+                    } else {
+                        self.now += compute;
+                    }
+                }
+            }
+            self.now - began
+        }
+
+        /// Tokens per second, in thousandths, over so many tokens, each for itself.
+        fn answer(&mut self, resident: &BTreeSet<u32>, tokens: usize) -> Vec<u64> {
+            let mut jobs = Vec::new();
+            let times = (0..tokens + 2).map(|_| self.token(resident, &mut jobs)).collect::<Vec<_>>();
+            let rates = times.iter().skip(2).map(|time| u64::try_from(1_000_000_000_000 / time.as_nanos()).unwrap());
+            rates.collect()
+        }
+
+        /// What `cotenant calibrate` makes of it.
+        fn calibrated(&mut self) -> Device {
+            let mut marks: Vec<Mark> = vec![(Duration::ZERO, 0)];
+            let began = self.now;
+            for piece in 1..2000 {
+                if self.now - began > Duration::from_secs(8) {
+                    break;
+                }
+                self.now = self.read_by(self.now, 4);
+                marks.push((self.now - began, piece * 4 * MIB));
+            }
+            let disk = DiskRates::of(&marks);
+            // Rounds that differ by some percent, as those of a machine do.
+            let round = |percent: u64| Calibration {
+                compute_ns_per_mib: self.compute_ns_per_mib * percent / 100,
+                read_ns_per_mib: 1_000_000_000 / disk.sustained_mib_per_s,
+                read_busy_ns_per_mib: 1_000_000_000 / disk.sustained_mib_per_s,
+                slowed_ns_per_mib: 0,
+                prefill_ns_per_mib: 0,
+            };
+            let rounds = [98, 100, 103, 99, 101].map(round).to_vec();
+            let setting = Setting { processor: String::new(), threads: 1, weights: String::new() };
+            let kept = Coefficients::of(rounds, disk, setting).unwrap();
+            let board = Device::boards().next().unwrap();
+            Device { rates: kept.rates(), calibration: Some(kept.calibration), ..board }
+        }
+    }
+
+    const PIECE_MIB: u64 = 2;
+
+    /// So many of 40 parts in memory, spread through the depth.
+    fn spread(parts: u32) -> BTreeSet<u32> {
+        let mut order: Vec<u32> = (0..40).collect();
+        order.sort_by_key(|part| part.reverse_bits());
+        order.into_iter().take(parts as usize).collect()
+    }
+
+    #[test]
+    fn a_calibrated_plan_is_within_a_tenth_of_what_is_measured_at_each_residency() {
+        for rate in [300, 1000, 3000] {
+            let mut machine =
+                Machine { compute_ns_per_mib: 25_000, disk: vec![(rate, Duration::from_secs(1))], now: Duration::ZERO };
+            let device = machine.calibrated();
+            for parts in [0, 10, 20, 30, 36, 40] {
+                let resident = spread(parts);
+                let [least, expected, most] = speeds(&Machine::shape(), &resident, &device);
+                let measured = machine.answer(&resident, 16);
+                let mean = measured.iter().sum::<u64>() / 16;
+                assert!(
+                    mean.abs_diff(expected) * 10 <= mean,
+                    "{rate} MiB/s, {parts} of 40: {mean} measured, {expected} planned"
+                );
+                assert!((least..=most).contains(&mean), "{rate} MiB/s, {parts} of 40: {mean} in {least} to {most}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_interval_on_a_disk_that_wanders_holds_95_percent_of_the_time() {
+        let mut random = ChaCha8Rng::seed_from_u64(19);
+        // Two rates, and five, by chance and each for some tenths of a second.
+        let mut by_chance = |rates: &[u64]| -> Vec<(u64, Duration)> {
+            let phase = |_| {
+                let rate = rates[random.random_range(0..rates.len())];
+                (rate, Duration::from_millis(random.random_range(50..400)))
+            };
+            (0..400).map(phase).collect()
+        };
+        let two = by_chance(&[400, 2000, 2000]);
+        let five = by_chance(&[400, 700, 1000, 1500, 2000]);
+        for disk in [two, five] {
+            let mut machine = Machine { compute_ns_per_mib: 25_000, disk, now: Duration::ZERO };
+            let device = machine.calibrated();
+            assert!(device.rates.disk_interval_mib_per_s[0] * 2 < device.rates.disk_interval_mib_per_s[1]);
+            for parts in [0, 10, 20, 30, 36, 40] {
+                let resident = spread(parts);
+                let [least, expected, most] = speeds(&Machine::shape(), &resident, &device);
+                let measured = machine.answer(&resident, 400);
+                // Of the time, and not of the tokens: slow ones last longer.
+                let lasting =
+                    |rates: &mut dyn Iterator<Item = &u64>| rates.map(|rate| 1_000_000_000 / rate).sum::<u64>();
+                let within = lasting(&mut measured.iter().filter(|rate| (least..=most).contains(rate)));
+                let whole = lasting(&mut measured.iter());
+                assert!(
+                    within * 100 >= whole * 95,
+                    "{parts} of 40: {within} of {whole} in {least} to {expected} to {most}"
+                );
+                // It says something: no wider than the disk, and a tenth at each end of reading and computing.
+                assert!(most <= least * 8, "{parts} of 40: {least} to {most}");
+            }
+        }
+    }
 }

@@ -7,17 +7,19 @@
 pub(super) mod calibrate;
 pub(super) mod catalogue;
 mod device;
+pub(super) mod disk;
 mod forecast;
 mod report;
 mod svg;
 
 use std::{
+    collections::BTreeSet,
     path::{Path, PathBuf},
     process::ExitCode,
 };
 
 use self::{
-    calibrate::threads_here,
+    calibrate::{Setting, threads_here},
     catalogue::weights,
     device::Device,
     forecast::{Forecast, Stack},
@@ -36,6 +38,7 @@ use crate::{
         hugging_face::{inspect_shape, read_config_json, safetensors_beside},
         protocol::{Inspected, OpenError},
         synthetic::TypeMix,
+        tensor_group::TensorGroup,
     },
     policy::{
         kv_type::KvType,
@@ -81,7 +84,7 @@ pub struct PlanArgs {
 
 /// Prints the plan; exit code 78 when the stack cannot work on the device.
 pub(super) fn run(global: &Global, args: &PlanArgs) -> Result<ExitCode, CliError> {
-    let device = match &args.device {
+    let mut device = match &args.device {
         Some(name) => Device::named(name)?,
         None => Device::here(&args.calibration)?,
     };
@@ -98,6 +101,7 @@ pub(super) fn run(global: &Global, args: &PlanArgs) -> Result<ExitCode, CliError
     };
     let threads = config.as_ref().and_then(|config| config.llm.as_ref()).map(threads);
     let inspected = inspect(&model, args, config.as_ref(), threads)?;
+    device.compare(|| Setting::here(&inspected, threads.unwrap_or_else(threads_here)));
     let stack = stack(args, config.as_ref(), &device)?;
     let forecast = Forecast::new(&device, &stack, &inspected)
         .map_err(|error| CliError::failed("cannot plan with these settings", error))?;
@@ -108,10 +112,20 @@ pub(super) fn run(global: &Global, args: &PlanArgs) -> Result<ExitCode, CliError
     }
     let beside = safetensors(&model);
     match global.output {
-        Output::Table => output::write(&print(&device, &stack, &inspected, &forecast, beside))?,
-        format => output::write_json(format, &report::json(&device, &stack, &inspected, &forecast))?,
+        Output::Table => output::write(&print(&device, &stack, &inspected, &forecast, &beside))?,
+        format => output::write_json(format, &report::json(&device, &stack, &inspected, &forecast, &beside))?,
     }
     Ok(ExitCode::from(if forecast.verdict.works() { exit::OK } else { exit::CONFIG }))
+}
+
+/// Tokens of an answer per second on this machine, in thousandths: with all layers resident, and with all of them streamed.
+/// `None` where neither memory nor kept coefficients can be read.
+pub(super) fn speeds_here(inspected: &Inspected, threads: usize) -> Option<[u64; 2]> {
+    let mut device = Device::here(Path::new(calibrate::DEFAULT_FILE)).ok()?;
+    device.compare(|| Setting::here(inspected, threads));
+    let shape = &inspected.shape;
+    let all: BTreeSet<u32> = (0u32..).zip(&shape.layers).map(|(index, _)| index).collect();
+    Some([all, BTreeSet::new()].map(|resident| forecast::speeds(shape, &resident, &device)[1]))
 }
 
 fn configuration(path: &Path) -> Result<Config, CliError> {
@@ -132,8 +146,8 @@ fn is_json(model: &Path) -> bool {
     model.extension().is_some_and(|extension| extension == "json")
 }
 
-fn safetensors(model: &Path) -> Option<Bytes> {
-    is_json(model).then(|| safetensors_beside(model))?
+fn safetensors(model: &Path) -> Vec<TensorGroup> {
+    if is_json(model) { safetensors_beside(model) } else { Vec::new() }
 }
 
 fn inspect(
@@ -143,13 +157,6 @@ fn inspect(
     threads: Option<usize>,
 ) -> Result<Inspected, CliError> {
     let threads = threads.unwrap_or_else(threads_here);
-    let refused = |error: OpenError| CliError::Failed {
-        act: error.to_string(),
-        hint: error.hint().map(str::to_owned),
-        source: std::error::Error::source(&error)
-            .map(|cause| Box::new(ConfigCause(crate::causes::in_one_line(cause))) as _),
-        code: exit::CONFIG,
-    };
     if is_json(model) {
         let shape =
             read_config_json(model, args.weights).map_err(|error| CliError::failed(error.to_string(), error.kind))?;
@@ -161,6 +168,17 @@ fn inspect(
     }
     let llm = config.and_then(|config| config.llm.as_ref()).filter(|llm| llm.path == model);
     Engine::inspect_with(model, llm.and_then(sayable).as_ref(), threads).map_err(refused)
+}
+
+/// A model that cannot be planned with.
+fn refused(error: OpenError) -> CliError {
+    CliError::Failed {
+        act: error.to_string(),
+        hint: error.hint().map(str::to_owned),
+        source: std::error::Error::source(&error)
+            .map(|cause| Box::new(ConfigCause(crate::causes::in_one_line(cause))) as _),
+        code: exit::CONFIG,
+    }
 }
 
 /// Parameters of the policy from arguments and configuration.

@@ -9,7 +9,7 @@ use super::{
     forecast::{Forecast, ModeForecast, Stack, Verdict},
 };
 use crate::{
-    engine::protocol::Inspected,
+    engine::{protocol::Inspected, tensor_group::TensorGroup},
     policy::{params::ENGINE_TENANT, rehearsal::Shortage},
     units::{Bytes, Tokens},
 };
@@ -20,7 +20,7 @@ pub(super) fn print(
     stack: &Stack,
     inspected: &Inspected,
     forecast: &Forecast,
-    safetensors: Option<Bytes>,
+    safetensors: &[TensorGroup],
 ) -> String {
     let mut text = String::new();
     let shape = &inspected.shape;
@@ -41,8 +41,13 @@ pub(super) fn print(
     for group in &inspected.tensors {
         row(group.kind.name(), group.bytes, &format!("{} tensors, {}", group.tensors, group.types.join(", ")));
     }
-    if let Some(bytes) = safetensors {
-        row("safetensors", bytes, "as downloaded, before conversion");
+    if !safetensors.is_empty() {
+        let whole = safetensors.iter().fold(Bytes::ZERO, |sum, group| sum.saturating_add(group.bytes));
+        row("safetensors", whole, "as downloaded, before conversion");
+    }
+    for group in safetensors {
+        let name = format!("  {}", group.kind.name());
+        row(&name, group.bytes, &format!("{} tensors, {}", group.tensors, group.types.join(", ")));
     }
     let weights = std::mem::take(&mut text);
     let llm = &forecast.llm;
@@ -66,7 +71,10 @@ pub(super) fn print(
         row(&worker.name, peak, &format!("{source} peak, {} at rest", worker.steady));
     }
     let budget = &stack.params.budget;
-    row("reserve", budget.reserve, &format!("OS, CMA ({}), display, supervisor", device.cma));
+    for (name, bytes, note) in reserved(device, budget.reserve) {
+        row(name, bytes, note);
+    }
+    row("reserve", budget.reserve, "these together; never handed out");
     row("memory", budget.total, &device.name);
     row("peak", forecast.rehearsal.peak, &format!("of a budget of {}", budget.bytes()));
     row("headroom after start", forecast.rehearsal.headroom, &headroom(stack));
@@ -95,7 +103,13 @@ pub(super) fn print(
 }
 
 /// The plan for programs.
-pub(super) fn json(device: &Device, stack: &Stack, inspected: &Inspected, forecast: &Forecast) -> Value {
+pub(super) fn json(
+    device: &Device,
+    stack: &Stack,
+    inspected: &Inspected,
+    forecast: &Forecast,
+    safetensors: &[TensorGroup],
+) -> Value {
     let workers: Vec<_> = stack
         .params
         .workers
@@ -116,12 +130,35 @@ pub(super) fn json(device: &Device, stack: &Stack, inspected: &Inspected, foreca
         "device": device,
         "budgetBytes": stack.params.budget.bytes(),
         "reserveBytes": stack.params.budget.reserve,
+        "reserved": reserved(device, stack.params.budget.reserve)
+            .map(|(name, bytes, note)| json!({"name": name, "bytes": bytes, "note": note})),
+        "safetensors": safetensors,
         "workers": workers,
         "forecast": forecast,
         "verdict": verdict(stack, forecast),
         "ok": forecast.verdict.works(),
     })
 }
+
+/// What the reserve is for. A part that is larger than what is left of it ends the list.
+fn reserved(device: &Device, reserve: Bytes) -> [(&'static str, Bytes, &'static str); 4] {
+    let daemon = DAEMON.min(reserve);
+    let cma = device.cma.min(reserve.saturating_sub(daemon));
+    let system = reserve.saturating_sub(daemon).saturating_sub(cma);
+    [
+        ("supervisor", daemon, "the daemon without a model"),
+        ("CMA", cma, "cameras and displays first; never counted as available"),
+        ("OS", system, "kernel, services, display"),
+        (
+            "CUDA context",
+            Bytes::ZERO,
+            "planned for the CPU; a GPU's is measured when the model is loaded, and is in its lease",
+        ),
+    ]
+}
+
+/// What the daemon holds without a model, by `a_daemon_without_a_model_is_small`.
+const DAEMON: Bytes = Bytes::from_mib(12);
 
 fn headroom(stack: &Stack) -> String {
     let pressure = &stack.params.pressure;
@@ -150,14 +187,16 @@ fn line_of_mode(mode: &ModeForecast, layers: u32, room: Bytes) -> String {
 }
 
 fn interval(device: &Device) -> String {
-    let Device { rates, calibration, .. } = device;
+    let Device { rates, calibration, doubts, .. } = device;
+    let [slow, fast] = rates.disk_interval_mib_per_s;
     let source = match calibration {
-        Some(_) => "as `cotenant calibrate` measured here",
+        Some(_) => "as `cotenant calibrate` measured here, 95 % of the time",
         None => "which were not measured on this device",
     };
+    let doubts: String = doubts.iter().map(|doubt| format!("\n    {doubt}")).collect();
     format!(
-        "{} % around {} MiB/s of memory and {} MiB/s of disk, {source}",
-        rates.error_percent, rates.memory_mib_per_s, rates.disk_mib_per_s
+        "± {} % of {} MiB/s of memory, and {slow} to {fast} MiB/s of disk, {source}{doubts}",
+        rates.error_percent, rates.memory_mib_per_s
     )
 }
 

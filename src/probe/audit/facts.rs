@@ -4,7 +4,7 @@ use std::{
     collections::BTreeMap,
     fs::{self, File},
     io::{BufRead as _, BufReader, Read as _},
-    path::Path,
+    path::{Path, PathBuf},
 };
 
 use serde::Serialize;
@@ -66,6 +66,31 @@ impl std::fmt::Display for Cost {
             Self::Memory(bytes) => write!(f, "{bytes}"),
             Self::Speed(percent) => write!(f, "{percent} % of tokens/s"),
             Self::Streaming(percent) => write!(f, "{percent} % of tokens/s of streamed layers"),
+        }
+    }
+}
+
+/// A part of a Jetson's software.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Version {
+    /// `CUDA`.
+    pub name: &'static str,
+    /// What is installed; `None` where no package is.
+    pub found: Option<String>,
+    /// What belongs to this L4T; `None` for an L4T that is not known.
+    pub expected: Option<String>,
+    /// Whether it belongs; `None` where nothing is installed.
+    pub belongs: Option<bool>,
+}
+
+impl std::fmt::Display for Version {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let expected = self.expected.as_deref().unwrap_or("not known here");
+        match (&self.found, self.belongs) {
+            (Some(found), Some(true)) => write!(f, "{}: {found}, compatible ({expected})", self.name),
+            (Some(found), _) => write!(f, "{}: {found}, not compatible ({expected})", self.name),
+            (None, _) => write!(f, "{}: not installed; {expected} belongs here", self.name),
         }
     }
 }
@@ -137,6 +162,22 @@ impl<'a> Facts<'a> {
         names
     }
 
+    /// The files that make up the unit of the supervisor, in the order in which systemd reads them.
+    pub(super) fn unit_files(&self) -> Vec<PathBuf> {
+        let folders = [self.root.etc("systemd/system"), self.root.lib("systemd/system")];
+        // systemd takes the unit from the first folder that has it, and settings beside it from all.
+        let unit = folders.iter().map(|folder| folder.join(UNIT)).find(|unit| unit.exists());
+        let mut beside: Vec<PathBuf> = folders
+            .iter()
+            .filter_map(|folder| fs::read_dir(folder.join(format!("{UNIT}.d"))).ok())
+            .flat_map(|entries| entries.flatten().take(ENTRIES_MAX).map(|entry| entry.path()))
+            .collect();
+        // By name, wherever they are; of one name only that of the first folder.
+        beside.sort_by(|one, other| one.file_name().cmp(&other.file_name()));
+        beside.dedup_by(|later, first| later.file_name() == first.file_name());
+        unit.into_iter().chain(beside).collect()
+    }
+
     /// Processes of these names that run, each name once, and what they use together.
     pub(super) fn running(&self, names: &[&str]) -> Option<(String, Bytes)> {
         let mut found: Vec<&str> = Vec::new();
@@ -205,6 +246,8 @@ fn asks_for(package: &str) -> bool {
         || ["cuda-cudart-", "libnvinfer", "libcudnn"].iter().any(|name| package.starts_with(name))
 }
 
+/// The unit of the supervisor.
+const UNIT: &str = "cotenant.service";
 /// Our choice; a board has some hundred processes.
 const ENTRIES_MAX: usize = 20_000;
 /// The list of a full desktop has about 5 MB.

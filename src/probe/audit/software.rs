@@ -1,6 +1,6 @@
 //! Rules about releases, packages, kernel features and rights.
 
-use super::facts::{Cost, Facts, Found, Rule, note, text_of, warning};
+use super::facts::{Cost, Facts, Found, Rule, Version, note, text_of, warning};
 use crate::{
     probe::{
         board::L4tRelease,
@@ -146,6 +146,50 @@ fn kernel_release(facts: &Facts<'_>) -> Option<Found> {
     )
 }
 
+/// The software of a Jetson, each part with what belongs to its L4T; empty elsewhere.
+pub(super) fn versions(facts: &Facts<'_>) -> Vec<Version> {
+    let Some(l4t) = facts.board.l4t else { return Vec::new() };
+    let release = Release::of(l4t);
+    let fault = l4t.warning().is_some();
+    let mut versions = vec![Version {
+        name: "L4T",
+        found: Some(l4t.to_string()),
+        expected: release.map(|release| format!("JetPack {}", release.jetpack)),
+        belongs: Some(release.is_some() && !fault),
+    }];
+    let Some(release) = release else { return versions };
+    let kernel = facts.proc("sys/kernel/osrelease");
+    versions.push(Version::judged("kernel", kernel, &[release.kernel], |kernel, expected| {
+        kernel.strip_prefix(expected).is_some_and(|rest| !rest.starts_with(|c: char| c.is_ascii_digit()))
+    }));
+    let jetpack = facts.packages.get("nvidia-jetpack").cloned();
+    let starts = |version: &str, expected: &str| version.starts_with(expected);
+    versions.push(Version::judged("JetPack", jetpack, &[release.jetpack], starts));
+    for (name, package, expected) in [
+        ("CUDA", "cuda-cudart-", release.cuda),
+        ("TensorRT", "libnvinfer", release.tensorrt),
+        ("cuDNN", "libcudnn", release.cudnn),
+    ] {
+        let mut of = facts.packages.iter().filter(|(installed, _)| installed.starts_with(package));
+        let found = of.next().map(|(_, version)| version.clone());
+        versions.push(Version::judged(name, found, expected, starts));
+    }
+    versions
+}
+
+impl Version {
+    fn judged(
+        name: &'static str,
+        found: Option<String>,
+        expected: &[&str],
+        belongs: impl Fn(&str, &str) -> bool,
+    ) -> Self {
+        let belongs = found.as_ref().map(|found| expected.iter().any(|expected| belongs(found, expected)));
+        let expected = expected.iter().map(|version| version.trim_end_matches('.')).collect::<Vec<_>>().join(" or ");
+        Self { name, found, expected: Some(expected), belongs }
+    }
+}
+
 fn library(
     facts: &Facts<'_>,
     name: &str,
@@ -222,11 +266,7 @@ const CAP_SYSLOG: u32 = 34;
 
 /// Settings of the unit, or of a file beside it, that take something from the daemon.
 fn unit_sandbox(facts: &Facts<'_>) -> Option<Found> {
-    let unit = facts.root.etc("systemd/system/cotenant.service");
-    let beside = std::fs::read_dir(facts.root.etc("systemd/system/cotenant.service.d"));
-    let mut files: Vec<_> = beside.into_iter().flatten().flatten().map(|entry| entry.path()).collect();
-    files.sort_unstable();
-    files.insert(0, unit);
+    let files = facts.unit_files();
     let mut set = std::collections::BTreeMap::new();
     for text in files.iter().filter_map(|file| text_of(file)) {
         for (key, value) in text.lines().filter_map(|line| line.trim().split_once('=')) {

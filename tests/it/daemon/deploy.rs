@@ -12,7 +12,10 @@ fn repository(path: &str) -> std::path::PathBuf {
 fn the_unit_file_is_understood_by_systemd() {
     let verify = Command::new("systemd-analyze")
         .args(["verify", "--man=no"])
-        .arg(repository("deploy/cotenant.service"))
+        .args(
+            ["cotenant.service", "cotenant-metrics.service", "cotenant-metrics.timer"]
+                .map(|unit| repository("deploy").join(unit)),
+        )
         .output();
     let output = match verify {
         Ok(output) => output,
@@ -76,6 +79,7 @@ fn configurations_in_documents_are_accepted() {
         "docs/operating.md",
         "docs/servers.md",
         "docs/clients/home-assistant.md",
+        "docs/clients/langchain.md",
         "docs/clients/livekit-pipecat.md",
         "docs/clients/ollama.md",
     ] {
@@ -89,6 +93,62 @@ fn configurations_in_documents_are_accepted() {
         }
     }
     assert!(examples > 5, "{examples} examples");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn alerts_and_metrics_are_what_promtool_accepts() {
+    let promtool = |arguments: &[&str], input: &str| -> Option<std::process::Output> {
+        let mut child = Command::new("promtool")
+            .args(arguments)
+            .current_dir(repository("deploy/prometheus"))
+            .stdin(std::process::Stdio::piped())
+            .stdout(std::process::Stdio::piped())
+            .stderr(std::process::Stdio::piped())
+            .spawn()
+            .ok()?;
+        std::io::Write::write_all(&mut child.stdin.take().unwrap(), input.as_bytes()).unwrap();
+        Some(child.wait_with_output().unwrap())
+    };
+    let house = House::new(&super::house::budget(64));
+    let daemon = house.start().await;
+    let url = format!("http://{}/metrics", daemon.http);
+    let metrics = house.tell(&["metrics", "--url", &url]);
+    let textfile = house.path("cotenant.prom");
+    house.tell(&["metrics", "--url", &url, "--textfile", textfile.to_str().unwrap()]);
+    assert!(std::fs::read_to_string(&textfile).unwrap().contains("cotenant_budget_bytes "));
+    assert!(house.json(&["metrics", "--url", &url]).as_array().unwrap().len() > 20);
+    daemon.end().await;
+    let refused = house.run(&["metrics", "--url", &url, "--textfile", textfile.to_str().unwrap()]);
+    assert_eq!(refused.status.code(), Some(3), "{}", said(&refused));
+    assert!(textfile.exists(), "the file of a daemon that has ended keeps its age");
+    let runs: [(&[&str], &str); 3] = [
+        (&["check", "rules", "cotenant.rules.yml"], ""),
+        (&["test", "rules", "cotenant.rules.test.yml"], ""),
+        (&["check", "metrics"], &metrics),
+    ];
+    for (arguments, input) in runs {
+        let Some(output) = promtool(arguments, input) else {
+            println!("left out: `promtool` cannot be run; `deploy/setup` installs it");
+            return;
+        };
+        assert!(output.status.success() && output.stderr.is_empty(), "{arguments:?}: {}", said(&output));
+    }
+    let rules = std::fs::read_to_string(repository("deploy/prometheus/cotenant.rules.yml")).unwrap();
+    let count = |what: &str| rules.lines().filter(|line| line.trim().starts_with(what)).count();
+    assert_eq!(count("- alert: "), count("labels: {severity: "));
+    assert_eq!(count("- alert: "), count("runbook_url: "));
+}
+
+#[test]
+fn the_container_makes_each_folder_that_the_daemon_writes_to() {
+    let file = std::fs::read_to_string(repository("deploy/Containerfile")).unwrap();
+    let (before, _) = file.split_once("\nUSER cotenant\n").unwrap();
+    let runtime = cotenant::config::Config::parse("").unwrap().runtime_dir;
+    assert!(before.contains(&format!("-o cotenant -g cotenant {}\n", runtime.display())), "{file}");
+    // The state is made by the package, through systemd-tmpfiles.
+    let made = std::fs::read_to_string(repository("deploy/cotenant.tmpfiles")).unwrap();
+    let state = cotenant::config::Config::parse("").unwrap().state_dir;
+    assert!(made.lines().any(|line| line.starts_with(&format!("d {} ", state.display()))), "{made}");
 }
 
 #[test]
@@ -111,6 +171,8 @@ fn the_package_has_everything_that_a_service_needs_and_scripts_that_a_shell_unde
     for file in [
         "/usr/bin/cotenant",
         "/lib/systemd/system/cotenant.service",
+        "/lib/systemd/system/cotenant-metrics.service",
+        "/lib/systemd/system/cotenant-metrics.timer",
         "/usr/lib/sysusers.d/cotenant.conf",
         "/usr/lib/tmpfiles.d/cotenant.conf",
         "/usr/share/cotenant/demo.gguf",

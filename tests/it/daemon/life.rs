@@ -342,6 +342,12 @@ async fn a_journal_is_drawn_by_owner_with_what_was_shed() {
     let most = *held.iter().max().unwrap();
     assert!(held[0] == 0 && most > 8 << 20 && held.last().unwrap() + (8 << 20) <= most, "{held:?}");
     assert!(house.tell(&["plot", &journal]).contains("budget 128 MiB"));
+    // From now, and not from the last line.
+    let old = std::fs::read_to_string(&journal).unwrap().replace("\"unix_us\":1", "\"unix_us\":");
+    let before = house.path("old.ndjson");
+    std::fs::write(&before, old).unwrap();
+    let refused = house.run(&["plot", &before.display().to_string(), "--since", "1h"]);
+    assert!(said(&refused).contains("nothing happened since then"), "{}", said(&refused));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -7,7 +7,7 @@ use cotenant::engine::{
     synthetic::{Synthetic, TypeMix},
 };
 
-use super::house::{House, asr, budget, model, said, tts};
+use super::house::{House, asr, budget, demo_model, model, said, tts};
 
 /// A command with all that it printed and its exit code; what differs between two runs is replaced.
 fn shown(house: &House, arguments: &[&str]) -> String {
@@ -94,4 +94,51 @@ fn configurations_that_hardly_or_never_work() {
         })
         .collect();
     insta::assert_snapshot!(format!("{alone}\n{}", verdicts.join("\n")));
+}
+
+/// Every verb that prints data, except those that measure for a minute (`bench`, `calibrate`, `demo`), those that run until they
+/// are ended (`serve`, `top`, `hold`, `worker`), `why`, whose line has to be a decision, and `talk`, which needs speech workers.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_verb_that_prints_data_prints_json() {
+    let house = House::new(&format!("{}{}", budget(128), demo_model(192)));
+    let daemon = house.start().await;
+    daemon.whole().await;
+    let (url, model) = (format!("http://{}/metrics", daemon.http), demo_path());
+    let verbs: Vec<Vec<&str>> = vec![
+        vec!["status"],
+        vec!["leases"],
+        vec!["events"],
+        vec!["health"],
+        vec!["metrics", "--url", &url],
+        vec!["generate", "hello", "--max-tokens", "4"],
+        vec!["shed", "1MiB"],
+        vec!["regrow"],
+        vec!["kv-type", "f16"],
+        vec!["reload"],
+        vec!["drain"],
+        vec!["drain", "--off"],
+        vec!["postmortem"],
+        vec!["replay", "journal.ndjson"],
+        vec!["plot", "journal.ndjson"],
+        vec!["check", "cotenant.yaml"],
+        vec!["check", "--audit"],
+        vec!["plan", &model, "--device", "orin-nx-16g"],
+        vec!["catalogue", "--device", "orin-nano-8g"],
+    ];
+    for verb in &verbs {
+        for form in ["json", "ndjson"] {
+            let output = house.run(&[verb.as_slice(), &["-o", form]].concat());
+            let values: Result<Vec<serde_json::Value>, _> =
+                serde_json::Deserializer::from_slice(&output.stdout).into_iter().collect();
+            let values = values.unwrap_or_else(|error| panic!("{verb:?} -o {form}: {error}: {}", said(&output)));
+            // 4: reached, and there is nothing to explain.
+            assert!(matches!(output.status.code(), Some(0 | 4)), "{verb:?} -o {form}: {}", said(&output));
+            assert!(form == "ndjson" || values.len() == 1, "{verb:?} -o {form}: {} documents", values.len());
+        }
+    }
+    daemon.end().await;
+}
+
+fn demo_path() -> String {
+    format!("{}/deploy/demo-model/demo.gguf", env!("CARGO_MANIFEST_DIR"))
 }

@@ -3,7 +3,11 @@
 use std::{collections::BTreeSet, fmt::Write as _};
 
 use cotenant::{
-    probe::audit::{self, Cost, Finding, Severity},
+    probe::{
+        ProbeRoot,
+        audit::{self, Cost, Finding, Severity},
+        sandbox::Sandbox,
+    },
     units::Bytes,
 };
 
@@ -164,6 +168,71 @@ fn settings_of_the_unit_that_take_something_from_the_daemon_are_named() {
     let undone = edited
         .with("etc/systemd/system/cotenant.service.d/z.conf", "[Service]\nPrivateDevices=no\nMemoryMax=infinity\n");
     assert!(!undone.rules().contains("unit_sandbox"), "the last setting counts");
+}
+
+#[test]
+fn the_unit_of_a_package_is_read_where_etc_has_none() {
+    let unit = include_str!("../../../deploy/cotenant.service");
+    let packaged = orin_nx().with("usr/lib/systemd/system/cotenant.service", unit);
+    // The folder was not there when the tree was named.
+    let packaged = Machine { root: ProbeRoot::at(packaged.folder.path()), ..packaged };
+    assert!(!packaged.rules().contains("unit_sandbox"));
+    let edited = packaged.with("usr/lib/systemd/system/cotenant.service.d/a.conf", "[Service]\nPrivateDevices=yes\n");
+    assert!(edited.rules().contains("unit_sandbox"));
+    // A file of the same name in /etc replaces it, and so does a unit.
+    let replaced = edited.with("etc/systemd/system/cotenant.service.d/a.conf", "[Service]\nPrivateDevices=no\n");
+    assert!(!replaced.rules().contains("unit_sandbox"));
+    let own = replaced.with("etc/systemd/system/cotenant.service", "[Service]\nMemoryMax=1G\n");
+    assert!(own.found("unit_sandbox").text.contains("MemoryMax=1G"));
+}
+
+#[test]
+fn versions_are_shown_beside_those_that_belong_to_the_l4t() {
+    let packages = "Package: cuda-cudart-12-6\nVersion: 12.6.68-1\n\nPackage: libcudnn8\nVersion: 8.4.1\n\n\
+                    Package: nvidia-jetpack\nVersion: 6.1+b123\n";
+    let board = orin_nx().with("var/lib/dpkg/status", packages);
+    let shown: Vec<String> = audit::versions(&board.root).iter().map(ToString::to_string).collect();
+    assert_eq!(
+        shown,
+        [
+            "L4T: 36.4.7, not compatible (JetPack 6)",
+            "kernel: 5.15.148-tegra, compatible (5.15)",
+            "JetPack: 6.1+b123, compatible (6)",
+            "CUDA: 12.6.68-1, compatible (12)",
+            "TensorRT: not installed; 8.6 or 10 belongs here",
+            "cuDNN: 8.4.1, not compatible (8.9 or 9)",
+        ]
+    );
+    assert_eq!(audit::versions(&Machine::new().root), []);
+}
+
+#[test]
+fn what_confines_a_supervisor_that_runs_is_read_from_its_status() {
+    let status = |bounding: &str| {
+        format!(
+            "Name:\tcotenant\nUid:\t0\t998\t998\t998\nCapEff:\t0000000401000000\nCapBnd:\t{bounding}\n\
+             NoNewPrivs:\t1\nSeccomp:\t2\n"
+        )
+    };
+    let process = |machine: Machine, pid: u32, words: &str, bounding: &str| {
+        machine
+            .with(&format!("proc/{pid}/comm"), "cotenant\n")
+            .with(&format!("proc/{pid}/cmdline"), words.replace(' ', "\0"))
+            .with(&format!("proc/{pid}/status"), status(bounding))
+    };
+    let machine = process(Machine::new(), 7, "/usr/bin/cotenant serve --config x", "0000000401000000");
+    let machine = process(machine, 9, "cotenant hold serve-er", "0");
+    let machine = process(machine, 12, "cotenant serve", "000001ffffffffff").with("proc/13/comm", "cotenant\n");
+    let shown: Vec<String> = Sandbox::of_daemons(&machine.root).iter().map(ToString::to_string).collect();
+    assert_eq!(
+        shown,
+        [
+            "pid 7, uid 998: no new privileges, system calls filtered, has CAP_SYS_RESOURCE CAP_SYSLOG, \
+             at most CAP_SYS_RESOURCE CAP_SYSLOG",
+            "pid 12, uid 998: no new privileges, system calls filtered, has CAP_SYS_RESOURCE CAP_SYSLOG, \
+             at most all capabilities",
+        ]
+    );
 }
 
 #[test]

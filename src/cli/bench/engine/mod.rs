@@ -24,6 +24,7 @@ pub use crate::causes::in_one_line as told;
 use crate::cli::{
     Output,
     exit::{self, CliError},
+    progress::Progress,
 };
 
 /// What to measure, and how.
@@ -74,7 +75,9 @@ pub(super) fn run(args: &EngineArgs, output: Output) -> Result<(), CliError> {
     Bench::prepare(&args.settings, &args.model)
         .and_then(|mut bench| {
             bench.begin()?;
+            let (mut progress, rounds) = (Progress::new(), u64::from(bench.settings.rounds));
             for round in 1..=bench.settings.rounds {
+                progress.show(u64::from(round - 1), rounds, "measuring");
                 let reading = Reading::now();
                 sections.iter().try_for_each(|section| measure(&mut bench, *section))?;
                 bench.end_round(round, &reading);
