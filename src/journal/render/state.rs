@@ -98,8 +98,8 @@ impl Display for Weighing {
         for weighed in &self.candidates {
             let bytes = weighed.bytes;
             match weighed.chosen {
-                Some(chosen) => write!(f, "; {} gives {chosen} of {bytes}", weighed.source)?,
-                None => write!(f, "; not {}, {bytes}", weighed.source)?,
+                Some(chosen) => write!(f, "; {}: {chosen} of {bytes}", weighed.source)?,
+                None => write!(f, "; not {}: {bytes}", weighed.source)?,
             }
             write!(f, " at {}.{} ms/MiB", weighed.score / 1000, weighed.score % 1000 / 100)?;
         }
