@@ -74,7 +74,7 @@ fn tcp(checker: &mut Checker, raw: &RawTcp) -> Option<TcpConfig> {
 }
 
 const TCP_HINT: &str =
-    "`grpc.tcp` needs `listen`, `cert`, `key` and `client_ca`; nobody is served without a certificate";
+    "`grpc.tcp` needs `listen`, `cert`, `key` and `client_ca`; no client is served without a certificate";
 
 fn roles(checker: &mut Checker, raw: &RawRoles) -> RolesConfig {
     let mut ids = |role: &str, raw: &RawIds| IdsConfig {

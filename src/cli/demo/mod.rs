@@ -323,7 +323,7 @@ async fn play(args: &DemoArgs) -> Result<(bool, Stage), String> {
 
     // 2. A neighbour takes memory and asks for no lease.
     report.mark(began, MarkKind::Alarm, "neighbour comes");
-    narrator.say(&format!("a neighbour takes {} and asks nobody", play::NEIGHBOUR));
+    narrator.say(&format!("a neighbour takes {} without a lease", play::NEIGHBOUR));
     let pss_before = watch::pss(stage.daemon().pid());
     let mut neighbour = play::neighbour().map_err(text)?;
     *neighbour_pid.lock().unwrap_or_else(PoisonError::into_inner) = Some(neighbour.pid());
@@ -409,7 +409,7 @@ async fn play(args: &DemoArgs) -> Result<(bool, Stage), String> {
     let fifth = round_trip(&http, QUESTION).await;
     let requests: Vec<String> = [second.err(), third.err(), fourth.err(), fifth.err()].into_iter().flatten().collect();
     report.check(Check::new(
-        "one story, told again and again, token for token the same",
+        "one story, generated again and again, token for token the same",
         outcome.different == 0 && outcome.stories > 2,
         format!("{} times, {} tokens, {} different", outcome.stories, outcome.tokens, outcome.different),
     ));

@@ -190,7 +190,7 @@ impl Display for Done {
                 write!(f, "KV is kept as {kv_type}: ")?;
                 let given = before.saturating_sub(*held);
                 if given > Bytes::ZERO {
-                    write!(f, "{given} asked back, the kernel shows {freed} and {untouched} had not been touched")?;
+                    write!(f, "{given} reclaimed, the kernel shows {freed} and {untouched} had not been touched")?;
                 } else {
                     write!(f, "{} more", held.saturating_sub(*before))?;
                 }

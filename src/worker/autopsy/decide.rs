@@ -452,7 +452,7 @@ fn allocation(evidence: &Evidence, quote: &Quote, how: &str) -> Ruling {
         DeathClass::AllocationFailed,
         // nvmap fails without a word in the kernel's log, so its own last lines are all there is.
         if allocator == Allocator::Host { Confidence::Likely } else { Confidence::Low },
-        format!("{how}: {by}{size} {free}; the kernel killed nobody for it (`{}`)", quote.line),
+        format!("{how}: {by}{size} {free}; the kernel killed no process for it (`{}`)", quote.line),
     )
     .remedy(match allocator {
         Allocator::Host if evidence.strict_overcommit => {
