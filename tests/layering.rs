@@ -506,7 +506,7 @@ const LINES_MAX: [(&str, usize); 14] = [
     ("engine", 36624),
     ("http", 9529),
     ("journal", 3368),
-    ("policy", 22090),
+    ("policy", 22075),
     ("probe", 4751),
     ("rpc", 5025),
     ("speech", 5037),

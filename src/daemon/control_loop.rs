@@ -420,8 +420,8 @@ mod tests {
         params
     }
 
-    #[test]
-    fn a_plan_decided_during_a_renewal_reaches_the_engine() {
+    /// An engine that has loaded and is to shed, beside a small lease.
+    fn shed_requested() -> (Scene, LeaseView) {
         let mut params = params();
         params.engine = Some(EngineParams::default());
         let mut scene = Scene::new(params);
@@ -430,6 +430,12 @@ mod tests {
         scene.apply();
         let lease = scene.granted(mib(1));
         scene.after(Duration::from_millis(10), Event::OperatorShed { ticket: Ticket(99), bytes: mib(60) });
+        (scene, lease)
+    }
+
+    #[test]
+    fn a_plan_decided_during_a_renewal_reaches_the_engine() {
+        let (mut scene, lease) = shed_requested();
         scene.apply();
         // Samples go on, and the dwell ends between two of them: what comes next is a renewal.
         let mut answers = Vec::new();
@@ -463,14 +469,7 @@ mod tests {
 
     #[test]
     fn a_shed_that_falls_due_within_renewals_reaches_the_engine() {
-        let mut params = params();
-        params.engine = Some(EngineParams::default());
-        let mut scene = Scene::new(params);
-        scene.after(Duration::ZERO, Event::EngineInspected { shape: small_model() });
-        scene.sample(Duration::from_millis(10), Bytes::ZERO);
-        scene.apply();
-        let lease = scene.granted(mib(1));
-        scene.after(Duration::from_millis(10), Event::OperatorShed { ticket: Ticket(99), bytes: mib(60) });
+        let (mut scene, lease) = shed_requested();
         // The engine does not answer: the shed falls due again among renewals.
         scene.clock.0.set(scene.clock.now() + EngineParams::default().apply_timeout);
         let answers: Vec<_> = (0..8).map(|_| scene.renew(&lease)).collect();
