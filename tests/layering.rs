@@ -512,5 +512,5 @@ const LINES_MAX: [(&str, usize); 14] = [
     ("speech", 5037),
     ("emergency", 718),
     ("telemetry", 947),
-    ("worker", 10261),
+    ("worker", 10232),
 ];
