@@ -27,7 +27,7 @@ pub struct Mapping {
 
 // SAFETY: a mapping is plain memory without thread affinity.
 unsafe impl Send for Mapping {}
-// SAFETY: `&Mapping` only reads; writes take `&mut Mapping`, or go through raw pointers whose users state their exclusion.
+// SAFETY: `&Mapping` only reads; writes go through raw pointers whose users state their exclusion.
 unsafe impl Sync for Mapping {}
 
 /// Whether pages are there from the start.
@@ -97,13 +97,6 @@ impl Mapping {
         let start = self.range(offset, len)?;
         // SAFETY: inside the mapping, which is borrowed; initialised, as anonymous memory is zero.
         Some(unsafe { std::slice::from_raw_parts(start.as_ptr(), len) })
-    }
-
-    /// `len` bytes from `offset` to be written, or `None` when they are not all inside.
-    pub fn slice_mut(&mut self, offset: usize, len: usize) -> Option<&mut [u8]> {
-        let start = self.range(offset, len)?;
-        // SAFETY: as in `slice`, and borrowed exclusively.
-        Some(unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), len) })
     }
 
     /// How much of it the kernel has in memory now (`mincore`); zero when the kernel does not say.
