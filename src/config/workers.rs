@@ -178,7 +178,7 @@ fn command(checker: &mut Checker, raw: &RawWorker, at: &str, endpoint: &Listen) 
     let key = format!("{at}.argv");
     match raw.argv.first() {
         None => {
-            checker.fault(&key, "is missing or empty", Some("write the program and its arguments: `[piper, --uri, …]`"))
+            checker.fault(&key, "is missing or empty", Some("write program and arguments: `[piper, --uri, …]`"));
         }
         Some(program) if program.trim().is_empty() => {
             checker.fault(&format!("{key}[0]"), "the program is empty", None);

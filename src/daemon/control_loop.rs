@@ -541,9 +541,8 @@ mod tests {
         let keys: std::collections::BTreeSet<String> = keys.filter(of_policy).collect();
         let range = |key: &String| {
             ["99999999999", "100000d", "2000000GiB"].iter().find_map(|beyond| {
-                let faults = match Config::parse(&document(&[(key, beyond)])) {
-                    Err(LoadErrorKind::Faults(faults)) => faults,
-                    _ => return None,
+                let Err(LoadErrorKind::Faults(faults)) = Config::parse(&document(&[(key, beyond)])) else {
+                    return None;
                 };
                 let message = &faults.iter().find(|fault| fault.path == *key)?.message;
                 let (low, high) = message.split_once("is not between ")?.1.split_once(" and ")?;
