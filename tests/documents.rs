@@ -30,6 +30,9 @@ fn every_promise_names_tests_that_exist() {
         );
     }
     assert!(rows > 40, "{rows} rows");
+    let number = |row: &str| row.strip_prefix("| ")?.split(' ').next()?.parse().ok();
+    let numbers: Vec<usize> = promises.lines().filter_map(number).collect();
+    assert_eq!(numbers, (1..=numbers.len()).collect::<Vec<_>>(), "promises are numbered in order");
     assert!(faults.is_empty(), "docs/promises.md:\n{}", faults.join("\n"));
 }
 

@@ -333,10 +333,29 @@ fn inspect(config: &Config) -> Result<Option<Inspected>, u8> {
     match Engine::check(&llm.path, sayable(llm).as_ref(), compute(llm)) {
         Ok(inspected) => Ok(Some(inspected)),
         Err(error) => {
-            explain(&error, error.hint());
+            let beside = models_beside(&llm.path);
+            explain(&error, error.hint().or(beside.as_deref()));
             Err(exit::CONFIG)
         }
     }
+}
+
+/// The models in the folder of a file that is not there.
+fn models_beside(path: &Path) -> Option<String> {
+    let folder = path.parent().filter(|_| !path.exists())?;
+    let Ok(entries) = std::fs::read_dir(folder) else {
+        return Some(format!("there is no folder `{}` that can be read", folder.display()));
+    };
+    let names = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
+    let mut models: Vec<String> = names.filter(|name| name.ends_with(".gguf")).collect();
+    models.sort();
+    let more = models.len().saturating_sub(NEIGHBOURS);
+    models.truncate(NEIGHBOURS);
+    Some(match (models.join("`, `"), more) {
+        (none, _) if none.is_empty() => format!("there is no `*.gguf` in `{}`", folder.display()),
+        (names, 0) => format!("`{}` has `{names}`", folder.display()),
+        (names, more) => format!("`{}` has `{names}` and {more} more", folder.display()),
+    })
 }
 
 fn print_budget(sheet: &mut Sheet, params: &Params, reading: &Reading) {

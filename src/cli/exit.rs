@@ -210,6 +210,11 @@ fn reason(status: &Status) -> Option<String> {
     status.get_details_error_info().map(|info| info.reason)
 }
 
+/// The remedy that the supervisor names.
+fn remedy(status: &Status) -> Option<String> {
+    status.get_details_error_info()?.metadata.remove("hint")
+}
+
 fn call_hint(status: &Status) -> Option<String> {
     let reason = reason(status);
     let retry = status.get_details_retry_info().and_then(|info| info.retry_delay);
@@ -223,11 +228,13 @@ fn call_hint(status: &Status) -> Option<String> {
         (Some("DRAINING"), _) => Some("the supervisor is draining and admits nothing new; restart it to end that".to_owned()),
         (Some("STOPPING"), _) => Some("the supervisor is stopping; start it again first".to_owned()),
         (Some("BOOT_ID_CHANGED"), _) => Some("the supervisor has restarted; ask again".to_owned()),
-        (_, Some(delay)) => Some(format!("try again in {:.1} s", delay.as_secs_f64())),
+        (_, Some(delay)) => {
+            Some(remedy(status).unwrap_or_else(|| format!("try again in {:.1} s", delay.as_secs_f64())))
+        }
         (None, _) if matches!(status.code(), Code::Cancelled | Code::DeadlineExceeded) => {
             Some("the supervisor did not answer in time; allow more with --timeout".to_owned())
         }
-        _ => None,
+        _ => remedy(status),
     }
 }
 

@@ -7,13 +7,17 @@ use std::{
 
 use clap::Args;
 use serde_json::json;
+use tonic::transport::Channel;
 
 use super::{
     Global, Output,
     exit::{self, CliError},
     output,
 };
-use crate::rpc::health_v1::{HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient};
+use crate::rpc::{
+    health_v1::{HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient},
+    v1::{GetStatusRequest, operator_service_client::OperatorServiceClient},
+};
 
 /// Asks whether the supervisor, or a part of it, answers.
 #[derive(Debug, Args)]
@@ -79,19 +83,27 @@ async fn ask(global: &Global, service: &str) -> Found {
         Err(error) => return Found::Unreachable(error),
     };
     let request = global.request(HealthCheckRequest { service: service.to_owned() });
+    let named = OperatorServiceClient::new(channel.clone());
     match global.call(HealthClient::new(channel).check(request)).await {
         Ok(answer) => Found::Status(answer.status()),
         Err(CliError::Call(status)) if status.code() == tonic::Code::NotFound => Found::Failed(CliError::Failed {
             act: format!("the supervisor has no service `{service}`"),
             source: None,
-            hint: Some(
-                "services: `cotenant.engine`, `cotenant.pressure`, `cotenant.reboot`, and `cotenant.worker.NAME` for each worker"
-                    .to_owned(),
-            ),
+            hint: Some(format!("services: {}", services(global, named).await)),
             code: exit::health::FAILED,
         }),
         Err(error) => Found::Failed(error),
     }
+}
+
+/// The services of the supervisor; its workers by name, where this user may see them.
+async fn services(global: &Global, mut operator: OperatorServiceClient<Channel>) -> String {
+    let mut names = ["engine", "pressure", "reboot"].map(|part| format!("`cotenant.{part}`")).to_vec();
+    match global.call(operator.get_status(global.request(GetStatusRequest {}))).await {
+        Ok(status) => names.extend(status.workers.iter().map(|worker| format!("`cotenant.worker.{}`", worker.name))),
+        Err(_) => names.push("`cotenant.worker.NAME` for each worker".to_owned()),
+    }
+    names.join(", ")
 }
 
 /// Pause between two questions of --wait (our choice).

@@ -587,7 +587,7 @@ const ANSWERS_MAX: usize = 8;
 /// Between two tries to reach the supervisor.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Between two measurements while a target is due: a fifth of what a liar is given beyond its deadline (our choice).
+/// Between two measurements while a target is due: a fifth of what a non-compliant holder is given beyond its deadline (our choice).
 const LOOK: Duration = Duration::from_millis(50);
 
 /// Between two looks whether what an ended program has started has ended too (our choice).

@@ -74,7 +74,7 @@ fn tcp(checker: &mut Checker, raw: &RawTcp) -> Option<TcpConfig> {
 }
 
 const TCP_HINT: &str =
-    "`grpc.tcp` needs `listen`, `cert`, `key` and `client_ca`; nobody is served without a certificate";
+    "`grpc.tcp` needs `listen`, `cert`, `key` and `client_ca`; no client is served without a certificate";
 
 fn roles(checker: &mut Checker, raw: &RawRoles) -> RolesConfig {
     let mut ids = |role: &str, raw: &RawIds| IdsConfig {
@@ -106,7 +106,18 @@ fn numbers(checker: &mut Checker, at: &str, raw: &[Text]) -> Vec<u32> {
         );
     }
     let ids = raw.iter().take(IDS_MAX).enumerate();
-    ids.filter_map(|(index, text)| checker.number(&format!("{at}[{index}]"), text, 0..=u32::MAX - 1)).collect()
+    ids.filter_map(|(index, text)| id(checker, &format!("{at}[{index}]"), text)).collect()
+}
+
+/// An id; where a name is written in its place, the fault says how to find the id.
+fn id(checker: &mut Checker, key: &str, text: &Text) -> Option<u32> {
+    let number = checker.number(key, text, 0..=u32::MAX - 1);
+    let name = text.0.as_deref().filter(|name| name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_'));
+    if let (None, Some(name), Some(fault)) = (number, name, checker.faults.last_mut()) {
+        let command = if key.contains(".gids[") { format!("getent group {name}") } else { format!("id -u {name}") };
+        fault.hint = Some(format!("write the number that `{command}` prints"));
+    }
+    number
 }
 
 fn limits(checker: &mut Checker, raw: &RawGrpcLimits) -> GrpcLimits {
@@ -165,6 +176,8 @@ mod tests {
     #[test]
     fn what_is_no_id_and_no_limit_is_told_with_its_place() {
         for (text, expected) in [
+            ("roles: {tenants: {uids: [alice]}}", "write the number that `id -u alice` prints"),
+            ("roles: {tenants: {gids: [video]}}", "write the number that `getent group video` prints"),
             ("roles: {tenants: {uids: [alice]}}", "grpc.roles.tenants.uids[0]"),
             ("roles: {viewers: {gids: [1, -1]}}", "grpc.roles.viewers.gids[1]"),
             ("roles: {operators: {uids: [4294967295]}}", "grpc.roles.operators.uids[0]"),
@@ -175,8 +188,9 @@ mod tests {
             ("tcp: {listen: box}", "grpc.tcp.listen"),
             ("tcp: {role: tenant}", "grpc.tcp.role"),
         ] {
-            let error = Config::parse(&format!("grpc: {{{text}}}")).unwrap_err().to_string();
-            assert!(error.contains(expected), "{text}: {error}");
+            let kind = Config::parse(&format!("grpc: {{{text}}}")).unwrap_err();
+            let told = format!("{kind}; {}", kind.hints().join("; "));
+            assert!(told.contains(expected), "{text}: {told}");
         }
     }
 }

@@ -110,7 +110,28 @@ impl Config {
             },
         };
         let hint = (!hint.is_empty()).then(|| hint.to_owned());
-        Fault::new(path, format!("`{}` {}", fault.value, fault.problem), hint)
+        let value = match self.percentage_at(&path) {
+            Some(written) => format!("`{written}`, here {},", fault.value),
+            None => format!("`{}`", fault.value),
+        };
+        Fault::new(path, format!("{value} {}", fault.problem), hint)
+    }
+
+    /// A watermark as it was written, where that is a percentage.
+    fn percentage_at(&self, path: &str) -> Option<String> {
+        let marks = &self.budget.watermarks;
+        let mark = match path {
+            "budget.watermarks.elevated" => marks.elevated,
+            "budget.watermarks.critical" => marks.critical,
+            "budget.watermarks.last_resort" => marks.last_resort,
+            "budget.hysteresis" => self.budget.hysteresis,
+            _ => None,
+        };
+        match mark? {
+            Watermark::PerMille(part) if part % 10 == 0 => Some(format!("{}%", part / 10)),
+            Watermark::PerMille(part) => Some(format!("{}.{}%", part / 10, part % 10)),
+            Watermark::Bytes(_) => None,
+        }
     }
 
     /// `asr.open.peak` as `workers[0].memory.variants[1].peak`.

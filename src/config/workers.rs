@@ -177,7 +177,9 @@ fn endpoint(
 fn command(checker: &mut Checker, raw: &RawWorker, at: &str, endpoint: &Listen) {
     let key = format!("{at}.argv");
     match raw.argv.first() {
-        None => checker.fault(&key, "is empty", Some("write the program and its arguments: `[piper, --uri, …]`")),
+        None => {
+            checker.fault(&key, "is missing or empty", Some("write program and arguments: `[piper, --uri, …]`"));
+        }
         Some(program) if program.trim().is_empty() => {
             checker.fault(&format!("{key}[0]"), "the program is empty", None);
         }
@@ -210,7 +212,7 @@ fn command(checker: &mut Checker, raw: &RawWorker, at: &str, endpoint: &Listen) 
     if *endpoint == Listen::FreePort && !mentioned.contains("PORT") && !raw.argv.is_empty() {
         checker.fault(
             &key,
-            "the worker is not told its port",
+            "the worker does not get its port",
             Some("pass `${PORT}` in `argv` or `env`, or write the number as `port`"),
         );
     }
@@ -394,7 +396,7 @@ fn pressure(checker: &mut Checker, raw: &RawPressure, at: &str, memory: &WorkerM
     let shrinks_to = checker.size(&key, &raw.shrinks_to, WORKER_SIZES);
     if let Some(least) = shrinks_to {
         if watch == PressureWatch::None {
-            checker.fault(&key, "a worker with `watch: none` is never told", Some("remove one of the two"));
+            checker.fault(&key, "a worker with `watch: none` is never notified", Some("remove one of the two"));
         } else if !memory.variants.is_empty() {
             checker.fault(
                 &key,

@@ -223,11 +223,14 @@ mod tests {
     use std::{cell::Cell, rc::Rc, time::Duration};
 
     use super::*;
-    use crate::policy::{
-        lease::{Class, LeaseRequest, LeaseView, Peer},
-        params::{EngineParams, Params, Scope},
-        pressure::{MemoryReading, Sample},
-        residency::small_model,
+    use crate::{
+        config::{Config, LoadErrorKind},
+        policy::{
+            lease::{Class, LeaseRequest, LeaseView, Peer},
+            params::{EngineParams, Params, Scope},
+            pressure::{MemoryReading, Sample},
+            residency::small_model,
+        },
     };
 
     const fn mib(mib: u64) -> Bytes {
@@ -358,25 +361,27 @@ mod tests {
         }
 
         fn granted(&mut self, bytes: Bytes) -> LeaseView {
-            let mut answer = self.send(|ticket| Event::LeaseRequested {
-                ticket,
-                request: LeaseRequest {
-                    tenant: "camera".to_owned(),
-                    request_id: String::new(),
-                    peer: Peer::default(),
-                    class: Class::Batch,
-                    min: bytes,
-                    max: bytes,
-                    term: Duration::from_secs(300),
-                    wait: Duration::from_secs(1),
-                    validate_only: false,
-                },
-            });
+            let mut answer = self.request("camera", bytes);
             self.run();
             match answer.try_recv() {
                 Ok(Answer::Lease { lease }) => lease,
                 other => panic!("{other:?}"),
             }
+        }
+
+        fn request(&mut self, tenant: &str, bytes: Bytes) -> oneshot::Receiver<Answer> {
+            let request = LeaseRequest {
+                tenant: tenant.to_owned(),
+                request_id: String::new(),
+                peer: Peer::default(),
+                class: Class::Batch,
+                min: bytes,
+                max: bytes,
+                term: Duration::from_secs(300),
+                wait: Duration::from_secs(5),
+                validate_only: false,
+            };
+            self.send(|ticket| Event::LeaseRequested { ticket, request })
         }
 
         fn renew(&mut self, lease: &LeaseView) -> oneshot::Receiver<Answer> {
@@ -418,8 +423,8 @@ mod tests {
         params
     }
 
-    #[test]
-    fn a_plan_decided_during_a_renewal_reaches_the_engine() {
+    /// An engine that has loaded and is to shed, beside a small lease.
+    fn shed_requested() -> (Scene, LeaseView) {
         let mut params = params();
         params.engine = Some(EngineParams::default());
         let mut scene = Scene::new(params);
@@ -428,6 +433,12 @@ mod tests {
         scene.apply();
         let lease = scene.granted(mib(1));
         scene.after(Duration::from_millis(10), Event::OperatorShed { ticket: Ticket(99), bytes: mib(60) });
+        (scene, lease)
+    }
+
+    #[test]
+    fn a_plan_decided_during_a_renewal_reaches_the_engine() {
+        let (mut scene, lease) = shed_requested();
         scene.apply();
         // Samples go on, and the dwell ends between two of them: what comes next is a renewal.
         let mut answers = Vec::new();
@@ -454,6 +465,25 @@ mod tests {
         assert!(decided.len() >= 2, "a shed and a growth are planned: {decided:?}");
         assert_eq!(scene.control_loop.device.planned, decided);
         assert!(!answers.is_empty(), "the plan was decided during a renewal");
+        for mut answer in answers {
+            assert!(matches!(answer.try_recv(), Ok(Answer::Lease { .. })));
+        }
+    }
+
+    #[test]
+    fn a_shed_that_falls_due_within_renewals_reaches_the_engine() {
+        let (mut scene, lease) = shed_requested();
+        // The engine does not answer: the shed falls due again among renewals.
+        scene.clock.0.set(scene.clock.now() + EngineParams::default().apply_timeout);
+        let answers: Vec<_> = (0..8).map(|_| scene.renew(&lease)).collect();
+        scene.run();
+        let decided = scene.control_loop.device.performed.iter().filter_map(|action| match action {
+            Action::ApplyPlan { revision, .. } => Some(*revision),
+            _ => None,
+        });
+        let decided: Vec<u64> = decided.collect();
+        assert_eq!(decided.len(), 2, "a shed and the same once more: {decided:?}");
+        assert_eq!(scene.control_loop.device.planned, decided, "handed over as it was decided");
         for mut answer in answers {
             assert!(matches!(answer.try_recv(), Ok(Answer::Lease { .. })));
         }
@@ -487,20 +517,7 @@ mod tests {
         let mut scene = Scene::new(params());
         scene.sample(Duration::ZERO, Bytes::ZERO);
         let lease = scene.granted(mib(390));
-        let mut waits = scene.send(|ticket| Event::LeaseRequested {
-            ticket,
-            request: LeaseRequest {
-                tenant: "second".to_owned(),
-                request_id: String::new(),
-                peer: Peer::default(),
-                class: Class::Batch,
-                min: mib(100),
-                max: mib(100),
-                term: Duration::from_secs(300),
-                wait: Duration::from_secs(5),
-                validate_only: false,
-            },
-        });
+        let mut waits = scene.request("second", mib(100));
         scene.run();
         assert!(waits.try_recv().is_err(), "{lease:?} leaves no room");
         assert_eq!(scene.control_loop.callers.len(), 1);
@@ -509,6 +526,120 @@ mod tests {
         scene.run();
         assert!(scene.control_loop.callers.is_empty());
     }
+
+    /// Ranges of settings that policy works by, as the checker states them in its complaint about a value beyond them.
+    fn accepted_ranges() -> Vec<(String, [String; 2])> {
+        let source = include_str!("../config/validate.rs");
+        let literals = source.split('"').skip(1).step_by(2).map(str::to_owned);
+        let classes = Class::ALL.map(|class| format!("shedding.deadlines.{class}"));
+        let restart = ["intensity", "window", "stable_after", "backoff", "backoff_max"];
+        let keys = literals.chain(classes).chain(restart.map(|key| format!("llm.restart.{key}")));
+        let of_policy = |key: &String| {
+            let mut steps = key.split('.');
+            matches!(steps.next(), Some("budget" | "shedding" | "leases" | "llm"))
+                && steps.next().is_some()
+                && steps.all(|step| step.chars().all(|c| c.is_ascii_lowercase() || matches!(c, '_' | '-')))
+                && !key.contains(|c: char| c.is_whitespace() || c == '{')
+        };
+        let keys: std::collections::BTreeSet<String> = keys.filter(of_policy).collect();
+        let range = |key: &String| {
+            ["99999999999", "100000d", "2000000GiB"].iter().find_map(|beyond| {
+                let Err(LoadErrorKind::Faults(faults)) = Config::parse(&document(&[(key, beyond)])) else {
+                    return None;
+                };
+                let message = &faults.iter().find(|fault| fault.path == *key)?.message;
+                let (low, high) = message.split_once("is not between ")?.1.split_once(" and ")?;
+                Some([low.to_owned(), high.to_owned()])
+            })
+        };
+        keys.iter().filter_map(|key| Some((key.clone(), range(key)?))).collect()
+    }
+
+    /// A configuration with these values, beside what a small model needs.
+    fn document(values: &[(&str, &str)]) -> String {
+        let base = "{budget: {scope: session}, llm: {path: /m.gguf}}";
+        let mut whole: serde_yaml::Value = serde_yaml::from_str(base).unwrap();
+        for (key, value) in values {
+            let mut place = &mut whole;
+            for step in key.split('.') {
+                if !place.is_mapping() {
+                    *place = serde_yaml::Value::Mapping(serde_yaml::Mapping::new());
+                }
+                place = place.as_mapping_mut().unwrap().entry(step.into()).or_insert(serde_yaml::Value::Null);
+            }
+            *place = serde_yaml::from_str(value).unwrap();
+        }
+        serde_yaml::to_string(&whole).unwrap()
+    }
+
+    /// Sheds and grows with these settings; invariants are checked after each event. Returns plans that reached the engine.
+    fn shed_and_grow(params: Params) -> usize {
+        let budget = params.budget.bytes();
+        let mut scene = Scene::new(params);
+        scene.after(Duration::ZERO, Event::EngineInspected { shape: small_model() });
+        scene.sample(Duration::from_millis(1), Bytes::ZERO);
+        let loaded =
+            scene.control_loop.device.performed.iter().any(|action| matches!(action, Action::LoadEngine { .. }));
+        if !loaded {
+            return 0;
+        }
+        scene.apply();
+        let mut planned = 0;
+        for (event, used) in [(true, Bytes::ZERO), (false, budget.saturating_sub(mib(1))), (false, Bytes::ZERO)] {
+            if event {
+                scene.after(Duration::from_millis(1), Event::OperatorShed { ticket: Ticket(99), bytes: mib(60) });
+            }
+            for step in [1, 10, 100, 1000, 60_000].into_iter().flat_map(|ms| [Duration::from_millis(ms); 70]) {
+                let (now, due) = (scene.clock.now(), scene.control_loop.arbiter().next_deadline());
+                match due.map(|due| due.saturating_since(now)).filter(|wait| *wait <= step) {
+                    Some(wait) => scene.after(wait, Event::DeadlineReached),
+                    None => scene.sample(step, used),
+                }
+                if scene.control_loop.device.planned.len() > planned {
+                    planned = scene.control_loop.device.planned.len();
+                    scene.apply();
+                }
+            }
+        }
+        planned
+    }
+
+    #[test]
+    fn the_loop_sheds_and_grows_at_both_ends_of_every_accepted_range() {
+        let ranges = accepted_ranges();
+        assert!(ranges.len() >= 30, "{ranges:?}");
+        let (mut refused, mut idle) = (Vec::new(), Vec::new());
+        for (key, ends) in &ranges {
+            for (end, value) in ["least", "most"].iter().zip(ends) {
+                let mut values = vec![(key.as_str(), value.as_str())];
+                values.extend(
+                    COMPANIONS.iter().filter(|(of, at, ..)| (of, at) == (&key.as_str(), end)).map(|row| (row.2, row.3)),
+                );
+                let name = format!("{key}: {value}");
+                let params = Config::parse(&document(&values)).map(|config| config.params(Bytes::from_gib(8)));
+                match params {
+                    Ok(Ok(params)) => {
+                        if shed_and_grow(params) < 2 {
+                            idle.push(name);
+                        }
+                    }
+                    Ok(Err(_)) | Err(_) => refused.push(name),
+                }
+            }
+        }
+        insta::assert_snapshot!(format!("refused: {refused:#?}\nno shed or growth: {idle:#?}"));
+    }
+
+    /// What another setting has to be for the end of a range: key and end, other key and its value.
+    const COMPANIONS: [(&str, &str, &str, &str); 7] = [
+        ("budget.total", "least", "budget.reserve", "0B"),
+        ("budget.watermarks.critical", "least", "budget.watermarks.last_resort", "0B"),
+        ("leases.term_max", "least", "leases.term_min", "100ms"),
+        ("leases.term_min", "most", "leases.term_max", "1d"),
+        ("llm.kv_floor", "most", "llm.context", "1048576"),
+        ("llm.restart.backoff_max", "least", "llm.restart.backoff", "1ms"),
+        ("shedding.reclaim_min", "least", "budget.hysteresis", "0B"),
+    ];
 
     #[test]
     fn the_loop_notes_when_it_runs_and_not_while_the_device_hangs() {

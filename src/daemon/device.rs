@@ -123,12 +123,7 @@ impl Perform for Device {
                 self.control.notify(Notice::Ended { lease: lease.id, reason });
             }
             Action::LoadEngine { revision, plan } => {
-                tracing::info!(
-                    revision,
-                    resident = plan.resident.len(),
-                    kv_capacity = plan.kv_capacity.get(),
-                    "loading the model"
-                );
+                tracing::info!(revision, kv_capacity = plan.kv_capacity.get(), "loading the model");
                 if let Some(engine) = &mut self.engine {
                     engine.load(revision, plan, self.control.state().engine.shape.clone());
                 }

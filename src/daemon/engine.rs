@@ -4,7 +4,7 @@ use std::{
     io,
     os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
-    sync::{Arc, PoisonError, RwLock},
+    sync::{Arc, Mutex, PoisonError, RwLock},
     time::Duration,
 };
 
@@ -21,7 +21,9 @@ use crate::{
         backend,
         disk::Retained,
         protocol::{Inspected, OpenError},
+        tensor_group::{TensorGroup, TensorKind},
     },
+    http::backend::Weights,
     policy::{
         compute::Compute,
         event::Event,
@@ -40,16 +42,24 @@ pub(super) type Starter = Box<dyn Fn(mpsc::Sender<EngineEvent>) -> io::Result<En
 
 /// The way to the engine of the moment: one that broke down is replaced by the next load.
 #[derive(Clone)]
-pub(super) struct CurrentEngine(Arc<RwLock<EngineHandle>>);
+pub(super) struct CurrentEngine {
+    handle: Arc<RwLock<EngineHandle>>,
+    weights: Arc<Mutex<Option<Weights>>>,
+}
 
 impl CurrentEngine {
     /// A handle to ask it.
     pub(super) fn handle(&self) -> EngineHandle {
-        self.0.read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.handle.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// What the header of the model's file says of its weights, once it has been read.
+    pub(super) fn weights(&self) -> Option<Weights> {
+        self.weights.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     fn replace(&self, handle: EngineHandle) {
-        *self.0.write().unwrap_or_else(PoisonError::into_inner) = handle;
+        *self.handle.write().unwrap_or_else(PoisonError::into_inner) = handle;
     }
 }
 
@@ -59,6 +69,7 @@ pub(super) struct Inspector {
     inspect: Arc<dyn Fn() -> Result<ModelShape, OpenError> + Send + Sync>,
     control: Arc<ControlHandle>,
     expected: Expected,
+    weights: Arc<Mutex<Option<Weights>>>,
 }
 
 impl Inspector {
@@ -66,22 +77,26 @@ impl Inspector {
     pub(super) fn new(llm: &LlmConfig, control: &Arc<ControlHandle>) -> Self {
         let (path, name) = (llm.path.clone(), llm.name.clone());
         let (vocabulary, compute) = (sayable(llm), compute(llm));
+        let weights = Arc::new(Mutex::new(None));
+        let known = Arc::clone(&weights);
         let inspect = move || {
             if let Some(reason) = backend::without_gpu(compute) {
                 tracing::info!(%reason, remedy = reason.remedy(), "the LLM computes on the CPU");
             }
-            let Inspected { mut shape, unused, .. } = Engine::inspect_with(&path, vocabulary.as_ref(), compute)?;
+            let Inspected { mut shape, unused, tensors, .. } =
+                Engine::inspect_with(&path, vocabulary.as_ref(), compute)?;
             if !unused.is_empty() {
                 tracing::info!(unused = unused.join(", "), "parts that are not used stay in the model's file");
             }
             shape.name.clone_from(&name);
+            *known.lock().unwrap_or_else(PoisonError::into_inner) = Some(weights_of(&tensors));
             Ok(shape)
         };
-        Self::by(Arc::new(inspect), control)
+        Self { weights, ..Self::by(Arc::new(inspect), control) }
     }
 
     fn by(inspect: Arc<dyn Fn() -> Result<ModelShape, OpenError> + Send + Sync>, control: &Arc<ControlHandle>) -> Self {
-        Self { inspect, control: Arc::clone(control), expected: Expected::default() }
+        Self { inspect, control: Arc::clone(control), expected: Expected::default(), weights: Arc::default() }
     }
 
     /// What a load of it is to find.
@@ -202,7 +217,10 @@ impl EngineDriver {
         let (engine, loads) = launch(&start, &inspector, parts)?;
         parts.spawn("watching the model's file", retry_when_changed(path.clone(), inspector.clone()));
         Ok(Self {
-            current: CurrentEngine(Arc::new(RwLock::new(engine.handle()))),
+            current: CurrentEngine {
+                handle: Arc::new(RwLock::new(engine.handle())),
+                weights: Arc::clone(&inspector.weights),
+            },
             start,
             engine,
             path,
@@ -272,6 +290,18 @@ impl EngineDriver {
     pub(super) fn current(&self) -> CurrentEngine {
         self.current.clone()
     }
+}
+
+/// What clients read of the weights that answer: their number, and the type of the largest group of them.
+fn weights_of(tensors: &[TensorGroup]) -> Weights {
+    let used = |group: &&TensorGroup| !matches!(group.kind, TensorKind::MultiToken | TensorKind::Vision);
+    let used = || tensors.iter().filter(used);
+    let largest = used().max_by_key(|group| group.bytes).and_then(|group| group.types.first());
+    let quantization = match largest.and_then(|name| name.strip_suffix('K')) {
+        Some(bits) => format!("{bits}_K"),
+        None => largest.cloned().unwrap_or_default(),
+    };
+    Weights { parameters: used().map(|group| group.elements).fold(0, u64::saturating_add), quantization }
 }
 
 /// Starts an engine, and the bridge from its events to those of the arbiter.

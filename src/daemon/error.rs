@@ -70,7 +70,7 @@ pub enum RunError {
     /// A listener cannot be opened.
     #[error("cannot open {listener}")]
     Listen {
-        /// Which: `http 127.0.0.1:8410`.
+        /// Which, by its key: `http.listen: 127.0.0.1:8410`.
         listener: String,
         /// Why not.
         #[source]
@@ -139,9 +139,10 @@ impl RunError {
                 "raise `LimitNPROC` and `TasksMax` of the unit (`ulimit -u` in a shell), or end other processes of this user"
                     .into(),
             ),
-            Self::Listen { .. } => {
-                Some("another program may use it; choose another address in the configuration".into())
+            Self::Listen { source, .. } if source.kind() == io::ErrorKind::AddrInUse => {
+                Some("another program uses it (`ss -ltnp` names it); end that, or write another address".into())
             }
+            Self::Listen { .. } => Some("write an address of this machine that this user may listen on".into()),
             Self::Socket { source } => Some(source.hint().to_owned()),
             Self::Running { pid, .. } => Some(format!(
                 "`cotenant status` shows it; stop it (kill {pid}), or set `runtime_dir` to another folder"

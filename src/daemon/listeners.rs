@@ -111,7 +111,7 @@ impl Bound {
         if let Some(address) = config.http.listen {
             let listener = TcpListener::bind(address)
                 .await
-                .map_err(|source| RunError::Listen { listener: format!("http {address}"), source })?;
+                .map_err(|source| RunError::Listen { listener: format!("`http.listen: {address}`"), source })?;
             bound.http = Some(listener);
         }
         Ok(bound)

@@ -16,7 +16,7 @@ pub(super) fn reloading() {
     match NotifyState::monotonic_usec_now() {
         Ok(now) => tell(&[NotifyState::Reloading, now]),
         // Without its time systemd would wait for the end of a reload that it did not see begin.
-        Err(error) => tracing::debug!(%error, "systemd is not told of the reload"),
+        Err(error) => tracing::debug!(%error, "systemd is not notified of the reload"),
     }
 }
 
@@ -52,6 +52,6 @@ pub(super) fn status_line(snapshot: &Snapshot) -> String {
 
 fn tell(state: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(state) {
-        tracing::debug!(%error, "systemd could not be told");
+        tracing::debug!(%error, "systemd could not be notified");
     }
 }

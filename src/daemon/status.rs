@@ -82,6 +82,7 @@ impl Names {
                     .and_then(|time| time.duration_since(SystemTime::UNIX_EPOCH).ok())
                     .map_or(created, |time| time.as_secs()),
                 bytes: file.map_or(Bytes::ZERO, |file| Bytes::new(file.len())),
+                weights: None,
             });
         }
         for worker in &config.workers {
@@ -96,6 +97,7 @@ impl Names {
                 kind,
                 created,
                 bytes: Bytes::ZERO,
+                weights: None,
             });
         }
         let mut voices: Vec<Voice> = Vec::new();
@@ -160,7 +162,13 @@ impl StatusBackend for Status {
     }
 
     fn models(&self) -> Vec<ModelInfo> {
-        self.names().models.clone()
+        let mut models = self.names().models.clone();
+        let weights = self.engine.as_ref().and_then(CurrentEngine::weights);
+        models
+            .iter_mut()
+            .filter(|model| model.kind == ModelKind::Chat)
+            .for_each(|model| model.weights.clone_from(&weights));
+        models
     }
 
     fn voices(&self) -> Vec<Voice> {

@@ -182,8 +182,8 @@ impl Workers {
     /// Tells a worker that memory is short.
     pub(super) fn tell_memory_is_short(&self, name: &str) {
         if let Some(handle) = self.handles.get(name) {
-            let told = handle.tell_memory_is_short();
-            tracing::info!(worker = name, told, "worker is told that memory is short");
+            let notified = handle.tell_memory_is_short();
+            tracing::info!(worker = name, notified, "worker is notified that memory is short");
         }
     }
 

@@ -26,10 +26,9 @@ pub struct Mapping {
     len: usize,
 }
 
-// SAFETY: a mapping is plain memory without thread affinity; all access goes through raw pointers whose users state
-// their exclusion.
+// SAFETY: a mapping is plain memory without thread affinity.
 unsafe impl Send for Mapping {}
-// SAFETY: as above; `&Mapping` alone gives no access to the bytes.
+// SAFETY: `&Mapping` only reads; writes go through raw pointers whose users state their exclusion.
 unsafe impl Sync for Mapping {}
 
 /// Whether pages are there from the start.
@@ -58,14 +57,6 @@ impl Mapping {
             mapping.populate_part(0, mapping.len)?;
         }
         Ok(mapping)
-    }
-
-    /// Reserves address space that cannot be used before its protection is changed.
-    ///
-    /// # Errors
-    /// When the kernel has none.
-    pub(super) fn inaccessible(bytes: Bytes) -> io::Result<Self> {
-        Self::aligned(bytes, ProtFlags::PROT_NONE)
     }
 
     /// Maps whole pages; where they are as many as a huge page has, from the start of one.
@@ -109,13 +100,6 @@ impl Mapping {
         Some(unsafe { std::slice::from_raw_parts(start.as_ptr(), len) })
     }
 
-    /// `len` bytes from `offset` to be written, or `None` when they are not all inside.
-    pub fn slice_mut(&mut self, offset: usize, len: usize) -> Option<&mut [u8]> {
-        let start = self.range(offset, len)?;
-        // SAFETY: as in `slice`, and borrowed exclusively.
-        Some(unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), len) })
-    }
-
     /// How much of it the kernel has in memory now (`mincore`); zero when the kernel does not say.
     #[must_use]
     pub fn resident(&self) -> Bytes {
@@ -123,7 +107,7 @@ impl Mapping {
     }
 
     /// The same for `len` bytes from `offset`, which starts at a page.
-    pub(super) fn resident_in(&self, offset: usize, len: usize) -> Bytes {
+    fn resident_in(&self, offset: usize, len: usize) -> Bytes {
         self.range(offset, len)
             .and_then(|start| resident_pages(start.as_ptr(), len))
             .map_or(Bytes::ZERO, |pages| PAGE.saturating_mul(pages))
@@ -178,7 +162,7 @@ impl Mapping {
     }
 
     /// Has the kernel find memory for all of it, which is still unused.
-    pub(super) fn populate(&self) -> io::Result<()> {
+    fn populate(&self) -> io::Result<()> {
         self.populate_part(0, self.len)
     }
 
@@ -186,7 +170,7 @@ impl Mapping {
     ///
     /// Piece by piece: asked for all of it at once, the kernel lets no other thread map memory meanwhile. 512 MiB that were new
     /// to a virtual machine held the control loop up for more than 1.75 s, after which the watchdog sheds the engine.
-    pub(super) fn populate_part(&self, offset: usize, len: usize) -> io::Result<()> {
+    fn populate_part(&self, offset: usize, len: usize) -> io::Result<()> {
         for at in (0..len).step_by(HUGE_PAGE.as_len()) {
             let piece = HUGE_PAGE.as_len().min(len - at);
             match self.advise_part(offset + at, piece, libc::MADV_POPULATE_WRITE) {
@@ -203,7 +187,7 @@ impl Mapping {
     ///
     /// Where memory is new to a virtual machine, a part of 2 MiB takes milliseconds. The kernel, if asked for all of it in
     /// one go, lets no other thread map memory or start meanwhile; a fault holds up no thread, from Linux 6.4 on.
-    pub(super) fn touch(&self, offset: usize, len: usize) {
+    fn touch(&self, offset: usize, len: usize) {
         let Some(start) = self.range(offset, len) else {
             return;
         };
@@ -257,6 +241,14 @@ impl SharedMapping {
         Self { device: Some(device), host }
     }
 
+    /// Reserves address space that cannot be used before its protection is changed.
+    ///
+    /// # Errors
+    /// When the kernel has none.
+    pub(super) fn inaccessible(bytes: Bytes) -> io::Result<Self> {
+        Mapping::aligned(bytes, ProtFlags::PROT_NONE).map(Self::from)
+    }
+
     /// Length in bytes: whole pages.
     #[must_use]
     pub fn bytes(&self) -> Bytes {
@@ -292,9 +284,19 @@ impl SharedMapping {
         }
     }
 
-    /// As [`Mapping::populate`].
+    /// How much of `len` bytes from `offset`, which starts at a page, the kernel has in memory.
+    pub(super) fn resident_in(&self, offset: usize, len: usize) -> Bytes {
+        self.host.as_ref().map_or(Bytes::ZERO, |host| host.resident_in(offset, len))
+    }
+
+    /// Has the kernel find memory for all of it, which is still unused.
     pub(super) fn populate(&self) -> io::Result<()> {
         self.host.as_ref().map_or(Ok(()), Mapping::populate)
+    }
+
+    /// The same for `len` bytes from `offset`.
+    pub(super) fn populate_part(&self, offset: usize, len: usize) -> io::Result<()> {
+        self.host.as_ref().map_or(Ok(()), |host| host.populate_part(offset, len))
     }
 
     /// Writes to each page of `len` bytes from `offset`, which are in no slice.

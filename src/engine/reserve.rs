@@ -7,14 +7,14 @@ use std::{io, num::NonZeroUsize, ptr::NonNull};
 
 use nix::sys::mman::{self, MapFlags, ProtFlags};
 
-use super::arena::{HUGE_PAGE, Mapping, PAGE};
+use super::arena::{HUGE_PAGE, PAGE, SharedMapping};
 use crate::units::Bytes;
 
 /// Address space of which the first part is memory.
 #[derive(Debug)]
 pub struct Reserve {
     /// All of it, inaccessible but for the first `open` bytes.
-    space: Mapping,
+    space: SharedMapping,
     open: usize,
     /// Memory is opened and closed in pieces of this size.
     granule: usize,
@@ -28,7 +28,7 @@ impl Reserve {
     /// When the kernel has no address space.
     pub fn new(bytes: Bytes, granule: Bytes) -> io::Result<Self> {
         let granule = if granule == HUGE_PAGE { HUGE_PAGE } else { PAGE };
-        Ok(Self { space: Mapping::inaccessible(bytes.round_up(granule))?, open: 0, granule: granule.as_len() })
+        Ok(Self { space: SharedMapping::inaccessible(bytes.round_up(granule))?, open: 0, granule: granule.as_len() })
     }
 
     /// Opens or closes, so that the first `bytes`, rounded up to the granule, are memory. Returns how much the kernel had

@@ -47,15 +47,15 @@ impl ToolFormat {
 pub(super) fn in_words(conversation: &Conversation, knows_system: bool) -> Conversation {
     let mut messages = with_answers_joined(&conversation.messages, message_in_words);
     if !conversation.tools.is_empty() {
-        let told = instructions(&conversation.tools);
+        let listed = instructions(&conversation.tools);
         match messages.first_mut() {
             Some(first) if first.role == Role::System => {
-                first.content = format!("{}\n\n{told}", first.content);
+                first.content = format!("{}\n\n{listed}", first.content);
             }
             Some(first) if first.role == Role::User && !knows_system => {
-                first.content = format!("{told}\n\n{}", first.content);
+                first.content = format!("{listed}\n\n{}", first.content);
             }
-            _ => messages.insert(0, ChatMessage::new(Role::System, told)),
+            _ => messages.insert(0, ChatMessage::new(Role::System, listed)),
         }
     }
     Conversation { messages, tools: Vec::new(), variables: conversation.variables.clone() }

@@ -255,6 +255,17 @@ pub struct ModelInfo {
     pub created: u64,
     /// Size of its file; zero when that is not known.
     pub bytes: Bytes,
+    /// Its weights, once its file's header has been read.
+    pub weights: Option<Weights>,
+}
+
+/// What a model's weights are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Weights {
+    /// How many there are.
+    pub parameters: u64,
+    /// The type of most of them: `Q4_K`.
+    pub quantization: String,
 }
 
 impl ModelInfo {

@@ -448,6 +448,16 @@ mod tests {
             ignored(json!({"min_p": 0.1, "functions": [{"name": "f"}], "modalities": ["text", "audio"]})),
             ["functions", "min_p", "modalities"]
         );
+        let document = include_str!("../../docs/errors.md");
+        let row = document.lines().find(|line| line.starts_with("| `logit_bias`")).unwrap();
+        let cell = row.split(" | ").next().unwrap();
+        let documented: Vec<&str> = cell.split('`').skip(1).step_by(2).collect();
+        let all = documented.iter().map(|name| ((*name).to_owned(), json!({"x": 1}))).collect();
+        let mut expected = documented.clone();
+        expected.sort_unstable();
+        let mut named = ignored(Value::Object(all));
+        named.sort_unstable();
+        assert_eq!(named, expected, "docs/errors.md lists what is ignored");
         assert!(ignored(json!({"top_k": 5, "modalities": ["text"], "functions": [], "audio": null})).is_empty());
     }
 

@@ -74,16 +74,27 @@ fn chat_models(api: &Api) -> Vec<ModelInfo> {
     models
 }
 
-fn details(snapshot: &Snapshot) -> Value {
+fn details(model: &ModelInfo, snapshot: &Snapshot) -> Value {
+    let weights = model.weights.as_ref();
     let family = snapshot.engine.shape.as_ref().map(|shape| shape.architecture.as_str());
     json!({
         "parent_model": "",
         "format": "gguf",
         "family": family.unwrap_or_default(),
         "families": family.into_iter().collect::<Vec<_>>(),
-        "parameter_size": "",
-        "quantization_level": "",
+        "parameter_size": weights.map_or_else(String::new, |weights| humane(weights.parameters)),
+        "quantization_level": weights.map_or("", |weights| weights.quantization.as_str()),
     })
+}
+
+/// A count of parameters as model cards have it: `4.6M`, `1.7B`.
+fn humane(count: u64) -> String {
+    let tenths = |unit: u64| format!("{}.{}", count / unit, count % unit * 10 / unit);
+    match count {
+        1_000_000_000.. => format!("{}B", tenths(1_000_000_000)),
+        1_000_000.. => format!("{}M", tenths(1_000_000)),
+        _ => format!("{}K", tenths(1_000)),
+    }
 }
 
 fn model_json(model: &ModelInfo, snapshot: &Snapshot) -> Value {
@@ -94,7 +105,7 @@ fn model_json(model: &ModelInfo, snapshot: &Snapshot) -> Value {
         "modified_at": rfc3339(made),
         "size": model.bytes.get(),
         "digest": digest(model),
-        "details": details(snapshot),
+        "details": details(model, snapshot),
     })
 }
 
@@ -156,7 +167,7 @@ pub(super) async fn show(State(api): State<Api>, request: Request) -> Result<Jso
         "modelfile": "",
         "parameters": wanted.map_or_else(String::new, |tokens| format!("num_ctx {tokens}")),
         "template": "",
-        "details": details(&snapshot),
+        "details": details(&model, &snapshot),
         "model_info": info,
         "capabilities": ["completion", "tools"],
         "modified_at": rfc3339(SystemTime::UNIX_EPOCH + Duration::from_secs(model.created)),

@@ -138,12 +138,21 @@ async fn admit(State(api): State<Api>, mut request: Request, next: Next) -> Resp
 }
 
 async fn unknown_route(method: Method, uri: Uri) -> Response {
-    let fault = Fault::request(
-        StatusCode::NOT_FOUND,
-        "unknown_url",
-        format!("unknown request URL: {method} {}", shortened(uri.path())),
-    );
-    in_shape_of(&uri, fault)
+    let message = format!("unknown request URL: {method} {} (hint: {})", shortened(uri.path()), served(uri.path()));
+    in_shape_of(&uri, Fault::request(StatusCode::NOT_FOUND, "unknown_url", message))
+}
+
+/// What there is instead of an endpoint that there is not.
+fn served(path: &str) -> &'static str {
+    if path.contains("embed") || path.contains("rerank") {
+        "there are no embeddings here; the model answers at /v1/chat/completions and /api/chat"
+    } else if matches!(path, "/api/pull" | "/api/create" | "/api/copy" | "/api/push" | "/api/delete") {
+        "models are files named by `llm.path` in the configuration"
+    } else if path.starts_with("/api/") {
+        "Ollama's API has chat, generate, tags, ps, show and version here"
+    } else {
+        "see /v1/models, /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/audio/… and /api/…"
+    }
 }
 
 async fn wrong_method(method: Method, uri: Uri) -> Response {

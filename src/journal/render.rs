@@ -127,7 +127,7 @@ fn render_event(event: &Event) -> String {
         Event::LeaseResizeRequested { lease, min, max, .. } => {
             format!("lease {} wants {}", lease.0, range(*min, *max))
         }
-        Event::LeaseReleased { lease, .. } => format!("lease {} given back", lease.0),
+        Event::LeaseReleased { lease, .. } => format!("lease {} is to be released", lease.0),
         Event::TargetAnswered { lease, nonce, answer, .. } => {
             let answer = match answer {
                 TargetAnswer::Applied => "applied".to_owned(),
@@ -298,7 +298,7 @@ fn counted<N: Copy + Display + PartialEq + From<u8>>(count: N, noun: &str) -> St
 
 fn plan(plan: &EnginePlan) -> String {
     format!(
-        "{} of the weights resident, KV capacity {} tokens{}, prefill by {}",
+        "{} of weights resident, KV capacity {} tokens{}, prefill by {}",
         counted(plan.resident.len(), "part"),
         plan.kv_capacity,
         match plan.kv_type {

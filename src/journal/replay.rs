@@ -261,6 +261,10 @@ mod tests {
         units::Bytes,
     };
 
+    fn line(sequence: u64, content: Content) -> JournalEntry {
+        JournalEntry { sequence, boot_id: "a".into(), at: Timestamp::from_millis(sequence), unix_us: 0, content }
+    }
+
     /// A run of one event with one action, and another event without.
     fn lines() -> Vec<JournalEntry> {
         let params = Params::for_budget(Bytes::from_gib(1), Bytes::from_mib(128), Scope::Machine);
@@ -270,16 +274,7 @@ mod tests {
             Content::Action(Action::Explain { message: "one".into() }),
             Content::Event(Event::DeadlineReached),
         ];
-        (1..)
-            .zip(contents)
-            .map(|(sequence, content)| JournalEntry {
-                sequence,
-                boot_id: "a".into(),
-                at: Timestamp::from_millis(sequence),
-                unix_us: 0,
-                content,
-            })
-            .collect()
+        (1..).zip(contents).map(|(sequence, content)| line(sequence, content)).collect()
     }
 
     fn outcome(entries: &[JournalEntry]) -> Outcome {
@@ -371,13 +366,6 @@ mod tests {
     #[test]
     fn behind_a_gap_the_replay_goes_on_from_the_next_checkpoint() {
         let mut lines = lines();
-        let line = |sequence, content| JournalEntry {
-            sequence,
-            boot_id: "a".into(),
-            at: Timestamp::from_millis(sequence),
-            unix_us: 0,
-            content,
-        };
         lines.push(line(5, Content::Dropped { lines: 3 }));
         lines.push(line(8, Content::Event(Event::DrainRequested)));
         lines.push(line(9, checkpoint()));
@@ -393,16 +381,7 @@ mod tests {
     #[test]
     fn another_state_at_a_checkpoint_is_reported_and_the_first_one_is_where_a_run_begins() {
         let entries = |contents: Vec<Content>| -> Vec<JournalEntry> {
-            (1..)
-                .zip(contents)
-                .map(|(sequence, content)| JournalEntry {
-                    sequence,
-                    boot_id: "a".into(),
-                    at: Timestamp::from_millis(sequence),
-                    unix_us: 0,
-                    content,
-                })
-                .collect()
+            (1..).zip(contents).map(|(sequence, content)| line(sequence, content)).collect()
         };
         let params = Params::for_budget(Bytes::from_gib(2), Bytes::from_mib(128), Scope::Machine);
         let start = || Content::start(params.clone());

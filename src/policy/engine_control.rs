@@ -577,7 +577,7 @@ fn larger_of_both(one: &EnginePlan, other: &EnginePlan) -> EnginePlan {
     }
 }
 
-/// How long a capacity that a sequence needs, and the chunk that is under way, are not asked back again.
+/// How long a capacity that a sequence needs, and the chunk that is under way, are not reclaimed again.
 const PINNED_FOR: Duration = Duration::from_secs(1);
 
 #[cfg(test)]

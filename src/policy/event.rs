@@ -245,7 +245,7 @@ pub enum Answer {
     /// The grant that a `validate_only` request would get.
     WouldGrant {
         bytes: Bytes,
-        /// What would be asked back from others first.
+        /// What would be reclaimed from others first.
         after_shedding: Bytes,
     },
     /// The outcome of an operator's shed.
@@ -396,7 +396,7 @@ pub enum Action {
     SampleAfter { wait: Duration },
     /// The level has changed.
     LevelChanged { from: PressureLevel, to: PressureLevel, reason: LevelReason },
-    /// Something is asked back: who could give what, at what cost, and who was chosen. What is asked follows.
+    /// Memory is reclaimed: who could give what, at what cost, and who was chosen. What is asked follows.
     Weighed { weighing: Weighing },
     /// A decision with its figures that needs nothing done.
     Decided { decision: Decision },

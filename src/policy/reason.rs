@@ -124,14 +124,6 @@ pub enum PlanReason {
     Text(String),
 }
 
-impl PlanReason {
-    /// Whether the plan is asked for again because it is unknown which one is in force.
-    #[must_use]
-    pub const fn ends_doubt(&self) -> bool {
-        matches!(self, Self::Confirm | Self::Unanswered)
-    }
-}
-
 /// Why a worker is stopped.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

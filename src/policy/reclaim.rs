@@ -30,7 +30,7 @@ pub(super) enum Relief {
     NotNeeded,
     /// An earlier request is under way, or no newer sample shows its effect.
     Waits,
-    /// This is asked back.
+    /// This is to be reclaimed.
     Reclaim { urgency: Urgency, reclaim: Box<Reclaim> },
     /// There is nothing that could be asked for this.
     NothingLeft { urgency: Urgency },

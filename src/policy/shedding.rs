@@ -260,7 +260,7 @@ pub fn reclaimable(candidates: &[Candidate]) -> Bytes {
     candidates.iter().map(Candidate::bytes).fold(Bytes::ZERO, Bytes::saturating_add)
 }
 
-/// What was weighed before something was asked back: who was asked, and who was not.
+/// What was weighed before memory was reclaimed: who was asked, and who was not.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Weighing {
     pub reason: ReclaimReason,

@@ -21,7 +21,7 @@ use super::{
 };
 use crate::units::Bytes;
 
-/// For whom memory is asked back.
+/// For whom memory is reclaimed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Purpose {
     /// For a request of this class: only less urgent holders give, and what counts is what the book gets.

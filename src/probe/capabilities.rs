@@ -240,7 +240,7 @@ impl Capabilities {
                 "oom_score_adj",
                 Presence::Present,
                 "CAP_SYS_RESOURCE is held",
-                "the kernel can be told to spare the supervisor",
+                "the kernel can be made to spare the supervisor",
             ),
             _ => self.add(
                 "oom_score_adj",

@@ -127,7 +127,7 @@ impl Orphans {
     }
 }
 
-/// The table has a line for each process and is written anew by the kernel for each reader.
+/// The table has a line for each process and is written by the kernel again for each reader.
 const ORPHANS_EVERY: Duration = Duration::from_secs(10);
 
 /// How the memory of the GPU is known.

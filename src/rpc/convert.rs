@@ -402,7 +402,7 @@ pub(super) fn sizes_of(min: u64, max: u64) -> Result<(Bytes, Bytes), CallError> 
     }
     let max = size_of("max_bytes", max)?;
     if max < min {
-        return Err(invalid("max_bytes", &max.get().to_string(), &format!("is below min_bytes, {}", min.get())));
+        return Err(invalid("max_bytes", &max.to_string(), &format!("is below min_bytes, {min}")));
     }
     Ok((min, max))
 }
@@ -411,9 +411,11 @@ pub(super) fn sizes_of(min: u64, max: u64) -> Result<(Bytes, Bytes), CallError> 
 pub(super) fn size_of(field: &'static str, bytes: u64) -> Result<Bytes, CallError> {
     match bytes {
         0 => Err(invalid(field, "0", "is not above zero")),
-        bytes if bytes > SIZE_MAX => {
-            Err(invalid(field, &bytes.to_string(), &format!("is above the limit of {SIZE_MAX} bytes")))
-        }
+        bytes if bytes > SIZE_MAX => Err(invalid(
+            field,
+            &Bytes::new(bytes).to_string(),
+            &format!("is above the limit of {}", Bytes::new(SIZE_MAX)),
+        )),
         bytes => Ok(Bytes::new(bytes)),
     }
 }

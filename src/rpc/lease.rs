@@ -51,7 +51,7 @@ impl Context {
         let lease = convert::lease_id_of(name)?;
         let current = self.supervisor.boot_id();
         if boot_id.is_empty() {
-            return Err(convert::invalid("boot_id", "", "is not set: give it back as told at the grant"));
+            return Err(convert::invalid("boot_id", "", "is not set: send the one of the grant"));
         }
         if !self.supervisor.continues(boot_id) {
             return Err(CallError::BootIdChanged {

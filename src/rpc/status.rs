@@ -25,7 +25,8 @@
 //! | no such model | NOT_FOUND | `UNKNOWN_MODEL` | ResourceInfo |
 //! | the engine failed | INTERNAL | `ENGINE_LOST` | |
 //!
-//! All carry an ErrorInfo of domain `cotenant`; its metadata has the figures, bytes as decimal numbers.
+//! All carry an ErrorInfo of domain `cotenant`; its metadata has the figures, bytes as decimal numbers, and `hint` where the
+//! caller can do something about a denial.
 
 use std::{collections::HashMap, fmt::Display, time::Duration};
 
@@ -239,7 +240,10 @@ pub fn of_denial(denial: &Denial, retry_after: Option<Duration>) -> Status {
             .with_bytes("asked_bytes", *asked)
             .retry(retry_after.unwrap_or(RESTART_AFTER)),
     };
-    builder.status()
+    match denial.hint() {
+        Some(hint) => builder.with("hint", hint).status(),
+        None => builder.status(),
+    }
 }
 
 impl From<CallError> for Status {

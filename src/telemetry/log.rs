@@ -209,12 +209,12 @@ fn channel(out: impl Write + Send + 'static, capacity: usize) -> io::Result<(Lin
 
 /// Writes lines until the last sender is gone. A closed stderr is no reason to stop.
 fn write_lines(receiver: &Receiver<Message>, mut out: impl Write, dropped: &AtomicU64) {
-    let mut told = 0;
+    let mut reported = 0;
     while let Ok(message) = receiver.recv() {
         let lost = dropped.load(Ordering::Relaxed);
-        if lost > told {
-            let _ = writeln!(out, "{} log lines were dropped", lost - told);
-            told = lost;
+        if lost > reported {
+            let _ = writeln!(out, "{} log lines were dropped", lost - reported);
+            reported = lost;
         }
         match message {
             Message::Line(text) => {

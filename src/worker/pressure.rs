@@ -111,7 +111,7 @@ impl Tap {
     /// notified last counts: it has it still to read.
     pub(super) fn tell(&self) -> usize {
         match &self.end {
-            End::Fifo(fifo) => usize::from(told(unistd::write(fifo, &SIGN))),
+            End::Fifo(fifo) => usize::from(has_written(unistd::write(fifo, &SIGN))),
             End::Socket { listener, connected } => {
                 let mut connected = connected.lock().unwrap_or_else(PoisonError::into_inner);
                 while let Ok((stream, _)) = listener.accept() {
@@ -119,7 +119,7 @@ impl Tap {
                         connected.push(stream);
                     }
                 }
-                connected.retain(|stream| told(unistd::write(stream, &SIGN)));
+                connected.retain(|stream| has_written(unistd::write(stream, &SIGN)));
                 connected.len()
             }
         }
@@ -132,7 +132,7 @@ impl Drop for Tap {
     }
 }
 
-fn told(written: Result<usize, Errno>) -> bool {
+fn has_written(written: Result<usize, Errno>) -> bool {
     matches!(written, Ok(_) | Err(Errno::EAGAIN))
 }
 

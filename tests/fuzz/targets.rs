@@ -426,6 +426,7 @@ impl StatusBackend for Willing {
             kind,
             created: 0,
             bytes: cotenant::units::Bytes::ZERO,
+            weights: None,
         };
         vec![model("demo", ModelKind::Chat), model("tts", ModelKind::Speech), model("asr", ModelKind::Transcription)]
     }

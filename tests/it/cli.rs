@@ -1,6 +1,11 @@
 //! The command line without a supervisor.
 
-use std::{fs, process::Command};
+use std::{
+    fs,
+    io::Read as _,
+    os::fd::FromRawFd as _,
+    process::{Command, Stdio},
+};
 
 use tempfile::TempDir;
 
@@ -84,6 +89,81 @@ fn a_model_in_place_of_a_configuration_is_named() {
     let (code, _, said) = run(&folder, &["check", "model.gguf"]);
     assert_eq!(code, Some(78));
     assert!(said.contains("it is a GGUF model") && said.contains("llm: {path: "), "{said}");
+}
+
+#[test]
+fn a_model_that_is_not_there_is_answered_with_those_that_are() {
+    let folder = configured("");
+    let model = |name: &str| folder.path().join(name);
+    for (named, present, said) in [
+        (model("a.gguf"), Vec::new(), "there is no `*.gguf` in `"),
+        (model("a.gguf"), vec!["b.gguf", "c.txt", "c.gguf"], "has `b.gguf`, `c.gguf`\n"),
+        (model("nowhere/a.gguf"), Vec::new(), "there is no folder `"),
+    ] {
+        present.iter().for_each(|name| fs::write(model(name), "").unwrap());
+        fs::write(folder.path().join("cotenant.yaml"), format!("llm: {{path: {}}}\n", named.display())).unwrap();
+        let (code, _, hint) = run(&folder, &["check", "cotenant.yaml"]);
+        assert_eq!(code, Some(78));
+        assert!(hint.contains("hint: ") && hint.contains(said), "{hint}");
+    }
+}
+
+#[test]
+fn a_taken_address_is_named_with_its_key() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().display();
+    let places = format!(
+        "state_dir: {path}/state\nruntime_dir: {path}/run\ngrpc: {{socket: {path}/c.sock, abstract_name: none}}\n"
+    );
+    for (section, key) in [
+        (format!("http: {{listen: 127.0.0.1:{port}}}\n"), "http.listen"),
+        (format!("http: {{listen: none}}\nwyoming: {{listen: [\"tcp://127.0.0.1:{port}\"]}}\n"), "wyoming.listen"),
+    ] {
+        fs::write(folder.path().join("cotenant.yaml"), format!("{places}{section}")).unwrap();
+        let (code, _, said) = run(&folder, &["serve", "cotenant.yaml"]);
+        assert_eq!(code, Some(1), "{said}");
+        assert!(said.contains(&format!("cannot open `{key}: ")) && said.contains("ss -ltnp"), "{said}");
+    }
+}
+
+/// What the program writes to a terminal.
+fn on_a_terminal(command: &mut Command) -> String {
+    let (mut master, mut slave) = (0, 0);
+    // SAFETY: opens two descriptors, which are owned below; no name and no settings are asked for.
+    let opened = unsafe {
+        libc::openpty(&raw mut master, &raw mut slave, std::ptr::null_mut(), std::ptr::null_mut(), std::ptr::null_mut())
+    };
+    assert_eq!(opened, 0);
+    // SAFETY: opened above, and owned by nothing else.
+    let (master, slave) = unsafe { (fs::File::from_raw_fd(master), fs::File::from_raw_fd(slave)) };
+    let mut child = command.stdin(Stdio::null()).stdout(slave.try_clone().unwrap()).stderr(slave).spawn().unwrap();
+    // The program's own ends of the terminal close with it, and ours with `command`.
+    command.stdout(Stdio::null()).stderr(Stdio::null());
+    let mut written = Vec::new();
+    // A terminal without another end gives `EIO` in place of its end.
+    let _ended = (&master).read_to_end(&mut written);
+    child.wait().unwrap();
+    String::from_utf8_lossy(&written).into_owned()
+}
+
+#[test]
+fn logs_on_a_terminal_are_plain_text() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().display();
+    // A listener for every network is warned of in the log, and the taken port ends the start.
+    let text = format!(
+        "state_dir: {path}/state\nruntime_dir: {path}/run\ngrpc: {{socket: {path}/c.sock, abstract_name: none}}\n\
+         http: {{listen: 127.0.0.1:{port}}}\nwyoming: {{listen: [\"tcp://0.0.0.0:0\"]}}\nlog: {{format: text}}\n"
+    );
+    fs::write(folder.path().join("cotenant.yaml"), text).unwrap();
+    let program = env!("CARGO_BIN_EXE_cotenant");
+    let said = on_a_terminal(Command::new(program).args(["serve", "cotenant.yaml"]).current_dir(folder.path()));
+    assert!(said.contains(" WARN ") && said.contains("without a password"), "{said}");
+    assert!(!said.contains('\u{1b}') && !said.contains("ansi"), "{said:?}");
 }
 
 #[test]

@@ -158,17 +158,12 @@ struct RoundTrip {
 }
 
 async fn round_trip(http: &Http, question: &'static str) -> Result<RoundTrip, String> {
-    let http = http.clone();
-    tokio::task::spawn_blocking(move || {
-        let asked = http.speak(question).map_err(|error| in_one_line(&error))?;
-        let began = Instant::now();
-        let heard = http.hear(&asked).map_err(|error| in_one_line(&error))?;
-        let answer = http.ask(&heard).map_err(|error| in_one_line(&error))?;
-        let spoken = http.speak(&answer).map_err(|error| in_one_line(&error))?;
-        Ok(RoundTrip { heard, answer, spoken_bytes: spoken.len(), took: began.elapsed() })
-    })
-    .await
-    .map_err(|error| error.to_string())?
+    let asked = http.speak(question).await.map_err(|error| in_one_line(&error))?;
+    let began = Instant::now();
+    let heard = http.hear(&asked).await.map_err(|error| in_one_line(&error))?;
+    let answer = http.ask(&heard).await.map_err(|error| in_one_line(&error))?;
+    let spoken = http.speak(&answer).await.map_err(|error| in_one_line(&error))?;
+    Ok(RoundTrip { heard, answer, spoken_bytes: spoken.len(), took: began.elapsed() })
 }
 
 fn ready(status: &GetStatusResponse) -> bool {
@@ -330,7 +325,7 @@ async fn play(args: &DemoArgs, output: Output) -> Result<(bool, Stage), String> 
 
     // 2. A neighbour takes memory and asks for no lease.
     report.mark(began, MarkKind::Alarm, "neighbour comes");
-    narrator.say(&format!("a neighbour takes {} and asks nobody", play::NEIGHBOUR));
+    narrator.say(&format!("a neighbour takes {} without a lease", play::NEIGHBOUR));
     let pss_before = watch::pss(stage.daemon().pid());
     let mut neighbour = play::neighbour().map_err(text)?;
     *neighbour_pid.lock().unwrap_or_else(PoisonError::into_inner) = Some(neighbour.pid());
@@ -416,7 +411,7 @@ async fn play(args: &DemoArgs, output: Output) -> Result<(bool, Stage), String> 
     let fifth = round_trip(&http, QUESTION).await;
     let requests: Vec<String> = [second.err(), third.err(), fourth.err(), fifth.err()].into_iter().flatten().collect();
     report.check(Check::new(
-        "one story, told again and again, token for token the same",
+        "one story, generated again and again, token for token the same",
         outcome.different == 0 && outcome.stories > 2,
         format!("{} times, {} tokens, {} different", outcome.stories, outcome.tokens, outcome.different),
     ));

@@ -19,7 +19,7 @@ use crate::rpc::v1::{
 /// What the talking came to.
 #[derive(Clone, Debug, Default)]
 pub struct Outcome {
-    /// Stories told to the end.
+    /// Stories that were finished.
     pub stories: u64,
     /// Tokens of all of them.
     pub tokens: u64,
@@ -27,7 +27,7 @@ pub struct Outcome {
     pub different: u64,
     /// Stories that broke off or were refused.
     pub failures: Vec<String>,
-    /// What was told first, by prompt.
+    /// The first answer, by prompt.
     told: BTreeMap<usize, String>,
 }
 
@@ -80,7 +80,7 @@ impl Talk {
         *self.phase.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until so many stories have been told.
+    /// Waits until so many stories are finished.
     pub async fn stories(&self, count: u64, limit: Duration) -> bool {
         let end = Instant::now() + limit;
         while Instant::now() < end {

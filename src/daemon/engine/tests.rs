@@ -255,14 +255,20 @@ impl Pair {
     }
 }
 
-#[tokio::test]
-async fn what_an_engine_could_not_have_back_after_measuring_is_told_and_asked_for_again() {
+/// A model whose layers are larger than what streams them.
+fn wide_model() -> (tempfile::TempDir, PathBuf, ModelShape) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
     let model =
         Synthetic { feed_forward: 4096, ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7) };
     model.write(&path).unwrap();
     let (shape, _) = Model::inspect(&path, 1).unwrap();
+    (folder, path, shape)
+}
+
+#[tokio::test]
+async fn what_an_engine_could_not_have_back_after_measuring_is_told_and_asked_for_again() {
+    let (_folder, path, shape) = wide_model();
     assert!(shape.ring_bytes < shape.layers.iter().map(|layer| layer.resident_bytes).sum());
     let (control, inbox) = ControlHandle::new("boot".to_owned(), Vec::new(), MonotonicClock::start(), 64);
     let (parts, _losses) = Parts::new();
@@ -305,12 +311,7 @@ async fn what_an_engine_could_not_have_back_after_measuring_is_told_and_asked_fo
 
 #[tokio::test]
 async fn an_engine_that_streams_and_finds_reading_slow_reads_prompts_in_larger_chunks() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("model.gguf");
-    let model =
-        Synthetic { feed_forward: 4096, ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7) };
-    model.write(&path).unwrap();
-    let (shape, _) = Model::inspect(&path, 1).unwrap();
+    let (_folder, path, shape) = wide_model();
     // Reading a MiB takes a second, or less than computing on it.
     for (read_ns_per_mib, chunk) in [(1_000_000_000, 16), (1, 4)] {
         let found = Calibration {

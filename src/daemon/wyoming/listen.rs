@@ -42,7 +42,7 @@ impl Bound {
             };
             let server = Server::bind(&endpoint, limits)
                 .await
-                .map_err(|source| RunError::Listen { listener: format!("wyoming {endpoint}"), source })?;
+                .map_err(|source| RunError::Listen { listener: format!("`wyoming.listen: {endpoint}`"), source })?;
             servers.push(server);
         }
         Ok(Self(servers))

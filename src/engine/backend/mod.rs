@@ -125,7 +125,7 @@ pub unsafe trait Backend: Send {
     fn reserve(&self, bytes: Bytes, granule: Bytes) -> io::Result<Region>;
 
     /// Gives back what it keeps for later without a holder: free pages of the allocator, on a device the driver's pools.
-    /// Called when a model has been opened, and not on the way of a shed.
+    /// Called when a model has been opened, and not during a shed.
     fn trim(&self);
 
     /// Queues an operation behind all others.

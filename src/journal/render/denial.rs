@@ -132,6 +132,7 @@ impl Display for Problem {
                 f.write_str("the engine is loading, or failed to change a moment ago; it will be kept so later")
             }
             Self::NotApplied { revision, reason } => write!(f, "was not applied as plan {revision}: {reason}"),
+            Self::NotAVariant { known } if known.is_empty() => f.write_str("cannot be had: the worker has no variants"),
             Self::NotAVariant { known } => write!(f, "is not one of its variants: {}", known.join(", ")),
             Self::NotReady { state } => write!(f, "is {} and cannot change", state.word()),
             Self::ChangingTo { variant } => write!(f, "is changing to `{variant}`; ask again when it has"),
@@ -177,6 +178,12 @@ impl Denial {
             Self::PressureHigh { .. } => Some("let the request wait, or ask in a more urgent class".to_owned()),
             Self::StaleSample { .. } => Some("let the request wait until the machine is read again".to_owned()),
             Self::Draining { .. } => Some("ask again when the supervisor is back".to_owned()),
+            Self::Invalid { problem: Problem::NotBetween { .. }, .. } => {
+                Some("`leases.term_min` and `leases.term_max` of the configuration are the limits".to_owned())
+            }
+            Self::Invalid { problem: Problem::AboveLimit { .. }, .. } => {
+                Some("`leases.wait_max` of the configuration is the limit".to_owned())
+            }
             Self::Invalid { .. } | Self::NotHolder { .. } => None,
         }
     }
@@ -207,6 +214,19 @@ mod tests {
         ] {
             assert_eq!(denial(free, reclaimable).hint().as_deref(), Some(words));
         }
+    }
+
+    #[test]
+    fn a_denial_of_a_value_names_the_setting_that_limits_it() {
+        let invalid = |field, problem| Denial::invalid("a", field, &"1h", problem);
+        let (least, most) = (std::time::Duration::from_secs(2), std::time::Duration::from_secs(300));
+        let term = invalid("term", Problem::NotBetween { least, most });
+        assert_eq!(term.to_string(), "cannot take the request of `a`: term: `1h` is not between 2s and 300s");
+        assert!(term.hint().is_some_and(|hint| hint.contains("leases.term_max")));
+        let wait = invalid("wait", Problem::AboveLimit { limit: most });
+        assert!(wait.hint().is_some_and(|hint| hint.contains("leases.wait_max")));
+        let variant = invalid("variant", Problem::NotAVariant { known: Vec::new() });
+        assert!(variant.to_string().ends_with("variant: `1h` cannot be had: the worker has no variants"), "{variant}");
     }
 
     #[test]

@@ -98,8 +98,8 @@ impl Display for Weighing {
         for weighed in &self.candidates {
             let bytes = weighed.bytes;
             match weighed.chosen {
-                Some(chosen) => write!(f, "; {} gives {chosen} of {bytes}", weighed.source)?,
-                None => write!(f, "; not {}, {bytes}", weighed.source)?,
+                Some(chosen) => write!(f, "; {}: {chosen} of {bytes}", weighed.source)?,
+                None => write!(f, "; not {}: {bytes}", weighed.source)?,
             }
             write!(f, " at {}.{} ms/MiB", weighed.score / 1000, weighed.score % 1000 / 100)?;
         }
@@ -190,7 +190,7 @@ impl Display for Done {
                 write!(f, "KV is kept as {kv_type}: ")?;
                 let given = before.saturating_sub(*held);
                 if given > Bytes::ZERO {
-                    write!(f, "{given} asked back, the kernel shows {freed} and {untouched} had not been touched")?;
+                    write!(f, "{given} reclaimed, the kernel shows {freed} and {untouched} had not been touched")?;
                 } else {
                     write!(f, "{} more", held.saturating_sub(*before))?;
                 }

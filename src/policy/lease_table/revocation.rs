@@ -40,7 +40,7 @@ impl LeaseTable {
         nonce
     }
 
-    /// Nothing is asked back of the lease any more.
+    /// Nothing more is reclaimed from the lease.
     pub(in crate::policy) fn end_revocation(&mut self, id: LeaseId, ledger: &mut Ledger) {
         if let Some(lease) = self.leases.get_mut(&id) {
             lease.phase = Phase::Granted;

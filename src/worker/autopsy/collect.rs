@@ -13,8 +13,8 @@ use std::{
 };
 
 use super::{
-    evidence::{CPU_TIME, Counters, GroupCounters, Limits},
-    kernel_log::{KernelLog, KernelLogTail},
+    evidence::{CPU_TIME, Counters, Gathered, GroupCounters, Limits},
+    kernel_log::KernelLog,
 };
 use crate::{probe::processes, units::Bytes, worker::KernelRoots};
 
@@ -25,25 +25,6 @@ pub(in crate::worker) struct Life {
     log: KernelLog,
     before: Counters,
     available: Option<Bytes>,
-}
-
-/// What is gathered at the end.
-#[derive(Debug, Default)]
-pub(super) struct Gathered {
-    pub(super) comm: String,
-    pub(super) log: KernelLogTail,
-    pub(super) pid_is_global: bool,
-    pub(super) before: Counters,
-    pub(super) after: Counters,
-    pub(super) limits: Limits,
-    pub(super) cpu_time: Option<Duration>,
-    pub(super) peak_resident: Option<Bytes>,
-    pub(super) available_before: Option<Bytes>,
-    pub(super) available: Option<Bytes>,
-    pub(super) killers: Vec<String>,
-    pub(super) other_versions: Vec<String>,
-    pub(super) unfit_program: Option<String>,
-    pub(super) strict_overcommit: bool,
 }
 
 /// What has been gathered so far.

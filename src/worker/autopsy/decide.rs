@@ -54,7 +54,7 @@ pub(super) fn decide(evidence: &Evidence) -> DeathVerdict {
     if let Some(available) = evidence.available {
         findings.push(Finding::new("memory", format!("{available} was available")));
     }
-    for killer in &evidence.killers {
+    for killer in &evidence.found.killers {
         findings.push(Finding::new("processes", format!("{killer} runs here and kills for memory")));
     }
     let lived = evidence.lived.as_secs_f64();
@@ -97,7 +97,7 @@ fn rule(evidence: &Evidence, words: &[Quote]) -> Ruling {
 
 /// A kill by the kernel's killer, where the kernel says so.
 fn killed_for_memory(evidence: &Evidence) -> Option<Ruling> {
-    let named = evidence.log.records.iter().rev().find_map(|record| match &record.kind {
+    let named = evidence.found.log.records.iter().rev().find_map(|record| match &record.kind {
         RecordKind::Oom { memcg, .. } if names(evidence, record) => Some((*memcg, record)),
         _ => None,
     });
@@ -105,9 +105,9 @@ fn killed_for_memory(evidence: &Evidence) -> Option<Ruling> {
         && !evidence.counters_deny_kills(memcg)
     {
         // A name that differs may have been changed by the program itself; the id was its own all the time.
-        let same_name = evidence.comm.is_empty() || cut(&evidence.comm) == cut(&record.comm);
+        let same_name = evidence.found.comm.is_empty() || cut(&evidence.found.comm) == cut(&record.comm);
         let counted = evidence.machine_kills().is_some_and(|kills| kills > 0);
-        let confidence = match (evidence.pid_is_global && same_name && counted, evidence.status) {
+        let confidence = match (evidence.found.pid_is_global && same_name && counted, evidence.status) {
             (true, ExitStatus::Signal { .. }) => Confidence::Certain,
             _ => Confidence::Likely,
         };
@@ -126,7 +126,8 @@ fn killed_for_memory(evidence: &Evidence) -> Option<Ruling> {
         });
     }
     // Without the record the group's own counter still says that one of its few processes was killed.
-    let blind = evidence.log.unreadable.is_some() || evidence.log.incomplete || !evidence.pid_is_global;
+    let blind =
+        evidence.found.log.unreadable.is_some() || evidence.found.log.incomplete || !evidence.found.pid_is_global;
     let counted = evidence.group_kills().is_some_and(|kills| kills > 0);
     (blind && counted).then(|| memcg_oom(evidence, Confidence::Likely))
 }
@@ -144,7 +145,7 @@ fn memcg_oom(evidence: &Evidence, confidence: Confidence) -> Ruling {
 
 /// Whether a record is about this process.
 fn names(evidence: &Evidence, record: &KernelRecord) -> bool {
-    if evidence.pid_is_global {
+    if evidence.found.pid_is_global {
         return record.pid == evidence.pid;
     }
     // Numbers mean others here. A record of our own group, with its name, is about it as far as can be known.
@@ -153,8 +154,8 @@ fn names(evidence: &Evidence, record: &KernelRecord) -> bool {
         RecordKind::Oom { task_group, .. } => task_group.as_deref(),
         _ => None,
     };
-    !evidence.comm.is_empty()
-        && cut(&record.comm) == cut(&evidence.comm)
+    !evidence.found.comm.is_empty()
+        && cut(&record.comm) == cut(&evidence.found.comm)
         && own_group.zip(task_group).is_some_and(|(own, told)| told.ends_with(own) && own != "/")
 }
 
@@ -267,7 +268,7 @@ fn killed_externally(evidence: &Evidence, name: &str) -> Ruling {
         Some(asked) if !asked.killed => " just after we had asked it to end",
         _ => "",
     };
-    let blind = evidence.log.unreadable.is_some() || evidence.log.incomplete;
+    let blind = evidence.found.log.unreadable.is_some() || evidence.found.log.incomplete;
     let doubt = match evidence.machine_kills() {
         _ if !blind || name != "SIGKILL" => "",
         // The counter is the kernel's word that it killed no process for memory.
@@ -282,7 +283,7 @@ fn killed_externally(evidence: &Evidence, name: &str) -> Ruling {
         if doubt.is_empty() { Confidence::Likely } else { Confidence::Low },
         format!("was killed by {name}, sender unknown{asked_before}{doubt}"),
     )
-    .remedy(match evidence.killers.first() {
+    .remedy(match evidence.found.killers.first() {
         Some(killer) => {
             format!("{killer} may have sent it; its own log says so. Let its floor lie below ours, or stop it")
         }
@@ -292,8 +293,8 @@ fn killed_externally(evidence: &Evidence, name: &str) -> Ruling {
 }
 
 fn spent_its_time(evidence: &Evidence) -> bool {
-    let limit = evidence.limits.cpu_hard;
-    limit.zip(evidence.cpu_time).is_some_and(|(limit, used)| used.as_secs_f64() + CPU_SLACK_S >= seconds(limit))
+    let limit = evidence.found.limits.cpu_hard;
+    limit.zip(evidence.found.cpu_time).is_some_and(|(limit, used)| used.as_secs_f64() + CPU_SLACK_S >= seconds(limit))
 }
 
 /// Limits of processor time are a few years at most; beyond that they do not matter.
@@ -302,7 +303,7 @@ fn seconds(limit: u64) -> f64 {
 }
 
 fn cpu_limit(evidence: &Evidence, name: &str) -> Ruling {
-    let limit = evidence.limits.of(CPU_TIME).map_or_else(String::new, |limit| format!(" of {limit} s"));
+    let limit = evidence.found.limits.of(CPU_TIME).map_or_else(String::new, |limit| format!(" of {limit} s"));
     Ruling::new(
         DeathClass::CpuTimeLimit,
         Confidence::Certain,
@@ -337,7 +338,7 @@ fn abort(evidence: &Evidence, words: &[Quote]) -> Ruling {
 }
 
 fn by_code(evidence: &Evidence, words: &[Quote], code: i32) -> Ruling {
-    if let Some(unfit) = &evidence.unfit_program {
+    if let Some(unfit) = &evidence.found.unfit_program {
         return Ruling::new(
             DeathClass::ExecFailed,
             Confidence::Likely,
@@ -372,7 +373,7 @@ fn by_code(evidence: &Evidence, words: &[Quote], code: i32) -> Ruling {
                 .remedy("install the version that it was built with; `cotenant check` shows which file is found")
                 .lasting();
             }
-            Said::Lock if evidence.limits.of(LOCKED).is_some() => return lock_limit(evidence, code, quote),
+            Said::Lock if evidence.found.limits.of(LOCKED).is_some() => return lock_limit(evidence, code, quote),
             Said::Lock | Said::Assertion => {}
         }
     }
@@ -425,7 +426,7 @@ fn allocation(evidence: &Evidence, quote: &Quote, how: &str) -> Ruling {
     let limits = [ADDRESS_SPACE, DATA];
     let limit = limits
         .iter()
-        .filter_map(|&name| Some((name, Bytes::new(evidence.limits.of(name)?))))
+        .filter_map(|&name| Some((name, Bytes::new(evidence.found.limits.of(name)?))))
         .min_by_key(|(_, limit)| *limit);
     if allocator == Allocator::Host
         && let Some((name, limit)) = limit
@@ -452,10 +453,10 @@ fn allocation(evidence: &Evidence, quote: &Quote, how: &str) -> Ruling {
         DeathClass::AllocationFailed,
         // nvmap fails without a word in the kernel's log, so its own last lines are all there is.
         if allocator == Allocator::Host { Confidence::Likely } else { Confidence::Low },
-        format!("{how}: {by}{size} {free}; the kernel killed nobody for it (`{}`)", quote.line),
+        format!("{how}: {by}{size} {free}; the kernel killed no process for it (`{}`)", quote.line),
     )
     .remedy(match allocator {
-        Allocator::Host if evidence.strict_overcommit => {
+        Allocator::Host if evidence.found.strict_overcommit => {
             "vm.overcommit_memory is 2: the kernel promises no more than there is; set it to 0, or reserve less at once"
         }
         Allocator::Host => "it asked for more at once than there was, or its allocator is confused: see its output",
@@ -487,13 +488,13 @@ fn missing_library(evidence: &Evidence, code: i32, library: &str, quote: &Quote)
         .remedy(format!("if it needs `{library}`, install it; its output says more"));
     }
     let is_cuda = CUDA_LIBRARIES.iter().any(|stem| library.starts_with(stem));
-    if is_cuda && !evidence.other_versions.is_empty() {
+    if is_cuda && !evidence.found.other_versions.is_empty() {
         return Ruling::new(
             DeathClass::CudaMismatch,
             Confidence::Certain,
             format!(
                 "was built for another CUDA: it needs `{library}`, and this machine has {}",
-                evidence.other_versions.join(", ")
+                evidence.found.other_versions.join(", ")
             ),
         )
         .remedy("use a build for the CUDA version of this machine, or install that of the build")
@@ -511,7 +512,7 @@ fn missing_library(evidence: &Evidence, code: i32, library: &str, quote: &Quote)
 }
 
 fn lock_limit(evidence: &Evidence, code: i32, quote: &Quote) -> Ruling {
-    let limit = Bytes::new(evidence.limits.of(LOCKED).unwrap_or_default());
+    let limit = Bytes::new(evidence.found.limits.of(LOCKED).unwrap_or_default());
     Ruling::new(
         DeathClass::RlimitMemory,
         Confidence::Likely,
@@ -524,28 +525,30 @@ fn lock_limit(evidence: &Evidence, code: i32, quote: &Quote) -> Ruling {
 /// A record of a kill for memory in its group that is about another process.
 fn child_killed(evidence: &Evidence) -> Option<&KernelRecord> {
     let own = evidence.group()?.path.as_str();
-    evidence.log.records.iter().rev().find(|record| match &record.kind {
+    evidence.found.log.records.iter().rev().find(|record| match &record.kind {
         RecordKind::Oom { task_group: Some(group), .. } => {
-            own != "/" && group.ends_with(own) && !(evidence.pid_is_global && record.pid == evidence.pid)
+            own != "/" && group.ends_with(own) && !(evidence.found.pid_is_global && record.pid == evidence.pid)
         }
         _ => false,
     })
 }
 
 fn own_record<'a>(evidence: &'a Evidence, kind: &RecordKind) -> Option<&'a KernelRecord> {
-    let records = || evidence.log.records.iter().rev().filter(|record| record.kind == *kind);
-    if !evidence.pid_is_global {
+    let records = || evidence.found.log.records.iter().rev().filter(|record| record.kind == *kind);
+    if !evidence.found.pid_is_global {
         return None;
     }
     records()
         .find(|record| record.pid == evidence.pid)
         // Faults name the thread, whose number may be another one.
-        .or_else(|| records().find(|record| cut(&record.comm) == cut(&evidence.comm) && !evidence.comm.is_empty()))
+        .or_else(|| {
+            records().find(|record| cut(&record.comm) == cut(&evidence.found.comm) && !evidence.found.comm.is_empty())
+        })
 }
 
 fn log_findings(evidence: &Evidence) -> Vec<Finding> {
     let mut findings = Vec::new();
-    for record in &evidence.log.records {
+    for record in &evidence.found.log.records {
         let about = match record.kind {
             RecordKind::Oom { .. } => names(evidence, record),
             RecordKind::Fault | RecordKind::Seccomp => {
@@ -558,13 +561,13 @@ fn log_findings(evidence: &Evidence) -> Vec<Finding> {
             findings.push(Finding::new("kernel log", format!("{note}{}", record.text)));
         }
     }
-    if let Some(reason) = &evidence.log.unreadable {
+    if let Some(reason) = &evidence.found.log.unreadable {
         findings.push(Finding::new("kernel log", format!("unreadable: {reason}")));
     } else if findings.is_empty() {
-        let gap = if evidence.log.incomplete { ", with a gap" } else { "" };
+        let gap = if evidence.found.log.incomplete { ", with a gap" } else { "" };
         findings.push(Finding::new("kernel log", format!("read{gap}: no record names this process")));
     }
-    if !evidence.pid_is_global {
+    if !evidence.found.pid_is_global {
         findings.push(Finding::new(
             "kernel log",
             "its numbers are those of another process namespace: matched by name and group only",
@@ -580,6 +583,7 @@ fn counter_findings(evidence: &Evidence) -> Vec<Finding> {
             .group_kills()
             .map_or_else(|| "kills unknown".to_owned(), |kills| format!("{kills} killed for memory meanwhile"));
         let hits = evidence
+            .found
             .after
             .group
             .as_ref()

@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use super::{
     super::{
-        evidence::{Counters, GroupCounters, Limits},
+        evidence::{Counters, Gathered, GroupCounters},
         kernel_log::{KernelLogTail, parse},
     },
     *,
@@ -39,24 +39,21 @@ fn evidence(status: ExitStatus) -> Evidence {
     Evidence {
         worker: "asr".to_owned(),
         pid: PID,
-        comm: "asr-worker".to_owned(),
         status,
         asked: None,
-        log: KernelLogTail::default(),
-        pid_is_global: true,
-        before: machine.clone(),
-        after: machine,
-        limits: Limits::default(),
-        cpu_time: Some(Duration::from_secs(3)),
+        found: Gathered {
+            comm: "asr-worker".to_owned(),
+            pid_is_global: true,
+            before: machine.clone(),
+            after: machine,
+            cpu_time: Some(Duration::from_secs(3)),
+            ..Gathered::default()
+        },
         available: Some(Bytes::from_gib(6)),
         lines: Vec::new(),
         recent: usize::MAX,
-        unfit_program: None,
-        killers: Vec::new(),
-        other_versions: Vec::new(),
         lived: Duration::from_secs(9),
         was_ready: true,
-        strict_overcommit: false,
     }
 }
 
@@ -78,8 +75,8 @@ fn logged(lines: &[&str]) -> KernelLogTail {
 
 /// A record of the kernel, and the counter that the kernel raises with it.
 fn recorded(evidence: &mut Evidence, record: &str) {
-    evidence.log = logged(&[record]);
-    evidence.after.machine_kills = Some(1);
+    evidence.found.log = logged(&[record]);
+    evidence.found.after.machine_kills = Some(1);
 }
 
 fn asked(intent: Intent, killed: bool) -> Option<Asked> {
@@ -89,8 +86,8 @@ fn asked(intent: Intent, killed: bool) -> Option<Asked> {
 #[test]
 fn a_full_group_is_named_with_its_limit() {
     let verdict = with(killed(9), |evidence| {
-        (evidence.before, evidence.after) = (group(0), group(1));
-        evidence.log = logged(&[MEMCG]);
+        (evidence.found.before, evidence.found.after) = (group(0), group(1));
+        evidence.found.log = logged(&[MEMCG]);
     });
     assert_eq!((verdict.class, verdict.confidence), (DeathClass::MemcgOom, Confidence::Certain));
     assert!(verdict.sentence.contains("memory limit of 1 GiB"), "{}", verdict.sentence);
@@ -117,20 +114,20 @@ fn a_machine_without_memory_is_named() {
 #[test]
 fn a_record_that_the_counters_deny_proves_nothing() {
     for record in [GLOBAL, MEMCG] {
-        let verdict = with(killed(9), |evidence| evidence.log = logged(&[record]));
+        let verdict = with(killed(9), |evidence| evidence.found.log = logged(&[record]));
         assert_eq!(verdict.class, DeathClass::KilledExternally, "{record}");
     }
     // The machine killed something, and not in the group of this process.
     let verdict = with(killed(9), |evidence| {
-        (evidence.before, evidence.after) = (group(0), group(0));
-        evidence.after.machine_kills = Some(1);
-        evidence.log = logged(&[MEMCG]);
+        (evidence.found.before, evidence.found.after) = (group(0), group(0));
+        evidence.found.after.machine_kills = Some(1);
+        evidence.found.log = logged(&[MEMCG]);
     });
     assert_eq!(verdict.class, DeathClass::KilledExternally);
     // Without counters a record is likely and not certain.
     let verdict = with(killed(9), |evidence| {
-        evidence.after = Counters::default();
-        evidence.log = logged(&[MEMCG]);
+        evidence.found.after = Counters::default();
+        evidence.found.log = logged(&[MEMCG]);
     });
     assert_eq!((verdict.class, verdict.confidence), (DeathClass::MemcgOom, Confidence::Likely));
 }
@@ -162,7 +159,7 @@ fn a_worker_that_wrote_nothing_has_no_output_to_read() {
 #[test]
 fn a_name_that_is_cut_to_fifteen_characters_is_the_same() {
     let verdict = with(killed(9), |evidence| {
-        evidence.comm = "tensorrt-edgellm".to_owned();
+        evidence.found.comm = "tensorrt-edgellm".to_owned();
         recorded(evidence, "Out of memory: Killed process 341226 (tensorrt-edgell) total-vm:21684408kB ...");
     });
     assert_eq!((verdict.class, verdict.confidence), (DeathClass::GlobalOom, Confidence::Certain));
@@ -176,8 +173,8 @@ fn sigkill_without_a_record_is_of_an_unknown_sender_and_never_out_of_memory() {
 
     // A record of somebody else's death, and a counter that rose for it.
     let verdict = with(killed(9), |evidence| {
-        evidence.log = logged(&[&GLOBAL.replace("341226", "7")]);
-        evidence.after.machine_kills = Some(1);
+        evidence.found.log = logged(&[&GLOBAL.replace("341226", "7")]);
+        evidence.found.after.machine_kills = Some(1);
     });
     assert_eq!(verdict.class, DeathClass::KilledExternally);
 }
@@ -185,8 +182,8 @@ fn sigkill_without_a_record_is_of_an_unknown_sender_and_never_out_of_memory() {
 #[test]
 fn a_log_that_cannot_be_read_lowers_the_confidence_and_is_told() {
     let unreadable = |evidence: &mut Evidence| {
-        evidence.log.unreadable = Some("cannot read `/dev/kmsg`: Operation not permitted".to_owned());
-        evidence.after.machine_kills = Some(1);
+        evidence.found.log.unreadable = Some("cannot read `/dev/kmsg`: Operation not permitted".to_owned());
+        evidence.found.after.machine_kills = Some(1);
     };
     let verdict = with(killed(9), unreadable);
     assert_eq!((verdict.class, verdict.confidence), (DeathClass::KilledExternally, Confidence::Low));
@@ -196,13 +193,13 @@ fn a_log_that_cannot_be_read_lowers_the_confidence_and_is_told() {
     // The group's own counter is the kernel's word too, if a weaker one.
     let verdict = with(killed(9), |evidence| {
         unreadable(evidence);
-        (evidence.before, evidence.after) = (group(0), group(1));
+        (evidence.found.before, evidence.found.after) = (group(0), group(1));
     });
     assert_eq!((verdict.class, verdict.confidence), (DeathClass::MemcgOom, Confidence::Likely));
     // With a log that can be read and names another process, the counter counted that one.
     let verdict = with(killed(9), |evidence| {
-        (evidence.before, evidence.after) = (group(0), group(1));
-        evidence.log = logged(&[&MEMCG.replace("341226", "341227")]);
+        (evidence.found.before, evidence.found.after) = (group(0), group(1));
+        evidence.found.log = logged(&[&MEMCG.replace("341226", "341227")]);
     });
     assert_eq!(verdict.class, DeathClass::KilledExternally);
 }
@@ -211,14 +208,14 @@ fn a_log_that_cannot_be_read_lowers_the_confidence_and_is_told() {
 fn numbers_of_another_namespace_are_not_compared() {
     // The number is the same by chance.
     let verdict = with(killed(9), |evidence| {
-        evidence.pid_is_global = false;
-        evidence.log = logged(&[GLOBAL]);
+        evidence.found.pid_is_global = false;
+        evidence.found.log = logged(&[GLOBAL]);
     });
     assert_eq!(verdict.class, DeathClass::KilledExternally);
     let verdict = with(killed(9), |evidence| {
-        evidence.pid_is_global = false;
-        (evidence.before, evidence.after) = (group(0), group(1));
-        evidence.log = logged(&[&MEMCG.replace("341226", "77")]);
+        evidence.found.pid_is_global = false;
+        (evidence.found.before, evidence.found.after) = (group(0), group(1));
+        evidence.found.log = logged(&[&MEMCG.replace("341226", "77")]);
     });
     assert_eq!((verdict.class, verdict.confidence), (DeathClass::MemcgOom, Confidence::Likely));
 }
@@ -231,8 +228,8 @@ const fn is_oom(class: DeathClass) -> bool {
 fn out_of_memory_beside_an_exit_belongs_to_a_child() {
     for code in [0, 1, 137] {
         let verdict = with(ExitStatus::Code(code), |evidence| {
-            (evidence.before, evidence.after) = (group(0), group(1));
-            evidence.log = logged(&[&MEMCG.replace("341226", "341300")]);
+            (evidence.found.before, evidence.found.after) = (group(0), group(1));
+            evidence.found.log = logged(&[&MEMCG.replace("341226", "341300")]);
         });
         assert!(!is_oom(verdict.class), "{code}: {}", verdict.sentence);
         assert!(
@@ -309,19 +306,19 @@ fn signals_have_their_classes() {
 #[test]
 fn a_fault_is_told_with_its_address() {
     let line = "asr-worker[341226]: segfault at 6b015ee0 ip 00007fd450365d0f sp 00007fff43b9c470 error 4 in libggml-base.so.0.25.3[32d0f,7fd45034a000+8e000] likely on CPU 3 (core 3, socket 0)";
-    let verdict = with(killed(11), |evidence| evidence.log = logged(&[line]));
+    let verdict = with(killed(11), |evidence| evidence.found.log = logged(&[line]));
     assert!(verdict.sentence.contains("SIGSEGV at 6b015ee0 ip 00007fd450365d0f"), "{}", verdict.sentence);
     // The kernel names the thread.
     let of_thread = line.replace("341226", "341230");
-    let verdict = with(killed(11), |evidence| evidence.log = logged(&[&of_thread]));
+    let verdict = with(killed(11), |evidence| evidence.found.log = logged(&[&of_thread]));
     assert!(verdict.sentence.contains("6b015ee0"));
 }
 
 #[test]
 fn processor_time_that_is_used_up_explains_a_kill() {
     let verdict = with(killed(9), |evidence| {
-        evidence.limits.cpu_hard = Some(3);
-        evidence.cpu_time = Some(Duration::from_millis(2990));
+        evidence.found.limits.cpu_hard = Some(3);
+        evidence.found.cpu_time = Some(Duration::from_millis(2990));
     });
     assert_eq!(verdict.class, DeathClass::CpuTimeLimit);
 }
@@ -359,7 +356,7 @@ fn a_limit_of_its_own_explains_a_refused_allocation() {
     let limited = |lines: &[&str], name: &str| {
         with(ExitStatus::Code(1), |evidence| {
             evidence.lines = lines.iter().map(|&line| line.to_owned()).collect();
-            evidence.limits.finite.insert(name.to_owned(), 256 << 20);
+            evidence.found.limits.finite.insert(name.to_owned(), 256 << 20);
         })
     };
     let verdict = limited(&["MemoryError"], ADDRESS_SPACE);
@@ -382,7 +379,7 @@ fn libraries_that_are_missing_or_of_another_cuda_are_told_apart() {
     let verdict = with(ExitStatus::Code(127), |evidence| {
         evidence.lines = vec![missing.to_owned()];
         evidence.was_ready = false;
-        evidence.other_versions = vec!["libcudart.so.11.0".to_owned()];
+        evidence.found.other_versions = vec!["libcudart.so.11.0".to_owned()];
     });
     assert_eq!(verdict.class, DeathClass::CudaMismatch);
     assert!(verdict.sentence.contains("libcudart.so.11.0"));
@@ -412,7 +409,7 @@ fn an_end_that_is_not_ours_to_read_is_unknown_unless_the_kernel_names_it() {
 #[test]
 fn a_machine_without_a_rival_and_one_with_are_told_apart() {
     let verdict = with(killed(15), |evidence| {
-        evidence.killers = vec!["earlyoom (pid 812)".to_owned()];
+        evidence.found.killers = vec!["earlyoom (pid 812)".to_owned()];
     });
     assert_eq!(verdict.class, DeathClass::KilledExternally);
     assert!(verdict.remedy.unwrap().starts_with("earlyoom (pid 812) may have sent it"));
@@ -438,8 +435,8 @@ proptest! {
     ) {
         let verdict = with(status, |evidence| {
             evidence.lines = lines;
-            evidence.after.machine_kills = Some(machine_kills);
-            evidence.log = logged(&[&MEMCG.replace("341226", &other.to_string()), &GLOBAL.replace("341226", &other.to_string())]);
+            evidence.found.after.machine_kills = Some(machine_kills);
+            evidence.found.log = logged(&[&MEMCG.replace("341226", &other.to_string()), &GLOBAL.replace("341226", &other.to_string())]);
             evidence.asked = killed_by_us.then(|| asked(Intent::Stop, true)).flatten();
         });
         prop_assert!(!is_oom(verdict.class), "{}", verdict.sentence);

@@ -13,31 +13,40 @@ use crate::{
 pub(super) struct Evidence {
     pub(super) worker: String,
     pub(super) pid: u32,
-    /// As the kernel has it, at most 15 characters; empty when it was not read in time.
-    pub(super) comm: String,
     pub(super) status: ExitStatus,
     pub(super) asked: Option<Asked>,
-    pub(super) log: KernelLogTail,
-    /// Whether [`pid`](Self::pid) is also the number by which the kernel's log names it.
-    pub(super) pid_is_global: bool,
-    pub(super) before: Counters,
-    pub(super) after: Counters,
-    pub(super) limits: Limits,
-    pub(super) cpu_time: Option<Duration>,
+    pub(super) found: Gathered,
     /// `MemAvailable` when it was last measured alive, or at its start.
     pub(super) available: Option<Bytes>,
     /// Its last lines.
     pub(super) lines: Vec<String>,
     /// So many of them it wrote within [`RECENT`] of its end.
     pub(super) recent: usize,
-    /// What is wrong with the file of the program, where the kernel would not execute it.
-    pub(super) unfit_program: Option<String>,
+    pub(super) lived: Duration,
+    pub(super) was_ready: bool,
+}
+
+/// What is gathered at the end.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Gathered {
+    /// As the kernel has it, at most 15 characters; empty when it was not read in time.
+    pub(super) comm: String,
+    pub(super) log: KernelLogTail,
+    /// Whether its pid is also the number by which the kernel's log names it.
+    pub(super) pid_is_global: bool,
+    pub(super) before: Counters,
+    pub(super) after: Counters,
+    pub(super) limits: Limits,
+    pub(super) cpu_time: Option<Duration>,
+    pub(super) peak_resident: Option<Bytes>,
+    pub(super) available_before: Option<Bytes>,
+    pub(super) available: Option<Bytes>,
     /// Programs that kill others for memory and run here.
     pub(super) killers: Vec<String>,
     /// For a library that it misses: files of another version that are there.
     pub(super) other_versions: Vec<String>,
-    pub(super) lived: Duration,
-    pub(super) was_ready: bool,
+    /// What is wrong with the file of the program, where the kernel would not execute it.
+    pub(super) unfit_program: Option<String>,
     /// Whether the kernel promises no more memory than there is (`vm.overcommit_memory` is 2).
     pub(super) strict_overcommit: bool,
 }
@@ -128,17 +137,17 @@ impl Evidence {
 
     /// How many processes of its own group were killed for memory meanwhile; `None` when that is not known.
     pub(super) fn group_kills(&self) -> Option<u64> {
-        let after = self.after.group.as_ref().or(self.before.group.as_ref())?.kills?;
-        let before = self.before.group.as_ref().and_then(|group| group.kills).unwrap_or(0);
+        let after = self.found.after.group.as_ref().or(self.found.before.group.as_ref())?.kills?;
+        let before = self.found.before.group.as_ref().and_then(|group| group.kills).unwrap_or(0);
         Some(after.saturating_sub(before))
     }
 
     /// How many processes of the machine were killed for memory meanwhile.
     pub(super) fn machine_kills(&self) -> Option<u64> {
-        Some(self.after.machine_kills?.saturating_sub(self.before.machine_kills?))
+        Some(self.found.after.machine_kills?.saturating_sub(self.found.before.machine_kills?))
     }
 
     pub(super) fn group(&self) -> Option<&GroupCounters> {
-        self.after.group.as_ref().or(self.before.group.as_ref())
+        self.found.after.group.as_ref().or(self.found.before.group.as_ref())
     }
 }

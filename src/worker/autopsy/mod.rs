@@ -27,8 +27,8 @@ use std::{
 };
 
 use self::{
-    collect::{Gathered, Questions},
-    evidence::{Asked, Evidence, RECENT},
+    collect::Questions,
+    evidence::{Asked, Evidence, Gathered, RECENT},
     exec::unix_us,
     words::Said,
 };
@@ -102,27 +102,17 @@ pub(super) async fn certify(case: Case) -> DeathCertificate {
     let evidence = Evidence {
         worker: case.worker.clone(),
         pid,
-        comm: gathered.comm,
         status,
         asked: case.intent.map(|intent| Asked { intent, why: case.why, killed: case.killed }),
-        log: gathered.log,
-        pid_is_global: gathered.pid_is_global,
-        before: gathered.before,
-        after: gathered.after,
-        limits: gathered.limits,
-        cpu_time: gathered.cpu_time,
         available: alive.or(gathered.available_before).or(gathered.available),
-        killers: gathered.killers,
-        other_versions: gathered.other_versions,
-        unfit_program: gathered.unfit_program,
         lived,
         was_ready: case.ready_at.is_some(),
-        strict_overcommit: gathered.strict_overcommit,
         lines,
         recent,
+        found: gathered,
     };
     let verdict = decide::decide(&evidence);
-    let mut limits = evidence.limits.lines();
+    let mut limits = evidence.found.limits.lines();
     if let Some((group, limit)) = evidence.group().and_then(|group| Some((group, group.limit?))) {
         limits.push(format!("Memory of group `{}`: {limit}", group.path));
     }
@@ -153,7 +143,7 @@ pub(super) async fn certify(case: Case) -> DeathCertificate {
             ready_after_ms: case.ready_at.map(|at| millis(at.saturating_duration_since(case.started_at))),
         },
         memory: DeathMemory {
-            peak_resident: gathered.peak_resident,
+            peak_resident: evidence.found.peak_resident,
             history: case.history.before(case.exited_at),
             lease: None,
             limits,

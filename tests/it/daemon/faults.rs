@@ -216,7 +216,7 @@ async fn what_belongs_to_another_is_not_taken_away() {
     other.configure_with_http(&budget(64), &address);
     let (status, text) = other.refuses_to_start();
     assert_eq!(status.code(), Some(1), "{text}");
-    assert!(text.contains(&format!("cannot open http {address}")) && text.contains("hint: "), "{text}");
+    assert!(text.contains(&format!("cannot open `http.listen: {address}`")) && text.contains("hint: "), "{text}");
     assert!(!other.socket().exists(), "a start that failed leaves no socket");
     drop(taken);
     other.start().await.end().await;

@@ -35,6 +35,16 @@ async fn a_daemon_without_a_model_manages_workers_and_leases() {
     assert_eq!((answer.status, answer.error_code().as_str()), (404, "model_not_found"), "{}", answer.text());
     let generate = house.run(&["generate", "hello"]);
     assert_eq!(generate.status.code(), Some(4));
+    let health = said(&house.run(&["health", "--service", "nope"]));
+    assert!(
+        health.contains("hint: services: `cotenant.engine`") && health.contains("`cotenant.worker.ballast`"),
+        "{health}"
+    );
+    let resize = said(&house.run(&["resize", "ballast", "large"]));
+    assert!(resize.contains("cannot be had: the worker has no variants"), "{resize}");
+    let term = said(&house.run(&["hold", "vision", "--min", "1MiB", "--term", "1h"]));
+    assert!(term.contains("`1h`") || term.contains("`3600s`"), "{term}");
+    assert!(term.contains("hint: `leases.term_min` and `leases.term_max`"), "{term}");
     let status = house.json(&["status"]);
     assert_eq!(status["engine"]["state"], "ENGINE_STATE_ABSENT");
     daemon.end().await;
@@ -383,11 +393,18 @@ async fn api_keys_are_read_again_and_never_shown() {
 
     // A context beyond the KV capacity in force: the event names whose wish it is.
     house.tell(&["shed", "1MiB"]);
+    let capacity = async || daemon.status().await.engine.unwrap().kv_capacity_tokens;
+    let shed = capacity().await;
+    assert!(shed < 1024, "{shed}");
     let wish = r#"{"model": "demo", "messages": [{"role": "user", "content": "hello"}], "stream": false,
         "options": {"num_ctx": 1024, "num_predict": 2}}"#;
     let key = ("authorization", "Bearer first-key-of-kitchen");
     assert_eq!(post(daemon.http, "/api/chat", &[key], wish.as_bytes()).await.status, 200);
     eventually("the event names the client", || house.events().contains("a request of client `kitchen` wants")).await;
+    // It is no operator's command: the shed and its dwell stay.
+    assert_eq!(capacity().await, shed);
+    assert!(daemon.status().await.engine.unwrap().growth_waits.contains("the dwell after the last shed"));
+    assert!(!house.events().contains("an operator allows"), "{}", house.events());
 
     write("clients: [{name: kitchen, key: second-key-of-kitchen}]\n", 0o600);
     house.tell(&["reload"]);
@@ -401,6 +418,48 @@ async fn api_keys_are_read_again_and_never_shown() {
         + &said(&house.run(&["check", house.config().to_str().unwrap()]));
     assert!(!shown.contains("key-of-kitchen"), "{shown}");
     daemon.end_after(&["configuration not reloaded"]).await;
+}
+
+/// Both ends of what the configuration accepts, as far as a daemon can work with all of them at once.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_daemon_works_at_both_ends_of_what_the_configuration_accepts() {
+    let least = "budget: {total: 192MiB, reserve: 64MiB, scope: session, hysteresis: 0B, dwell: 0s, grace: 0s, fill_rate_max: 1MiB, sample_min: 1ms, sample_max: 10ms}
+shedding: {reclaim_min: 0B, settle: 0s, verify_timeout: 100ms, deadlines: {audio-realtime: 1ms, interactive: 1ms, llm-elastic: 1ms, batch: 1ms}}
+leases: {term_min: 100ms, term_max: 100ms, wait_max: 0s, queue_max: 1, per_user_max: 1}
+llm: {path: MODEL, name: demo, threads: 1, context: 1024, kv_floor: 64, prefill_chunk: 1, prefill_chunk_max: 1, answer_tokens_max: 1, answer_time_max: 1s, resident_layers_min: 0, restart: {intensity: 0, window: 1s, stable_after: 0s, backoff: 1ms, backoff_max: 1ms}}
+workers:
+  - {name: ballast, role: other, argv: [\"${SELF}\", worker, ballast, 2MiB], ready: {kind: log, text: holding, timeout: 20s}, stop_grace: 0s, restart: {intensity: 0, window: 1s, stable_after: 0s, backoff: 1ms, backoff_max: 1ms}, memory: {steady: 12MiB, peak: 16MiB, recycle_above: none}}
+wyoming: {listen: [\"tcp://127.0.0.1:0\"], wait_max: 0s, audio_max: 1s, connections_max: 1, conversations_max: 0, history_max: 0B}
+";
+    let most = "budget: {total: 1GiB, reserve: 64MiB, scope: session, dwell: 1h, grace: 1m, fill_rate_max: 1024GiB, sample_min: 1s, sample_max: 10s}
+shedding: {settle: 1m, verify_timeout: 10m, deadlines: {audio-realtime: 1m, interactive: 1m, llm-elastic: 1m, batch: 1m}}
+leases: {term_min: 1h, term_max: 1d, wait_max: 1h, queue_max: 1000, per_user_max: 1000}
+llm: {path: MODEL, name: demo, threads: 256, context: 1048576, kv_floor: 64, prefill_chunk: 4096, prefill_chunk_max: 4096, answer_tokens_max: 1048576, answer_time_max: 1d, resident_layers_min: 1024, load_timeout: 1h, apply_timeout: 10m, restart: {intensity: 100, window: 1d, stable_after: 1d, backoff: 1h, backoff_max: 1d}}
+workers:
+  - {name: ballast, role: other, argv: [\"${SELF}\", worker, ballast, 2MiB], ready: {kind: log, text: holding, timeout: 30m}, stop_grace: 10m, restart: {intensity: 100, window: 1d, stable_after: 1d, backoff: 1h, backoff_max: 1d}, memory: {steady: 12MiB, peak: 16MiB, recycle_above: none}}
+wyoming: {listen: [\"tcp://127.0.0.1:0\"], wait_max: 1m, audio_max: 10m, connections_max: 1024, conversations_max: 10000, history_max: 1MiB}
+";
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/demo-model/demo.gguf");
+    for (sections, journal, grows) in [(least, "64KiB", true), (most, "64GiB", false)] {
+        let house = House::new(&sections.replace("MODEL", model));
+        let text = std::fs::read_to_string(house.config()).unwrap();
+        let text = text
+            .replace("journal.ndjson}", &format!("journal.ndjson, max_size: {journal}}}"))
+            .replace("crashes: 0", if grows { "crashes: 0, within: 1s" } else { "crashes: 100, within: 1d" });
+        std::fs::write(house.config(), text).unwrap();
+        let daemon = house.start().await;
+        let loaded = daemon.until("all that fits is there", |status| {
+            let engine = status.engine.as_ref().unwrap();
+            engine.layers_resident == engine.layers_total && engine.layers_total > 0 && workers_ready(status)
+        });
+        let full = loaded.await.engine.unwrap().plan_bytes;
+        assert_eq!(daemon.ask("hello").await.status, 200);
+        house.tell(&["shed", "1MiB"]);
+        if grows {
+            daemon.until("it has grown back", |status| status.engine.as_ref().unwrap().plan_bytes == full).await;
+        }
+        daemon.end().await;
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -218,6 +218,10 @@ async fn what_there_is_and_what_it_holds_is_told_from_memory() {
     let tags = get(open.address, "/api/tags").await.json();
     let tiny = &tags["models"][0];
     assert_eq!((&tiny["name"], &tiny["size"]), (&json!("tiny"), &json!(5 << 20)));
+    assert_eq!(
+        (&tiny["details"]["parameter_size"], &tiny["details"]["quantization_level"]),
+        (&json!("4.6M"), &json!("Q8_0"))
+    );
     assert_eq!(tiny["digest"].as_str().unwrap().len(), 64);
     assert_eq!(tiny["modified_at"], "2023-11-14T22:13:20Z");
     assert!(get(open.address, "/api/version").await.json()["version"].is_string());

@@ -15,7 +15,7 @@ use cotenant::{
         backend::{
             AnswerPart, Backends, ChatBackend, ChatEvent, ChatRequest, ChatStream, FinishReason, ModelInfo, ModelKind,
             Prompt, SpeechBackend, SpeechRequest, SpeechStream, StatusBackend, TokenizerBackend, TranscribeRequest,
-            Transcript, Usage, Voice,
+            Transcript, Usage, Voice, Weights,
         },
         serve,
     },
@@ -301,6 +301,7 @@ impl StatusBackend for ScriptedStatus {
             kind,
             created: 1_700_000_000,
             bytes: Bytes::from_mib(5),
+            weights: (id == "tiny").then(|| Weights { parameters: 4_650_000, quantization: "Q8_0".to_owned() }),
         })
         .to_vec()
     }

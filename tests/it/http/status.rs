@@ -80,6 +80,17 @@ async fn an_unknown_place_and_a_wrong_method_answer_in_shape() {
     let answer = get(open.address, "/v1/nothing").await;
     assert_eq!((answer.status, answer.error_code().as_str()), (404, "unknown_url"));
     assert!(!answer.header("x-request-id").is_empty());
+    for (path, instead) in [
+        ("/v1/nothing", "/v1/chat/completions"),
+        ("/v1/embeddings", "no embeddings here"),
+        ("/api/embed", "no embeddings here"),
+        ("/api/pull", "`llm.path`"),
+        ("/api/nothing", "chat, generate, tags"),
+    ] {
+        let answer = post(open.address, path, &[], b"{}").await;
+        assert_eq!(answer.status, 404);
+        assert!(answer.text().contains(instead), "{path}: {}", answer.text());
+    }
     let answer = get(open.address, "/v1/chat/completions").await;
     assert_eq!((answer.status, answer.error_code().as_str()), (405, "method_not_supported"));
     let answer = post(open.address, "/health", &[], b"").await;

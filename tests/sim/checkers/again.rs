@@ -5,6 +5,7 @@ use std::{collections::BTreeMap, time::Duration};
 use cotenant::{
     policy::{
         event::{Action, Event},
+        reason::PlanReason,
         residency::EnginePlan,
     },
     units::Timestamp,
@@ -40,7 +41,7 @@ impl Checker for Again {
             if let Some((at, answered)) = &self.answered
                 && answered == plan
                 && step.now.saturating_since(*at) < ANSWER_HOLDS
-                && !reason.ends_doubt()
+                && !matches!(reason, PlanReason::Confirm | PlanReason::Unanswered)
             {
                 return Err(format!("asked again: what was answered at {at} is asked for: {plan:?} ({reason})"));
             }

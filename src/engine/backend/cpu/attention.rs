@@ -104,7 +104,7 @@ pub(crate) fn attend<'op>(
             {
                 let offset = offset(part, head) + (token % block_tokens) * row_bytes;
                 if let Some(target) = block.range(offset, row_bytes) {
-                    // SAFETY: each token has a place of its own in the block, this row's item alone writes it, nobody
+                    // SAFETY: each token has a place of its own in the block, this row's item alone writes it, none
                     // reads it before all items are done, and one operation is executed at a time.
                     let target = unsafe { std::slice::from_raw_parts_mut(target.as_ptr(), row_bytes) };
                     cells::store(isa, kind, source, bias, target);
@@ -124,7 +124,7 @@ pub(crate) fn attend<'op>(
     let parts = group.div_ceil(together);
     let scratch_of = scratch_elements(dim);
     pool.run_by_thread(tiles * kv_heads * parts, &|thread, item| {
-        // SAFETY: a thread does one item at a time, and nobody else has its number.
+        // SAFETY: a thread does one item at a time, and no other has its number.
         let scratch = unsafe { scratch.slice(thread * scratch_of, scratch_of) };
         let (scratch, turned) = scratch.split_at_mut(scratch_of - QUERIES_PER_ITEM * dim);
         let mut scratch = Scratch::new(scratch, dim);

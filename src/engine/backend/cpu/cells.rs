@@ -163,7 +163,7 @@ impl Address {
     }
 }
 
-// SAFETY: whoever uses it says why places do not overlap.
+// SAFETY: each user says why places do not overlap.
 unsafe impl Sync for Address {}
 
 kernel! {
@@ -194,7 +194,7 @@ kernel! {
 
 /// # Safety
 ///
-/// As many rows as are named lie at `start` and nobody else uses them or their new places.
+/// As many rows as are named lie at `start` and no other thread uses them or their new places.
 unsafe fn convert_some(isa: Isa, kinds: (KvType, KvType), dim: usize, start: *mut u8, first: usize, count: usize) {
     convert_rows(isa, kinds, dim, start, first, count);
 }
@@ -505,7 +505,7 @@ mod tests {
                         let mut owner = Owner::new();
                         let space = owner.region(space);
                         let start = space.range(0, 1 << 20).unwrap().as_ptr();
-                        // SAFETY: open, and nobody else has it.
+                        // SAFETY: open, and no other thread has it.
                         unsafe { std::ptr::copy_nonoverlapping(before.as_ptr(), start, before.len()) };
                         let mut pool = Pool::new(threads).unwrap();
                         let job = Convert { space, rows, elements: dim, from, to };

@@ -47,8 +47,8 @@ impl Isa {
         CHOSEN.get().copied().unwrap_or_else(Self::detect)
     }
 
-    /// Lets backends that are made from now on use the set with this name; says whether this machine has it and nobody
-    /// asked for another one before.
+    /// Lets backends that are made from now on use the set with this name; says whether this machine has it and no
+    /// other was asked for before.
     pub(crate) fn choose(name: &str) -> bool {
         let found = Self::available().iter().find(|set| set.name() == name);
         found.is_some_and(|set| *CHOSEN.get_or_init(|| *set) == *set)

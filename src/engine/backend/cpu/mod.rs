@@ -1,6 +1,6 @@
 //! CPU backend: kernels for several instruction sets on a pool of threads.
 //!
-//! Every output element is one sum in one order, whoever computes it and whatever is computed beside it. So logits have
+//! Every output element is one sum in one order, whatever thread computes it and whatever is computed beside it. So logits have
 //! the same bits for any number of threads, any prefill chunk and any residency.
 #![expect(
     clippy::indexing_slicing,

@@ -2,14 +2,14 @@
 //!
 //! A static split makes every thread wait for the slowest one, and a spinning barrier waits for a thread that the kernel
 //! has put aside: with one of two cores taken by a neighbour that costs a factor of 30. Here a thread that is put aside
-//! between two items holds up nobody, since it claims nothing; and whoever finds no work spins for some 50 µs, the gap
+//! between two items delays no other, since it claims nothing; a thread that finds no work spins for some 50 µs, the gap
 //! between two operations of one token, and then sleeps.
 //!
 //! Each thread begins with a stretch of the items of its own, so that what it reads lies side by side, and then takes
 //! items from the ends of the others' stretches.
 //!
 //! A thread that is put aside within an item holds up all others, for as long as the neighbour's slice of time lasts, which
-//! is some hundred items. So whoever waits for it fetches it onto the processor that would be idle meanwhile: there it
+//! is some hundred items. So the thread that waits for it fetches it onto the processor that would be idle meanwhile: there it
 //! finishes within microseconds. Then it is left out for some milliseconds, so that it does not compute beside the one that
 //! it made room for, and comes back on another processor. So with a neighbour on one of two processors the other one is
 //! busy all the time, and what the neighbour leaves is used as well. Two threads that find themselves on one processor are
@@ -45,7 +45,7 @@ pub(crate) struct Pool {
 type Work<'work> = dyn Fn(usize, usize) + Sync + 'work;
 
 struct Shared {
-    /// Of each thread the stretch of items that nobody has claimed: its end (upper half) and its first item (lower half).
+    /// Of each thread the stretch of items that are not claimed: its end (upper half) and its first item (lower half).
     stretches: Box<[Stretch]>,
     /// Number of the current job.
     number: AtomicU32,
@@ -106,7 +106,7 @@ impl Stretch {
         Self::relocate_locked(&mut self.home(), &self.thread, how);
     }
 
-    /// As [`relocate`](Self::relocate), if the thread has an item. Without one it may have left the job for good: nothing
+    /// As [`relocate`](Self::relocate), if the thread has an item. Without one it may have left the job and never come back: nothing
     /// would restore its processors before it starts other threads, which inherit them.
     fn relocate_busy(&self, how: impl FnOnce(i32) -> Option<CpuSet>) {
         let mut home = self.home();
@@ -140,7 +140,7 @@ impl Stretch {
     }
 }
 
-// SAFETY: `job` is written by the caller of `run` alone, while no item of it can be claimed, and read only by whoever has
+// SAFETY: `job` is written by the caller of `run` alone, while no item of it can be claimed, and read only by a thread that has
 // claimed an item; the stretches order the two.
 unsafe impl Sync for Shared {}
 // SAFETY: the pointer in `job` is only followed as stated above.
@@ -192,13 +192,13 @@ impl Pool {
         self.run_by_thread(total, &|_, item| work(item));
     }
 
-    /// As [`run`](Self::run), where `work` is told first the number of the thread that it is on, below
+    /// As [`run`](Self::run), where `work` first gets the number of the thread that it is on, below
     /// [`threads`](Self::threads).
     ///
     /// # Panics
     ///
     /// As there.
-    #[expect(clippy::panic, reason = "a panic of a kernel must not be lost on a thread that nobody joins")]
+    #[expect(clippy::panic, reason = "a panic of a kernel must not be lost on a thread that is not joined")]
     pub(crate) fn run_by_thread(&mut self, total: usize, work: &Work<'_>) {
         if self.apart_until.is_some_and(|until| Instant::now() >= until) {
             self.come_back();
@@ -218,7 +218,7 @@ impl Pool {
         let shared = &*self.shared;
         let items = u32::try_from(total).unwrap_or(u32::MAX);
         let pointer: *const Work<'_> = work;
-        // SAFETY: only the lifetime changes. `run` does not return before every item is finished, and nobody follows the
+        // SAFETY: only the lifetime changes. `run` does not return before every item is finished, and no thread follows the
         // pointer without a claimed item; `&mut self` keeps a second job away.
         let pointer: *const Work<'static> = unsafe { std::mem::transmute(pointer) };
         // SAFETY: no item can be claimed now: those of the last job are finished, and the new stretches are not out yet.
@@ -289,7 +289,7 @@ impl Drop for Pool {
         self.shared.wake.fetch_add(1, Ordering::SeqCst);
         futex_wake(&self.shared.wake, u32::MAX);
         for thread in self.threads.drain(..) {
-            // Panics inside items were caught and told.
+            // Panics inside items were caught and reported.
             thread.join().ok();
         }
     }
@@ -382,7 +382,7 @@ impl Shared {
     }
 
     /// Fetches threads that have an item and get no processor to the one of the calling thread, which is about to sleep.
-    /// When the caller of the job waits, they are left out afterwards; when it is fetched, whoever fetched it is.
+    /// When the caller of the job waits, they are left out afterwards; when it is fetched, the thread that fetched it is.
     fn fetch_stalled(&self, own: usize) {
         let Some(here) = processors::current() else {
             return;
@@ -617,7 +617,7 @@ mod tests {
             }
             sender.send(()).unwrap();
         });
-        // Half a second; for ever where an item is dealt to nobody.
+        // Half a second; for ever where an item is dealt to no thread.
         let ended = ended.recv_timeout(Duration::from_secs(120));
         stop.store(true, Ordering::Relaxed);
         wavering.join().unwrap();

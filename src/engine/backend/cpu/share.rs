@@ -37,7 +37,7 @@ impl<'slice, T> Share<'slice, T> {
     ///
     /// # Safety
     ///
-    /// While the result is in use, nobody else uses a part that overlaps it, unless both only read.
+    /// While the result is in use, no other thread uses a part that overlaps it, unless both only read.
     #[expect(clippy::mut_from_ref, reason = "this is what the type is for; the callers promise exclusion")]
     pub(crate) unsafe fn slice(&self, from: usize, len: usize) -> &mut [T] {
         if from.checked_add(len).is_none_or(|end| end > self.len) {
@@ -52,13 +52,13 @@ impl<'slice, T> Share<'slice, T> {
     ///
     /// # Safety
     ///
-    /// While the result is in use, nobody writes to a part that overlaps it.
+    /// While the result is in use, no thread writes to a part that overlaps it.
     pub(crate) unsafe fn view(&self, from: usize, len: usize) -> &[T] {
         if from.checked_add(len).is_none_or(|end| end > self.len) {
             debug_assert!(false, "a kernel reaches beyond its slice");
             return &[];
         }
-        // SAFETY: inside the borrowed slice; nobody writes, by the caller's promise.
+        // SAFETY: inside the borrowed slice; no thread writes, by the caller's promise.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr().add(from), len) }
     }
 
@@ -66,7 +66,7 @@ impl<'slice, T> Share<'slice, T> {
     ///
     /// # Safety
     ///
-    /// Nobody else uses the element meanwhile.
+    /// No other thread uses the element meanwhile.
     pub(crate) unsafe fn set(&self, at: usize, value: T) {
         // SAFETY: passed on.
         if let Some(element) = unsafe { self.slice(at, 1) }.first_mut() {

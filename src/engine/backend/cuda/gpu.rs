@@ -387,7 +387,7 @@ impl Commands {
 
 impl Drop for Gpu {
     fn drop(&mut self) {
-        // What fails here has failed before: there is nobody to tell.
+        // What fails here has failed before: there is no caller to report to.
         if let Ok(calls) = self.calls() {
             // SAFETY: nothing else has them any more, and nothing runs in them: memory that kernels use holds this.
             unsafe {

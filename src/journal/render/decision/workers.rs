@@ -28,10 +28,11 @@ pub(super) fn worker(decision: &WorkerDecision) -> String {
                 format!("worker `{worker}` changed to `{variant}` while it does not run: ignored")
             }
         },
-        WorkerDecision::Died { sentence, remedy } => format!("{sentence}; {remedy}"),
-        WorkerDecision::Exited { worker, cause, expected, freed, free } => {
+        // Its event says how it died.
+        WorkerDecision::Died { remedy, .. } => format!("remedy: {remedy}"),
+        WorkerDecision::Exited { worker, expected, freed, free, .. } => {
             let asked = if *expected { "as requested" } else { "unexpectedly" };
-            format!("worker `{worker}` exited ({cause}), {asked}; {freed} are off the book, {free} is free")
+            format!("worker `{worker}` exited {asked}: {freed} returned to the budget, {free} is free")
         }
         WorkerDecision::Restarting { worker, wait, failures, intensity, window } => format!(
             "worker `{worker}` starts again in {:.1} s, failure {failures} of {intensity} within {:.0} s",

@@ -7,7 +7,7 @@ use crate::policy::{
     book::{AdoptedWorker, Book},
     decision::{AdmissionDecision, LeaseDecision},
     lease::LeaseState,
-    peaks::LearnedPeak,
+    peaks::{LearnedPeak, Peaks},
     pressure::PressureLevel,
     residency::PlanLimits,
     snapshot::{
@@ -158,17 +158,15 @@ fn zoe_outage_restarts_the_voice_by_what_a_start_needs() {
     assert_eq!((engine.state, engine.in_force), (EngineState::Ready, engine.full));
 }
 
+fn learned(holder: &str, peak: u64) -> Peaks {
+    let holder = holder.to_owned();
+    std::iter::once(LearnedPeak { holder, variant: None, bytes: mib(peak), lives: 1, model: None }).collect()
+}
+
 fn grown_to_nothing_that_fits() -> Params {
     let mut params = params();
     params.workers = vec![of_class(Class::Batch, by_hand("indexer", 100))];
-    params.peaks = std::iter::once(LearnedPeak {
-        holder: "indexer".to_owned(),
-        variant: None,
-        bytes: mib(360),
-        lives: 1,
-        model: None,
-    })
-    .collect();
+    params.peaks = learned("indexer", 360);
     params
 }
 
@@ -306,14 +304,7 @@ fn a_worker_with_a_high_peak_is_admitted_by_its_peak() {
 fn zoe_crashloop_does_not_start_below_what_the_load_needs() {
     let mut params = board(1224);
     params.workers = vec![of_class(Class::LlmElastic, worker("brain", 5400))];
-    params.peaks = std::iter::once(LearnedPeak {
-        holder: "brain".to_owned(),
-        variant: None,
-        bytes: mib(6300),
-        lives: 1,
-        model: None,
-    })
-    .collect();
+    params.peaks = learned("brain", 6300);
     let mut rig = Rig::new(params);
     // The neighbour leaves 6929 of the budget, one too little, and then a little more.
     for (neighbour, state) in [(14_432 - 6929, AwaitingMemory), (14_432 - 6930, Starting)] {

@@ -65,6 +65,10 @@ pub(super) fn applied(lease: LeaseId, nonce: u64) -> Event {
     Event::TargetAnswered { lease, nonce, answer: TargetAnswer::Applied, claimed: None }
 }
 
+fn claims(lease: LeaseId, nonce: u64, bytes: Bytes) -> Event {
+    Event::TargetAnswered { lease, nonce, answer: TargetAnswer::Applied, claimed: Some(bytes) }
+}
+
 /// A batch tenant with 100 to 300 MiB, all in use, and an audio request for 200 MiB more than is free.
 fn revoked() -> (Rig, LeaseView, u64) {
     let mut rig = Rig::sampled(params());
@@ -87,12 +91,7 @@ fn revoked() -> (Rig, LeaseView, u64) {
 #[test]
 fn an_honest_holder_shrinks_and_the_waiting_one_is_granted_when_it_is_measured() {
     let (mut rig, lease, nonce) = revoked();
-    rig.wait(20).tell(Event::TargetAnswered {
-        lease: lease.id,
-        nonce,
-        answer: TargetAnswer::Applied,
-        claimed: Some(mib(200)),
-    });
+    rig.wait(20).tell(claims(lease.id, nonce, mib(200)));
     assert_eq!(rig.try_answer(), None, "an answer is not a measurement");
     assert!(rig.actions.contains(&Action::Measure { tenant: "batch".to_owned() }));
     rig.wait(5).measure("batch", 200);
@@ -205,12 +204,7 @@ fn a_measurement_that_was_overtaken_by_a_newer_one_credits_nothing() {
 #[test]
 fn liar_downsize() {
     let (mut rig, lease, nonce) = revoked();
-    rig.wait(20).tell(Event::TargetAnswered {
-        lease: lease.id,
-        nonce,
-        answer: TargetAnswer::Applied,
-        claimed: Some(mib(200)),
-    });
+    rig.wait(20).tell(claims(lease.id, nonce, mib(200)));
     rig.wait(5).measure("batch", 300);
     assert_eq!(rig.lease("batch").unwrap().state, LeaseState::Revoking);
     rig.pass(2300);
