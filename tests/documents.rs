@@ -65,6 +65,30 @@ fn links_between_documents_lead_to_files_and_headings() {
     assert!(faults.is_empty(), "links that lead nowhere:\n{}", faults.join("\n"));
 }
 
+/// Fields of requests that are ignored and named in a header.
+#[test]
+fn the_document_of_errors_names_each_field_that_is_ignored() {
+    let errors = fs::read_to_string(root().join("docs/errors.md")).unwrap();
+    // `modalities` other than text, `parallel_tool_calls: false`: the name is the first word.
+    let documented: BTreeSet<&str> =
+        backticked(&errors).filter_map(|word| word.split([':', '[', '=']).next()).map(str::trim).collect();
+    let mut files = Vec::new();
+    collect(&root().join("src/http"), "rs", &mut files);
+    let mut names = BTreeSet::new();
+    for file in files {
+        let text = fs::read_to_string(file).unwrap();
+        let lists = text.split("named([").skip(1).filter_map(|rest| rest.split("])").next());
+        for line in lists.flat_map(str::lines) {
+            names.extend(line.trim().strip_prefix("(\"").and_then(|rest| rest.split('"').next()).map(str::to_owned));
+        }
+        let pushed = text.split("ignored.push(\"").skip(1).filter_map(|rest| rest.split('"').next());
+        names.extend(pushed.map(str::to_owned));
+    }
+    assert!(names.len() > 25, "{names:?}");
+    let missing: Vec<&String> = names.iter().filter(|name| !documented.contains(name.as_str())).collect();
+    assert!(missing.is_empty(), "docs/errors.md does not name {missing:?}");
+}
+
 #[test]
 fn source_files_that_documents_cite_exist() {
     let mut files = Vec::new();

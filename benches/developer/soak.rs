@@ -1,7 +1,7 @@
 //! `developer soak`: whether the daemon's memory grows with the requests that it has served.
 //!
-//! Requests of every kind go round: chats with and without a schema, lists of models, metrics, states, leases, and bad
-//! input. The daemon's anonymous memory is read once a second; what counts is the slope of the line through the readings
+//! Requests of every kind go round: chats with and without a schema by each API, transcriptions, lists of models, metrics,
+//! states, leases, and bad input. The daemon's anonymous memory is read once a second; what counts is the slope of the line through the readings
 //! after the warm-up. Memory of a mapping that is only given back later shows as noise, a leak as slope.
 
 use std::{
@@ -24,8 +24,8 @@ use cotenant::{
         stage::Stage,
     },
     rpc::v1::{
-        CreateLeaseRequest, EngineState, LeaseClass, ReleaseLeaseRequest, lease_service_client::LeaseServiceClient,
-        operator_service_client::OperatorServiceClient,
+        CreateLeaseRequest, EngineState, LeaseClass, ReleaseLeaseRequest, WorkerState,
+        lease_service_client::LeaseServiceClient, operator_service_client::OperatorServiceClient,
     },
 };
 
@@ -59,6 +59,7 @@ pub(super) async fn run(args: &SoakArgs) -> Result<Report, String> {
     let mut operator = OperatorServiceClient::new(channel.clone());
     daemon::until(&mut operator, PATIENCE, |status| {
         status.engine.as_ref().is_some_and(|engine| engine.state() == EngineState::Ready && !engine.changing)
+            && status.workers.iter().all(|worker| worker.state() == WorkerState::Ready)
     })
     .await
     .map_err(daemon::last_words(&stage))?;
@@ -126,8 +127,11 @@ async fn request(
     let (path, body, expected) = match number % 100 {
         0..10 => ("v1/chat/completions", Some(CHAT), 200),
         10 => ("v1/chat/completions", Some(SCHEMA), 200),
-        11..15 => ("api/chat", Some(OLLAMA), 200),
-        15..25 => ("v1/chat/completions", Some("{\"model\": \"soak\", \"messages\": 7}"), 400),
+        11..13 => ("api/chat", Some(OLLAMA), 200),
+        13..15 => ("v1/messages", Some(MESSAGES), 200),
+        15..17 => ("v1/responses", Some(RESPONSES), 200),
+        17..20 => ("v1/audio/transcriptions", Some(TRANSCRIPTION), 200),
+        20..25 => ("v1/chat/completions", Some("{\"model\": \"soak\", \"messages\": 7}"), 400),
         25..30 => ("no/such/path", None, 404),
         30..55 => ("v1/models", None, 200),
         55..70 => ("metrics", None, 200),
@@ -156,7 +160,7 @@ async fn request(
     let (agent, url) = (agent.clone(), format!("http://127.0.0.1:{port}/{path}"));
     let sent = tokio::task::spawn_blocking(move || {
         let mut answer = match body {
-            Some(body) => agent.post(&url).content_type("application/json").send(body),
+            Some(body) => agent.post(&url).content_type(kind_of(body)).send(body),
             None => agent.get(&url).call(),
         }
         .map_err(|error| error.to_string())?;
@@ -167,6 +171,11 @@ async fn request(
         }
     });
     sent.await.map_err(|error| error.to_string())?
+}
+
+/// The content type of a body.
+fn kind_of(body: &str) -> &'static str {
+    if body == TRANSCRIPTION { "multipart/form-data; boundary=soak" } else { "application/json" }
 }
 
 /// Slope of the line with the least squares through the readings; `None` with fewer than two.
@@ -196,6 +205,11 @@ fn configuration(folder: &Path, port: u16) -> String {
         "\
 budget: {{total: 512MiB, reserve: 64MiB, scope: session}}
 llm: {{path: {folder}/demo.gguf, name: soak, threads: 1, context: 4096, kv_floor: 512}}
+workers:
+  - name: asr
+    role: asr
+    argv: [\"${{SELF}}\", worker, asr, --socket, \"${{SOCKET}}\", --vocabulary, grammar, --grammar, {folder}/home.gram]
+    memory: {{steady: 40MiB, peak: 48MiB}}
 http: {{listen: '127.0.0.1:{port}'}}
 grpc: {{socket: {folder}/cotenant.sock, abstract_name: none}}
 journal: {{path: {folder}/journal.ndjson}}
@@ -214,6 +228,20 @@ const OLLAMA: &str = r#"{"model": "soak", "stream": false, "options": {"num_pred
 const SCHEMA: &str = r#"{"model": "soak", "max_tokens": 16, "messages": [{"role": "user", "content": "a colour"}],
     "response_format": {"type": "json_schema", "json_schema": {"name": "colour", "schema":
     {"type": "object", "properties": {"colour": {"enum": ["red", "green"]}}, "required": ["colour"]}}}}"#;
+
+const MESSAGES: &str =
+    r#"{"model": "soak", "max_tokens": 4, "messages": [{"role": "user", "content": "turn on the lamp"}]}"#;
+
+const RESPONSES: &str = r#"{"model": "soak", "max_output_tokens": 16, "input": "turn on the lamp", "store": false}"#;
+
+/// 10 ms of silence as a WAV file, whose sample values are NUL bytes.
+const TRANSCRIPTION: &str = concat!(
+    "--soak\r\nContent-Disposition: form-data; name=\"model\"\r\n\r\nasr\r\n",
+    "--soak\r\nContent-Disposition: form-data; name=\"file\"; filename=\"a.wav\"\r\nContent-Type: audio/wav\r\n\r\n",
+    "RIFF\x34\0\0\0WAVEfmt \x10\0\0\0\x01\0\x01\0\x40\x1f\0\0\x40\x3e\0\0\x02\0\x10\0data\x10\0\0\0",
+    "\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0",
+    "\r\n--soak--\r\n",
+);
 
 /// Part of the requests that the daemon may warm up with: pools, threads, caches and the bounded logs of events.
 const WARM_UP: f64 = 0.5;

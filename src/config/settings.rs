@@ -199,8 +199,10 @@ pub struct LlmConfig {
     pub vocabulary: VocabularyConfig,
     /// Tokens of an answer whose request names no limit. Default 4096, 1 to 1048576.
     pub answer_tokens_max: Tokens,
-    /// How long an answer may take once it has begun; it is cut then, as by its length. Default 5 min, 1 s to 1 day.
+    /// How long an answer may take, its prompt included; it is cut then, as by its length. Default 5 min, 1 s to 1 day.
     pub answer_time_max: Duration,
+    /// The longest that one answer is written while others wait that are at least as urgent. Default 60 s, 1 s to 1 day.
+    pub answer_time_shared: Duration,
     /// KV tokens below which the engine does not run. Default 512, 64 up to `context`.
     pub kv_floor: Tokens,
     /// When KV capacity that is held becomes memory.

@@ -287,6 +287,9 @@ impl Checker {
             answer_time_max: self
                 .duration("llm.answer_time_max", &raw.answer_time_max, SECOND..=DAY)
                 .unwrap_or(ANSWER_TIME_MAX),
+            answer_time_shared: self
+                .duration("llm.answer_time_shared", &raw.answer_time_shared, SECOND..=DAY)
+                .unwrap_or(ANSWER_TIME_SHARED),
             kv_floor: Tokens::new(kv_floor.unwrap_or_else(|| context.min(defaults.kv_floor.get()))),
             kv_memory: self
                 .one_of(
@@ -433,6 +436,8 @@ impl Checker {
 const ANSWER_TOKENS_MAX: u32 = 4096;
 /// Our choice: longer than clients wait for each other.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(300);
+/// Our choice: longer than what is spoken, shorter than most clients wait for their first token.
+const ANSWER_TIME_SHARED: Duration = Duration::from_secs(60);
 /// The largest prefill chunk, as the engine's.
 const CHUNK_MAX: u32 = 4096;
 /// Each position costs a reading of the file; more faults than this are reported without one.

@@ -70,6 +70,8 @@ pub(super) struct Inspector {
     control: Arc<ControlHandle>,
     expected: Expected,
     weights: Arc<Mutex<Option<Weights>>>,
+    /// The file when it was read last; `None` where there was none.
+    tried: Arc<RwLock<Option<Identity>>>,
 }
 
 impl Inspector {
@@ -79,7 +81,10 @@ impl Inspector {
         let (vocabulary, compute) = (sayable(llm), compute(llm));
         let weights = Arc::new(Mutex::new(None));
         let known = Arc::clone(&weights);
+        let tried = Arc::<RwLock<Option<Identity>>>::default();
+        let begun = Arc::clone(&tried);
         let inspect = move || {
+            *begun.write().unwrap_or_else(PoisonError::into_inner) = identity(&path);
             if let Some(reason) = backend::without_gpu(compute) {
                 tracing::info!(%reason, remedy = reason.remedy(), "the LLM computes on the CPU");
             }
@@ -92,11 +97,17 @@ impl Inspector {
             *known.lock().unwrap_or_else(PoisonError::into_inner) = Some(weights_of(&tensors));
             Ok(shape)
         };
-        Self { weights, ..Self::by(Arc::new(inspect), control) }
+        Self { weights, tried, ..Self::by(Arc::new(inspect), control) }
     }
 
     fn by(inspect: Arc<dyn Fn() -> Result<ModelShape, OpenError> + Send + Sync>, control: &Arc<ControlHandle>) -> Self {
-        Self { inspect, control: Arc::clone(control), expected: Expected::default(), weights: Arc::default() }
+        Self {
+            inspect,
+            control: Arc::clone(control),
+            expected: Expected::default(),
+            weights: Arc::default(),
+            tried: Arc::default(),
+        }
     }
 
     /// What a load of it is to find.
@@ -155,23 +166,20 @@ impl Inspector {
 ///
 /// A file that is being written changes from look to look, and is read once it has not.
 async fn retry_when_changed(path: PathBuf, inspector: Inspector) {
-    let mut tried = identity(&path);
-    let mut seen = tried;
+    let mut seen = None;
     loop {
         tokio::time::sleep(FILE_LOOK).await;
-        if inspector.control.state().engine.state != EngineState::Failed {
-            tried = None;
-            continue;
-        }
+        let failed = inspector.control.state().engine.state == EngineState::Failed;
         let now = identity(&path);
-        // What failed is what was there when it failed.
-        let last = *tried.get_or_insert_with(|| now.unwrap_or_default());
-        if now.is_some_and(|now| now != last) && now == seen {
+        // Compared with what was read, not with what is there at the first look after it failed.
+        let changed = now.is_some() && now != *inspector.tried.read().unwrap_or_else(PoisonError::into_inner);
+        if failed && changed && now == seen {
             tracing::info!(path = %path.display(), "the model's file has changed: reading it again");
-            tried = now;
             inspector.begin();
+            seen = None;
+        } else {
+            seen = now;
         }
-        seen = now;
     }
 }
 

@@ -61,6 +61,7 @@ struct Model {
     context: Tokens,
     answer_tokens_max: Tokens,
     answer_time_max: Duration,
+    answer_time_shared: Duration,
     requests: AtomicU64,
 }
 
@@ -74,6 +75,7 @@ impl Llm {
             context: llm.context,
             answer_tokens_max: llm.answer_tokens_max,
             answer_time_max: llm.answer_time_max,
+            answer_time_shared: llm.answer_time_shared,
             requests: AtomicU64::new(1),
         })))
     }
@@ -95,6 +97,7 @@ impl Llm {
     ) -> Result<(Guarded, AnswerStyle), Refusal> {
         request.max_tokens.get_or_insert(self.0.answer_tokens_max);
         request.time_max = Some(self.0.answer_time_max);
+        request.time_shared = Some(self.0.answer_time_shared);
         if self.0.control.state().draining {
             return Err(Refusal::Draining { act: "start an answer".to_owned(), retry_after: RETRY_SOON });
         }

@@ -31,7 +31,7 @@ use crate::{
     rpc::supervisor::Supervisor as _,
     speech::{
         client::{self, ClientError, ClientTimeouts, Endpoint, WyomingClient},
-        http::{HttpShape, HttpSpeechClient},
+        http::{HttpShape, HttpSpeechClient, Manner},
         resample::{ResampleError, Resampler},
         sentences::Sentences,
         server::{BAD_REQUEST, TOO_LONG},
@@ -359,14 +359,6 @@ impl SpeechBackend for Voice {
 
     fn synthesize(&self, request: SpeechRequest) -> BoxFuture<'_, Result<SpeechStream, Refusal>> {
         async move {
-            // Wyoming has no word for it, and a voice at the wrong speed would be taken for a fault.
-            if (request.speed - 1.0).abs() > f64::EPSILON {
-                return Err(Refusal::Invalid {
-                    field: "speed".to_owned(),
-                    value: request.speed.to_string(),
-                    problem: "is not 1, the only speed that the voices have".to_owned(),
-                });
-            }
             let mut sentences = Sentences::default();
             let mut texts: VecDeque<String> = sentences.push(&request.text).into_iter().collect();
             texts.extend(sentences.finish());
@@ -378,10 +370,13 @@ impl SpeechBackend for Voice {
             };
             let queued = self.texts.admit(spoken(&first), rest, request.meta.patience)?;
             let (client, at_work, worker) = self.client(self.tts.as_ref(), SPEAK, "voice", &request.meta).await?;
+            let hurried = (request.speed - 1.0).abs() > f64::EPSILON;
+            let ignored: &[_] = if hurried && !client.takes_speed() { &["speed"] } else { &[] };
             let mut speaking = Speaking {
                 client,
                 voice: request.voice,
                 speaker: request.speaker,
+                speed: request.speed,
                 texts,
                 queue: Arc::clone(&self.texts),
                 queued: Some(queued),
@@ -401,7 +396,7 @@ impl SpeechBackend for Voice {
                     Err(refusal) => Some((Err(refusal), None)),
                 }
             });
-            Ok(SpeechStream { rate, chunks: chunks.boxed() })
+            Ok(SpeechStream { rate, ignored, chunks: chunks.boxed() })
         }
         .boxed()
     }
@@ -412,6 +407,7 @@ struct Speaking {
     client: SpeechClient,
     voice: Option<String>,
     speaker: Option<String>,
+    speed: f64,
     /// Sentences that are still to be spoken.
     texts: VecDeque<String>,
     queue: Arc<Queue>,
@@ -432,7 +428,8 @@ struct Sound {
 impl Speaking {
     async fn begin(&mut self, text: &str) -> Result<client::SpeechStream, Refusal> {
         let since = Instant::now();
-        let begun = self.client.synthesize(text, self.voice.as_deref(), self.speaker.as_deref()).await;
+        let said = Manner { voice: self.voice.as_deref(), speaker: self.speaker.as_deref(), speed: self.speed };
+        let begun = self.client.synthesize(text, &said).await;
         self.waited += since.elapsed();
         begun.map_err(|error| self.failed(error))
     }
@@ -500,22 +497,5 @@ mod tests {
         check_language("de", &[]).unwrap();
         let refusal = check_language("de", &["en", "en-US"]).unwrap_err();
         assert_eq!(refusal.to_string(), "language: `de` is not one of those that the recogniser knows: en, en-US");
-    }
-
-    #[tokio::test]
-    async fn a_speed_that_no_voice_has_is_refused() {
-        let (control, _inbox) =
-            ControlHandle::new("boot".to_owned(), Vec::new(), crate::daemon::clock::MonotonicClock::start(), 64);
-        let request = SpeechRequest {
-            meta: RequestMeta::default(),
-            model: String::new(),
-            text: "hello".to_owned(),
-            voice: None,
-            speaker: None,
-            speed: 1.25,
-            whole: false,
-        };
-        let refusal = Voice::new(control, None, None).synthesize(request).await.err().unwrap();
-        assert!(matches!(refusal, Refusal::Invalid { ref field, .. } if field == "speed"), "{refusal}");
     }
 }

@@ -21,7 +21,7 @@ use super::{
 };
 use crate::{
     emergency,
-    policy::residency::EnginePlan,
+    policy::{lease::Class, residency::EnginePlan},
     units::{Bytes, Tokens},
 };
 
@@ -63,6 +63,17 @@ impl Active {
         self.queued.request.deadline.is_some_and(|deadline| deadline <= now)
     }
 
+    /// Whether its time is up: all of it, or that which it may write while a request of class `most_urgent` waits.
+    fn is_cut(&self, now: Instant, most_urgent: Option<Class>) -> bool {
+        let request = &self.queued.request;
+        let since = |began: Instant, most: Option<Duration>| {
+            most.is_some_and(|most| now.saturating_duration_since(began) >= most)
+        };
+        let waits = most_urgent.is_some_and(|class| class <= request.class);
+        since(self.started, request.time_max)
+            || waits && self.first_token.is_some_and(|began| since(began, request.time_shared))
+    }
+
     /// Notes how its tokens are kept, and how many are not, unless that has been noted already.
     pub(super) fn note_kept(&mut self, model: &dyn LanguageModel) {
         if !self.noted {
@@ -99,7 +110,7 @@ impl EngineLoop {
             self.state.command_gap_max = self.state.command_gap_max.max(gap);
         }
         let polled = self.shared.poll(now, self.plan.is_none());
-        let Polled { command, superseded, ended, cancelled, lifecycle, queued } = polled;
+        let Polled { command, superseded, ended, cancelled, lifecycle, queued, most_urgent } = polled;
         for (revision, by) in superseded {
             self.tell(EngineEvent::ApplyFailed { revision, error: ApplyFailure::Superseded { by } });
         }
@@ -127,6 +138,8 @@ impl EngineLoop {
             Some(Err(GenerateError::DeadlinePassed { generated: active.usage.completion_tokens }))
         } else if cancelled {
             Some(Ok(FinishReason::Cancelled))
+        } else if active.is_cut(now, most_urgent) {
+            Some(Ok(FinishReason::Length))
         } else {
             self.reader_left(active.queued.reply.reader(), now)
         }
@@ -135,8 +148,11 @@ impl EngineLoop {
     /// Whether something waits for what is under way to end: an order, the end of a request, or of all.
     pub(super) fn is_pressed(&self) -> bool {
         let now = Instant::now();
-        let ends =
-            |active: &Active| active.is_overdue(now) || self.reader_left(active.queued.reply.reader(), now).is_some();
+        let ends = |active: &Active| {
+            active.is_overdue(now)
+                || active.is_cut(now, None)
+                || self.reader_left(active.queued.reply.reader(), now).is_some()
+        };
         self.shared.is_pressed(now) || self.active.as_ref().is_some_and(ends)
     }
 

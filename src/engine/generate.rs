@@ -70,8 +70,11 @@ pub struct GenerateRequest {
     pub stop: Vec<String>,
     /// When the answer is of no use any more.
     pub deadline: Option<Instant>,
-    /// How long the answer may take once it has begun; it ends with [`FinishReason::Length`] then.
+    /// How long the answer may take from its turn on, prompt and waits for its form included; it ends with
+    /// [`FinishReason::Length`] then.
     pub time_max: Option<Duration>,
+    /// How long it may be written while one of its class, or a more urgent one, waits; as above.
+    pub time_shared: Option<Duration>,
     /// The form that the answer must have.
     pub form: Option<AnswerForm>,
     /// What stays of its context where the oldest of it may be dropped, so that it goes on when the KV capacity is used up
@@ -93,6 +96,7 @@ impl GenerateRequest {
             stop: Vec::new(),
             deadline: None,
             time_max: None,
+            time_shared: None,
             form: None,
             sinks: None,
             class: Class::Interactive,
@@ -135,7 +139,7 @@ pub enum FinishReason {
     Cancelled,
     /// The KV capacity that it needed was taken away while it ran; the text so far is valid.
     KvReclaimed,
-    /// `max_tokens`, `time_max`, the context or the KV capacity is used up.
+    /// `max_tokens`, `time_max`, `time_shared`, the context or the KV capacity is used up.
     Length,
     /// The model ended it.
     Stop,

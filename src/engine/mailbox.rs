@@ -25,7 +25,11 @@ use super::{
     sampling::TokenMask,
     text::{Prepared, TextSide},
 };
-use crate::{conversation::Prompt, policy::residency::EnginePlan, units::Tokens};
+use crate::{
+    conversation::Prompt,
+    policy::{lease::Class, residency::EnginePlan},
+    units::Tokens,
+};
 
 /// A handle to ask the engine. Cheap to clone; all methods return at once.
 #[derive(Clone)]
@@ -202,6 +206,8 @@ pub(super) struct Polled {
     pub(super) lifecycle: Lifecycle,
     /// Requests waiting.
     pub(super) queued: usize,
+    /// The class of the most urgent of them.
+    pub(super) most_urgent: Option<Class>,
 }
 
 /// How far the engine is on its way out.
@@ -355,6 +361,7 @@ impl Shared {
             cancelled: mailbox.running.is_some_and(|(_, cancelled)| cancelled),
             lifecycle: mailbox.lifecycle,
             queued: mailbox.queue.len(),
+            most_urgent: mailbox.queue.iter().map(|queued| queued.request.class).min(),
         }
     }
 

@@ -177,8 +177,6 @@ struct Writing {
     stream: TextStream,
     mask: Option<Box<dyn TokenMask>>,
     max_tokens: u32,
-    /// When it is cut.
-    until: Option<Instant>,
     /// Whether a token of the model has ended it.
     ended: bool,
 }
@@ -438,7 +436,6 @@ impl Worker {
             stream: TextStream::default(),
             mask,
             max_tokens: request.max_tokens.map_or(most, Tokens::get),
-            until: request.time_max.and_then(|most| Instant::now().checked_add(most)),
             ended: false,
         };
         let ControlFlow::Break(outcome) = self.write_tokens(text, &mut writing);
@@ -506,7 +503,7 @@ impl Worker {
             if let Some(reason) = met.or(complete.then_some(FinishReason::Stop)) {
                 return ControlFlow::Break(Ok(reason));
             }
-            if generated >= writing.max_tokens || writing.until.is_some_and(|until| now >= until) {
+            if generated >= writing.max_tokens {
                 return ControlFlow::Break(Ok(FinishReason::Length));
             }
             self.between_tokens()?;

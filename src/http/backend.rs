@@ -204,6 +204,8 @@ pub struct SpeechRequest {
 pub struct SpeechStream {
     /// Samples per second of the chunks.
     pub rate: u32,
+    /// Fields of the request that the voice does not honour.
+    pub ignored: &'static [&'static str],
     /// Mono samples; an `Err` is the last item.
     pub chunks: BoxStream<'static, Result<Vec<i16>, Refusal>>,
 }

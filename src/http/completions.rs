@@ -65,6 +65,12 @@ struct WireRequest {
     presence_penalty: Option<f64>,
     frequency_penalty: Option<f64>,
     logit_bias: Option<Value>,
+    ignore_eos: Option<Value>,
+    min_p: Option<Value>,
+    min_tokens: Option<Value>,
+    repeat_penalty: Option<Value>,
+    repetition_penalty: Option<Value>,
+    response_format: Option<Value>,
     seed: Option<i64>,
 }
 
@@ -75,7 +81,15 @@ struct WireStreamOptions {
 
 impl WireRequest {
     fn ignored(&self) -> Vec<&'static str> {
-        named([("logit_bias", is_set(self.logit_bias.as_ref()))])
+        named([
+            ("ignore_eos", is_set(self.ignore_eos.as_ref())),
+            ("logit_bias", is_set(self.logit_bias.as_ref())),
+            ("min_p", is_set(self.min_p.as_ref())),
+            ("min_tokens", is_set(self.min_tokens.as_ref())),
+            ("repeat_penalty", is_set(self.repeat_penalty.as_ref())),
+            ("repetition_penalty", is_set(self.repetition_penalty.as_ref())),
+            ("response_format", is_set(self.response_format.as_ref())),
+        ])
     }
 
     /// The request in plain values, and the text that goes before the answer.

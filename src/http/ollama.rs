@@ -218,8 +218,7 @@ async fn answered(
     began: Instant,
 ) -> Result<Response, OllamaFault> {
     llm(&api)?;
-    // what the engine holds is the arbiter's to decide
-    let ignored = ignored_header(if asked.wants_unload { &["keep_alive"] } else { &[] });
+    let ignored = ignored_header(&asked.ignored);
     let writer = OllamaWriter::new(model, shape, &api, began);
     Ok(match asked.request {
         None => (ignored, Json(writer.loaded())).into_response(),

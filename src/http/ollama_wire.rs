@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 
 use super::{
     backend::{AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall},
-    chat_wire::{checked_tools, in_range, sinks, stop_texts},
+    chat_wire::{checked_tools, in_range, is_set, sinks, stop_texts},
     fault::Fault,
 };
 use crate::units::Tokens;
@@ -47,6 +47,8 @@ struct WireCommon {
     keep_alive: Option<Value>,
     think: Option<Value>,
     shift: Option<bool>,
+    #[serde(flatten)]
+    unknown: Map<String, Value>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -62,6 +64,8 @@ struct WireOptions {
     repeat_penalty: Option<f64>,
     presence_penalty: Option<f64>,
     frequency_penalty: Option<f64>,
+    #[serde(flatten)]
+    unknown: Map<String, Value>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -91,8 +95,8 @@ struct WireFunction {
 pub(super) struct Asked {
     /// `None` when nothing is asked but to have the model ready.
     pub(super) request: Option<ChatRequest>,
-    /// Whether the client would like the model to be given up at once, which is not its to decide.
-    pub(super) wants_unload: bool,
+    /// Fields that the client set and that are not honoured.
+    pub(super) ignored: Vec<String>,
 }
 
 impl WireChat {
@@ -140,6 +144,21 @@ impl WireGenerate {
     }
 }
 
+/// Names of fields that no code reads, as far as a header can carry them: they are the client's own words.
+fn not_honoured(place: &str, fields: &Map<String, Value>) -> impl Iterator<Item = String> {
+    let nameable = |name: &str| {
+        name.len() <= IGNORED_NAME_MAX && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
+    };
+    let set = fields.iter().filter(move |(name, value)| nameable(name) && is_set(Some(value)));
+    set.map(move |(name, _)| format!("{place}{name}"))
+}
+
+/// Our choice: Ollama has about 30 options, and proxies refuse headers above 8 KiB.
+const IGNORED_MAX: usize = 32;
+
+/// Our choice: the longest name in Ollama's API has 17 characters.
+const IGNORED_NAME_MAX: usize = 40;
+
 impl WireCommon {
     fn into_asked(
         self,
@@ -149,9 +168,15 @@ impl WireCommon {
         tools: Vec<Value>,
     ) -> Result<Asked, Fault> {
         let options = self.options.unwrap_or_default();
+        let unknown = [("", &self.unknown), ("options.", &options.unknown)];
+        let mut ignored: Vec<String> = unknown.iter().flat_map(|(place, fields)| not_honoured(place, fields)).collect();
         let streamed = self.stream.unwrap_or(true);
         let form = answer_form(self.format)?;
-        let wants_unload = keep_alive(self.keep_alive.as_ref())?;
+        if keep_alive(self.keep_alive.as_ref())? {
+            // What the engine holds is the arbiter's to decide.
+            ignored.insert(0, "keep_alive".to_owned());
+        }
+        ignored.truncate(IGNORED_MAX);
         let mut variables = Map::new();
         match self.think {
             None | Some(Value::Null) => {}
@@ -195,7 +220,7 @@ impl WireCommon {
             sinks: sinks(self.shift.unwrap_or(options.num_keep.is_some()), "options.num_keep", options.num_keep)?,
             streamed,
         };
-        Ok(Asked { request: (!request.prompt.messages().is_empty()).then_some(request), wants_unload })
+        Ok(Asked { request: (!request.prompt.messages().is_empty()).then_some(request), ignored })
     }
 }
 
@@ -306,7 +331,8 @@ mod tests {
         }))
         .unwrap();
         let request = asked.request.unwrap();
-        assert!(request.streamed && !asked.wants_unload);
+        assert!(request.streamed);
+        assert_eq!(asked.ignored, ["options.mirostat"]);
         assert_eq!(request.context_wanted, Some(Tokens::new(8192)));
         assert_eq!((request.max_tokens, request.top_k, request.temperature), (None, Some(40), Some(0.5)));
         assert_eq!(request.form, Some(AnswerForm::JsonObject));
@@ -339,6 +365,31 @@ mod tests {
     }
 
     #[test]
+    fn what_is_not_honoured_is_named_as_far_as_a_header_carries_it() {
+        let asked = |body: &Value| asked(body).unwrap().ignored;
+        let options = json!({
+            "min_p": 0.1, "mirostat": 1, "mirostat_eta": 0.1, "mirostat_tau": 5, "num_gpu": 9, "repeat_last_n": 64,
+            "tfs_z": 1, "typical_p": 1, "numa": null, "stop": ["."], "seed": 1,
+        });
+        let named = [
+            "logprobs",
+            "options.min_p",
+            "options.mirostat",
+            "options.mirostat_eta",
+            "options.mirostat_tau",
+            "options.num_gpu",
+            "options.repeat_last_n",
+            "options.tfs_z",
+            "options.typical_p",
+        ];
+        assert_eq!(asked(&json!({"model": "m", "options": options, "logprobs": true, "context": []})), named);
+        let many: Map<String, Value> = (0..500).map(|at| (format!("option_{at}"), json!(1))).collect();
+        assert_eq!(asked(&json!({"model": "m", "options": many})).len(), IGNORED_MAX);
+        let odd = json!({"model": "m", "a, b": 1, "c\r\nd": 1, "\u{e9}": 1, "a_name_of_more_than_forty_characters_altogether": 1});
+        assert_eq!(asked(&odd), Vec::<String>::new());
+    }
+
+    #[test]
     fn a_wish_for_the_models_life_is_read_in_all_its_spellings() {
         for (wish, unload) in [
             (json!(0), true),
@@ -352,7 +403,7 @@ mod tests {
             (json!(null), false),
         ] {
             let asked = asked(&json!({"model": "m", "keep_alive": wish})).unwrap();
-            assert_eq!(asked.wants_unload, unload, "{wish}");
+            assert_eq!(asked.ignored == ["keep_alive"], unload, "{wish}");
             assert!(asked.request.is_none(), "nothing is asked");
         }
         for wrong in [json!("soon"), json!([]), json!(""), json!("m")] {

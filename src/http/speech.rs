@@ -27,7 +27,7 @@ use super::{
     chat_wire::in_range,
     fault::Fault,
     limits::Limits,
-    stream::{Payload, broken_off, sse},
+    stream::{Payload, broken_off, ignored_header, sse},
 };
 use crate::{
     causes::in_one_line,
@@ -68,7 +68,9 @@ pub(super) async fn speech(State(api): State<Api>, Extension(meta): Meta, reques
         speed,
         whole,
     };
-    let pieces = begun(backend.synthesize(request).await?).await?;
+    let speech = backend.synthesize(request).await?;
+    let ignored = ignored_header(speech.ignored);
+    let pieces = begun(speech).await?;
     let mut response = match format {
         Format::Wav { requested } if whole => as_wav(pieces, requested, limits).await?,
         format => {
@@ -76,6 +78,7 @@ pub(super) async fn speech(State(api): State<Api>, Extension(meta): Meta, reques
             if events { as_events(bytes, &meta, limits) } else { as_body(kind, bytes) }
         }
     };
+    response.headers_mut().extend(ignored);
     if let Some(voice) = spoken {
         response.headers_mut().insert(VOICE, voice);
     }

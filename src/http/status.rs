@@ -125,13 +125,30 @@ fn running_of(snapshot: &Snapshot, models: &[ModelInfo]) -> Vec<Value> {
     running
 }
 
+/// Whether `Accept` weighs OpenMetrics at least as much as the older text. Only its own name counts for it: a client that
+/// takes anything may know the older one alone.
+fn prefers_openmetrics<'a>(accept: impl Iterator<Item = &'a [u8]>) -> bool {
+    let (mut open, mut plain) = (0.0f64, 0.0f64);
+    for header in accept {
+        for range in String::from_utf8_lossy(header).split(',') {
+            let mut parts = range.split(';').map(|part| part.trim().to_ascii_lowercase());
+            let weighed = match parts.next().as_deref() {
+                Some("application/openmetrics-text") => &mut open,
+                Some("text/plain" | "text/*" | "*/*") => &mut plain,
+                _ => continue,
+            };
+            // A weight that is none counts as refused, as one of 0 does.
+            let weight = parts.find_map(|part| part.strip_prefix("q=").map(|q| q.parse().unwrap_or(0.0)));
+            *weighed = weighed.max(weight.unwrap_or(1.0));
+        }
+    }
+    open > 0.0 && open >= plain
+}
+
 /// `GET /metrics`: OpenMetrics for clients that accept it, the older text format for all others.
 pub(super) async fn metrics(State(api): State<Api>, headers: HeaderMap) -> Response {
     let metrics = api.backends().status.metrics();
-    let accepts = headers.get_all(header::ACCEPT).iter().any(|accept| {
-        let accept = String::from_utf8_lossy(accept.as_bytes());
-        accept.contains("application/openmetrics-text")
-    });
+    let accepts = prefers_openmetrics(headers.get_all(header::ACCEPT).iter().map(HeaderValue::as_bytes));
     let (kind, text) = if accepts { (OPENMETRICS, metrics) } else { (PROMETHEUS, in_prometheus_text(&metrics)) };
     ([(header::CONTENT_TYPE, HeaderValue::from_static(kind))], text).into_response()
 }
@@ -211,5 +228,22 @@ mod tests {
              # HELP a_used_bytes Used.\n# TYPE a_used_bytes gauge\na_used_bytes 7\n\
              # HELP a_build_info Build.\n# TYPE a_build_info gauge\na_build_info{git=\"x\"} 1\n"
         );
+    }
+
+    #[test]
+    fn the_format_of_metrics_is_the_one_that_the_client_weighs_most() {
+        for (accept, open) in [
+            ("application/openmetrics-text; version=1.0.0", true),
+            ("application/openmetrics-text;version=1.0.0;q=0.6,text/plain;version=0.0.4;q=0.3,*/*;q=0.2", true),
+            ("text/plain;version=0.0.4;q=0.7, application/openmetrics-text;q=0.3", false),
+            ("text/plain, Application/OpenMetrics-Text;Q=1", true),
+            ("application/openmetrics-text;q=0", false),
+            ("application/openmetrics-text;q=much, text/plain;q=0.1", false),
+            ("*/*", false),
+            ("", false),
+        ] {
+            assert_eq!(prefers_openmetrics([accept.as_bytes()].into_iter()), open, "{accept}");
+        }
+        assert!(!prefers_openmetrics(std::iter::empty()));
     }
 }

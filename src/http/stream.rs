@@ -1,6 +1,6 @@
 //! Streams of server-sent events: opened in time, kept alive, broken off.
 
-use std::{convert::Infallible, io, time::Duration};
+use std::{borrow::Borrow, convert::Infallible, io, time::Duration};
 
 use axum::{
     body::{Body, Bytes as Piece},
@@ -99,7 +99,7 @@ pub(super) fn silence(meta: &RequestMeta, limits: &Limits) -> Duration {
     meta.patience.map_or(limits.keepalive, |patience| limits.keepalive.min((patience / 3).max(SILENCE_MIN)))
 }
 
-pub(super) fn ignored_header(ignored: &[&'static str]) -> HeaderMap {
+pub(super) fn ignored_header(ignored: &[impl Borrow<str>]) -> HeaderMap {
     let mut headers = HeaderMap::new();
     if let Ok(value) = HeaderValue::from_str(&ignored.join(", "))
         && !ignored.is_empty()

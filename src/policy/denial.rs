@@ -89,6 +89,8 @@ pub enum Holders {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Quota {
+    /// Leases of all users and their waiting requests.
+    Leases,
     Queue,
     /// A user's share of the queue.
     QueueOf {

@@ -36,6 +36,17 @@ pub enum HttpShape {
     Whisper,
 }
 
+/// How a text is spoken.
+#[derive(Clone, Copy, Debug)]
+pub struct Manner<'a> {
+    /// Name of the voice.
+    pub voice: Option<&'a str>,
+    /// One of the people whom the voice knows.
+    pub speaker: Option<&'a str>,
+    /// 1 is the voice's own.
+    pub speed: f64,
+}
+
 /// A client of one speech server.
 #[derive(Clone, Debug)]
 pub struct HttpSpeechClient {
@@ -89,38 +100,56 @@ impl HttpSpeechClient {
         timeout(patience, ask).await.unwrap_or_else(|_| Err(self.late("transcribe", patience)))
     }
 
-    /// Speaks `text`, by one of the people whom the voice knows (Piper alone takes that); returns as soon as the audio
-    /// begins. Dropping the returned value closes the connection.
-    ///
-    /// # Errors
-    /// As [`hear`](Self::hear); later failures come as items.
-    pub async fn synthesize(
-        &self,
-        text: &str,
-        voice: Option<&str>,
-        speaker: Option<&str>,
-    ) -> Result<SpeechStream, ClientError> {
-        let (path, body) = match self.shape {
+    /// Whether the server speaks at the speed that is asked for.
+    #[must_use]
+    pub const fn takes_speed(&self) -> bool {
+        matches!(self.shape, HttpShape::Openai | HttpShape::Piper)
+    }
+
+    /// Where the server takes `text`, and as what; by one of the people whom the voice knows (Piper alone takes that).
+    fn spoken_as(&self, text: &str, said: &Manner<'_>) -> Option<(&'static str, Value)> {
+        let hurried = (said.speed - 1.0).abs() > f64::EPSILON;
+        let (path, mut asked) = match self.shape {
             HttpShape::Openai => (
                 "/v1/audio/speech",
                 // Raw PCM is 24 kHz by the protocol and not by every server; WAV says what it is.
                 json!({
                     "model": self.model,
                     "input": text,
-                    "voice": voice.unwrap_or(OPENAI_VOICE),
+                    "voice": said.voice.unwrap_or(OPENAI_VOICE),
                     "response_format": "wav",
                 }),
             ),
-            HttpShape::Piper => {
-                let mut asked = json!({"text": text});
-                for (name, value) in [("voice", voice), ("speaker", speaker)] {
-                    if let (Some(value), Some(asked)) = (value, asked.as_object_mut()) {
-                        asked.insert(name.to_owned(), value.into());
-                    }
+            HttpShape::Piper => ("/synthesize", json!({"text": text})),
+            HttpShape::Whisper => return None,
+        };
+        let fields = asked.as_object_mut()?;
+        if self.shape == HttpShape::Piper {
+            for (name, value) in [("voice", said.voice), ("speaker", said.speaker)] {
+                if let Some(value) = value {
+                    fields.insert(name.to_owned(), value.into());
                 }
-                ("/synthesize", asked)
             }
-            HttpShape::Whisper => return Err(self.wrong("it only hears".to_owned())),
+        }
+        if hurried {
+            // Piper's figure is the length of the sound, not its speed.
+            let (name, value) = match self.shape {
+                HttpShape::Piper => ("length_scale", said.speed.recip()),
+                _ => ("speed", said.speed),
+            };
+            fields.insert(name.to_owned(), value.into());
+        }
+        Some((path, asked))
+    }
+
+    /// Speaks `text`; returns as soon as the audio
+    /// begins. Dropping the returned value closes the connection.
+    ///
+    /// # Errors
+    /// As [`hear`](Self::hear); later failures come as items.
+    pub async fn synthesize(&self, text: &str, said: &Manner<'_>) -> Result<SpeechStream, ClientError> {
+        let Some((path, body)) = self.spoken_as(text, said) else {
+            return Err(self.wrong("it only hears".to_owned()));
         };
         let patience = self.timeouts.synthesize;
         let begin = async {
@@ -438,6 +467,25 @@ mod tests {
         wav[20] = 85;
         let error = begin_of(&wav, 9).unwrap_err();
         assert_eq!(error, "its WAV has encoding 85 with 16 bits, not plain samples");
+    }
+
+    #[test]
+    fn a_speed_is_passed_on_as_each_server_takes_it() {
+        let client =
+            |shape| HttpSpeechClient::new("127.0.0.1:1".to_owned(), shape, "m".to_owned(), ClientTimeouts::default());
+        let asked = |shape, speed| {
+            let manner = Manner { voice: Some("kal"), speaker: Some("7"), speed };
+            client(shape).spoken_as("hi", &manner)
+        };
+        let (path, body) = asked(HttpShape::Openai, 1.25).unwrap();
+        assert_eq!((path, &body["speed"], &body["voice"]), ("/v1/audio/speech", &json!(1.25), &json!("kal")));
+        let (path, body) = asked(HttpShape::Piper, 2.0).unwrap();
+        assert_eq!((path, &body["length_scale"], &body["speaker"]), ("/synthesize", &json!(0.5), &json!("7")));
+        for (shape, name) in [(HttpShape::Openai, "speed"), (HttpShape::Piper, "length_scale")] {
+            assert!(client(shape).takes_speed());
+            assert!(asked(shape, 1.0).unwrap().1.get(name).is_none());
+        }
+        assert!(!client(HttpShape::Whisper).takes_speed() && asked(HttpShape::Whisper, 1.0).is_none());
     }
 
     #[test]

@@ -5,7 +5,7 @@ use tokio::sync::mpsc;
 use super::{
     audio::MonoAudio,
     client::{ClientError, Heard, SpeechStream, WyomingClient},
-    http::HttpSpeechClient,
+    http::{HttpSpeechClient, Manner},
 };
 
 /// Asks one worker to hear or to speak.
@@ -35,20 +35,24 @@ impl SpeechClient {
         }
     }
 
-    /// Speaks `text`, by one of the people whom the voice knows; returns as soon as the audio begins. Dropping the returned
+    /// Whether the worker speaks at the speed that is asked for. Wyoming has no word for it.
+    #[must_use]
+    pub const fn takes_speed(&self) -> bool {
+        match self {
+            Self::Http(client) => client.takes_speed(),
+            Self::Wyoming(_) => false,
+        }
+    }
+
+    /// Speaks `text`; returns as soon as the audio begins. Dropping the returned
     /// value closes the connection.
     ///
     /// # Errors
     /// As [`hear`](Self::hear); later failures come as items.
-    pub async fn synthesize(
-        &self,
-        text: &str,
-        voice: Option<&str>,
-        speaker: Option<&str>,
-    ) -> Result<SpeechStream, ClientError> {
+    pub async fn synthesize(&self, text: &str, said: &Manner<'_>) -> Result<SpeechStream, ClientError> {
         match self {
-            Self::Http(client) => client.synthesize(text, voice, speaker).await,
-            Self::Wyoming(client) => client.speak(text, voice, speaker).await,
+            Self::Http(client) => client.synthesize(text, said).await,
+            Self::Wyoming(client) => client.speak(text, said.voice, said.speaker).await,
         }
     }
 

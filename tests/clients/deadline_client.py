@@ -1,22 +1,27 @@
 #!/usr/bin/env python3
-"""The openai package, unmodified, with a patience that is too short for what it asks.
+"""The openai and anthropic packages, unmodified, with a patience that is too short for what it asks.
 
     deadline_client.py http://127.0.0.1:8410/v1
 
-The package tells its read timeout in `x-stainless-read-timeout`. What cannot begin by then is refused at once instead of
+They state their read timeout in `x-stainless-read-timeout`. What cannot begin by then is refused at once instead of
 being computed for nobody: the client sees a status with a code, and not its own time-out.
 """
 
 import sys
 import time
 
+import anthropic
 import openai
 
 
+def prompt(words):
+    """No two of them begin alike."""
+    return f"{time.monotonic_ns()} " + "tell " * words
+
+
 def ask(client, model, words, **settings):
-    text = f"{time.monotonic_ns()} " + "tell " * words
     return client.chat.completions.create(
-        model=model, messages=[{"role": "user", "content": text}], max_tokens=4, temperature=0, **settings
+        model=model, messages=[{"role": "user", "content": prompt(words)}], max_tokens=4, temperature=0, **settings
     )
 
 
@@ -34,20 +39,38 @@ def main(base_url):
         words *= 2
     print(f"a prompt of {words} words takes {took:.2f} s")
     patience = took / 4
-    for stream in (False, True):
-        impatient = client.with_options(timeout=patience)
+    impatient = client.with_options(timeout=patience)
+    claude = anthropic.Anthropic(
+        base_url=base_url.removesuffix("/v1"), api_key="unused", max_retries=0, timeout=patience
+    )
+    text = [{"role": "user", "content": prompt(words)}]
+    asked = {"model": model, "temperature": 0}
+    for name, request, status_error in [
+        ("a chat", lambda: ask(impatient, model, words), openai.InternalServerError),
+        ("a streamed chat", lambda: list(ask(impatient, model, words, stream=True)), openai.InternalServerError),
+        (
+            "a response",
+            lambda: impatient.responses.create(input=prompt(words), max_output_tokens=16, **asked),
+            openai.InternalServerError,
+        ),
+        (
+            "a message",
+            lambda: claude.messages.create(model=model, messages=text, max_tokens=4),
+            anthropic.InternalServerError,
+        ),
+    ]:
         began = time.monotonic()
         try:
-            answer = ask(impatient, model, words, stream=stream)
-            list(answer)
-        except openai.InternalServerError as error:
-            told = time.monotonic() - began
-            assert error.status_code == 503 and error.code == "deadline_unreachable", error
+            request()
+        except status_error as error:
+            refused = time.monotonic() - began
+            assert error.status_code in (503, 529) and "deadline_unreachable" in error.response.text, error
             assert error.response.headers["x-should-retry"] == "true", error.response.headers
             assert float(error.response.headers["retry-after-ms"]) > 0
-            print(f"refused after {told:.3f} s of {patience:.2f} s (stream={stream}): {error}")
+            assert refused < patience / 2, f"{name}: refused after {refused:.3f} s only"
+            print(f"{name}: refused after {refused:.3f} s of {patience:.2f} s: {error}")
         else:
-            raise AssertionError("answered")
+            raise AssertionError(f"{name} was answered")
     # The same with enough time, and nothing of the refused ones is in its way.
     ask(client.with_options(timeout=60 + 10 * took), model, words)
     print("answered with more patience")

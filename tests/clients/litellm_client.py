@@ -8,7 +8,6 @@ package's own retries, so none of them may fail.
 """
 
 import asyncio
-import json
 import os
 import sys
 from typing import Literal
@@ -21,6 +20,7 @@ import pydantic
 import checks
 from checks import check
 
+OVERFLOW_WORDS = 20_000
 QUESTION = [{"role": "user", "content": "turn on the kitchen light"}]
 
 
@@ -124,14 +124,12 @@ def errors_have_their_classes(context):
             pass
         else:
             raise AssertionError(f"{settings} was answered")
+    # Beyond the context, and within the size that a request may have.
+    messages = [{"role": "user", "content": "12345 " * OVERFLOW_WORDS}]
     try:
-        litellm.completion(
-            model=route, messages=[{"role": "user", "content": "word " * 200_000}], **context.routes[route]
-        )
+        litellm.completion(model=route, messages=messages, **context.routes[route])
     except litellm.ContextWindowExceededError:
         pass
-    except litellm.BadRequestError as error:
-        assert json.dumps(str(error)).find("request_too_large") >= 0, error
     else:
         raise AssertionError("answered")
 

@@ -8,6 +8,7 @@ repeated, for a server whose memory is being taken meanwhile: this client does n
 """
 
 import argparse
+import asyncio
 import json
 import sys
 
@@ -31,6 +32,7 @@ class Context:
     def __init__(self, arguments):
         # Home Assistant gives a list 5 s; a silent stream gets a line each second. An answer in one piece takes its time.
         self.impatient = ollama.Client(host=arguments.host, timeout=httpx.Timeout(5.0))
+        self.host = arguments.host
         self.client = ollama.Client(host=arguments.host)
         self.model = arguments.model or self.impatient.list().models[0].model
 
@@ -96,6 +98,23 @@ def tools_are_told_and_their_outcome_is_taken(context):
 def a_prompt_is_continued(context):
     answer = context.client.generate(model=context.model, prompt="turn on the kitchen light", options={"temperature": 0})
     assert "kitchen" in answer.response and answer.done, answer
+
+
+@check(repeated=True)
+async def a_cancelled_request_leaves_the_next_one_served(context):
+    client = ollama.AsyncClient(host=context.host)
+    asked = {"model": context.model, "messages": QUESTION}
+    async for _part in await client.chat(stream=True, options={"num_predict": 400}, **asked):
+        break
+    task = asyncio.create_task(client.chat(options={"num_predict": 400}, **asked))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    try:
+        await task
+    except asyncio.CancelledError:
+        pass
+    answer = await client.chat(options={"temperature": 0, "num_predict": 64}, **asked)
+    assert answer.done_reason in ("stop", "length") and answer.message.content, answer
 
 
 @check()

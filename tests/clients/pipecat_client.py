@@ -5,13 +5,19 @@
 """
 
 import asyncio
+import json
 import sys
 
+import openai
 from loguru import logger
+from pipecat.adapters.schemas.function_schema import FunctionSchema
+from pipecat.adapters.schemas.tools_schema import ToolsSchema
 from pipecat.frames.frames import (
     EndFrame,
     ErrorFrame,
+    FunctionCallResultProperties,
     InputAudioRawFrame,
+    InterruptionFrame,
     LLMFullResponseEndFrame,
     LLMRunFrame,
     LLMTextFrame,
@@ -36,6 +42,7 @@ from checks import check
 
 QUESTION = "turn on the kitchen light"
 RATE = 24000
+ROOM = {"room": {"type": "string", "enum": ["kitchen", "hall"]}}
 
 
 class Sink(FrameProcessor):
@@ -82,10 +89,18 @@ class Context:
         self.model = arguments.model
         self.url = f"{arguments.host}/v1"
 
-    def llm(self):
+    def llm(self, **settings):
+        settings = {"model": self.model, "max_tokens": 40, "temperature": 0.0, **settings}
         return OpenAILLMService(
-            api_key="unused", base_url=self.url, settings=OpenAILLMService.Settings(model=self.model, max_tokens=40)
+            api_key="unused", base_url=self.url, settings=OpenAILLMService.Settings(**settings)
         )
+
+    def whole(self):
+        """The same answer in one piece."""
+        client = openai.OpenAI(base_url=self.url, api_key="unused")
+        messages = [{"role": "user", "content": QUESTION}]
+        answer = client.chat.completions.create(model=self.model, messages=messages, max_tokens=40, temperature=0)
+        return answer.choices[0].message.content
 
     def realtime(self, **session):
         return OpenAIRealtimeLLMService(
@@ -115,10 +130,62 @@ def text_of(frames):
 async def the_llm_answers(context):
     sink, history = Sink(), LLMContext([{"role": "user", "content": QUESTION}])
     pair = LLMContextAggregatorPair(history)
+    whole = await asyncio.to_thread(context.whole)
     async with Running(pair.user(), context.llm(), sink, pair.assistant()) as task:
-        for _ in range(2):
-            await task.queue_frame(LLMRunFrame())
-            assert text_of(await sink.until(LLMFullResponseEndFrame))
+        await task.queue_frame(LLMRunFrame())
+        text = text_of(await sink.until(LLMFullResponseEndFrame))
+        assert text == whole != "", (text, whole)
+        await task.queue_frame(LLMRunFrame())
+        assert text_of(await sink.until(LLMFullResponseEndFrame))
+
+
+@check()
+async def a_tool_is_called(context):
+    calls = asyncio.Queue()
+
+    async def set_light(params):
+        calls.put_nowait(params.arguments)
+        await params.result_callback({"done": True}, properties=FunctionCallResultProperties(run_llm=False))
+
+    llm = context.llm(max_tokens=160)
+    llm.register_function("set_light", set_light)
+    schema = FunctionSchema(name="set_light", description="Switches a light.", properties=ROOM, required=["room"])
+    history = LLMContext(
+        [{"role": "user", "content": QUESTION}],
+        tools=ToolsSchema(standard_tools=[schema]),
+        tool_choice={"type": "function", "function": {"name": "set_light"}},
+    )
+    pair = LLMContextAggregatorPair(history)
+    async with Running(pair.user(), llm, Sink(), pair.assistant()) as task:
+        await task.queue_frame(LLMRunFrame())
+        arguments = await asyncio.wait_for(calls.get(), 90)
+    assert arguments["room"] in ROOM["room"]["enum"], arguments
+
+
+@check()
+async def an_answer_follows_a_schema(context):
+    schema = {"type": "object", "properties": ROOM, "required": ["room"]}
+    form = {"type": "json_schema", "json_schema": {"name": "light", "schema": schema}}
+    sink, history = Sink(), LLMContext([{"role": "user", "content": QUESTION}])
+    pair = LLMContextAggregatorPair(history)
+    llm = context.llm(max_tokens=160, extra={"response_format": form})
+    async with Running(pair.user(), llm, sink, pair.assistant()) as task:
+        await task.queue_frame(LLMRunFrame())
+        said = json.loads(text_of(await sink.until(LLMFullResponseEndFrame)))
+    assert set(said) == {"room"} and said["room"] in ROOM["room"]["enum"], said
+
+
+@check()
+async def an_interruption_leaves_the_next_answer_served(context):
+    sink, history = Sink(), LLMContext([{"role": "user", "content": QUESTION}])
+    pair = LLMContextAggregatorPair(history)
+    async with Running(pair.user(), context.llm(max_tokens=400), sink, pair.assistant()) as task:
+        await task.queue_frame(LLMRunFrame())
+        await sink.until(LLMTextFrame)
+        await task.queue_frame(InterruptionFrame())
+        await sink.until(InterruptionFrame)
+        await task.queue_frame(LLMRunFrame())
+        assert text_of(await sink.until(LLMFullResponseEndFrame))
 
 
 @check()

@@ -84,6 +84,23 @@ async def two_at_once_do_not_mix(context):
     assert len(one) == len(other) > 0, (len(one), len(other))
 
 
+@check
+async def a_client_that_leaves_in_the_middle_disturbs_no_other(context):
+    async with AsyncClient.from_uri(context.tts) as client:
+        await client.write_event(Synthesize(text=" ".join([context.text] * 20)).event())
+        event = await asyncio.wait_for(client.read_event(), 30)
+        assert event is not None and AudioStart.is_type(event.type), event
+    chunks = await context.say()
+    first = chunks[0]
+    async with AsyncClient.from_uri(context.asr) as client:
+        await client.write_event(Transcribe(language="en").event())
+        await client.write_event(AudioStart(rate=first.rate, width=first.width, channels=first.channels).event())
+        await client.write_event(first.event())
+    start = AudioStart(rate=first.rate, width=first.width, channels=first.channels)
+    events = await context.ask(context.asr, Transcribe(language="en"), start, *chunks, AudioStop(), until=Transcript)
+    assert Transcript.from_event(events[-1]).text == context.text
+
+
 def main():
     context = Context(*sys.argv[1:4])
     sys.exit(run(context))

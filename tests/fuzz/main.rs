@@ -18,6 +18,10 @@
 
 mod damage;
 mod memory;
+mod models;
+mod realtime;
 mod runner;
 mod schemas;
 mod targets;
+#[path = "../../benches/developer/weights.rs"]
+mod weights;

@@ -25,10 +25,9 @@ pub(crate) struct Target<'a> {
     pub(crate) words: &'a [&'a str],
     /// The most that one input may make the program allocate, in bytes, given its length.
     pub(crate) memory_max: fn(usize) -> usize,
+    /// Longest time for one input.
+    pub(crate) hang: Duration,
 }
-
-/// Longest time for one input. Only a hang takes as long.
-const HANG: Duration = Duration::from_secs(20);
 
 /// Examples that are kept; new ones then take the places of old ones.
 const KEPT: usize = 512;
@@ -49,7 +48,7 @@ pub(crate) fn fuzz(target: &Target<'_>, mut run: impl FnMut(&[u8]) -> String) {
         eprintln!("{info}");
     }));
     let running = Running::default();
-    watch(target.name, seed, &running);
+    watch((target.name, target.hang), seed, &running);
 
     let mut examples = target.examples.clone();
     let mut answers = BTreeSet::new();
@@ -98,12 +97,12 @@ pub(crate) fn fuzz(target: &Target<'_>, mut run: impl FnMut(&[u8]) -> String) {
 }
 
 /// Ends the process, with the input, when one takes too long: a test that hangs says nothing.
-fn watch(name: &'static str, seed: u64, running: &Running) {
+fn watch((name, hang): (&'static str, Duration), seed: u64, running: &Running) {
     let running = Arc::downgrade(running);
     std::thread::spawn(move || {
         while let Some(running) = running.upgrade() {
             if let Some((since, input)) = &*running.lock().unwrap()
-                && since.elapsed() > HANG
+                && since.elapsed() > hang
             {
                 eprintln!("{name}, seed {seed}: a hang for {}", shown(input));
                 std::process::abort();

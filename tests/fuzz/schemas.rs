@@ -40,6 +40,8 @@ fn schemas() {
             .collect(),
         words: &["\u{0}", "\u{1}", "\u{7f}", "abc", "\n\n\n\n"],
         memory_max: |_length| 64 << 20,
+        // What a job may take of a processor, on a machine with others.
+        hang: std::time::Duration::from_secs(20),
     };
     fuzz(&target, |bytes| {
         let schema = draw(&mut bytes.iter().copied(), 0);
@@ -93,7 +95,7 @@ fn babble(side: &TextSide, mut mask: Box<dyn cotenant::engine::sampling::TokenMa
 }
 
 /// Watches the private memory of the jobs that run.
-fn watch_jobs(most: Arc<AtomicU64>, stop: Arc<AtomicBool>) -> thread::JoinHandle<()> {
+pub(crate) fn watch_jobs(most: Arc<AtomicU64>, stop: Arc<AtomicBool>) -> thread::JoinHandle<()> {
     let own = std::process::id();
     let task = |pid: u32| -> Vec<u32> {
         let text = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();

@@ -10,7 +10,8 @@ use cotenant::{
         self, Api, Limits,
         backend::{
             AnswerPart, Backends, ChatBackend, ChatEvent, ChatRequest, ChatStream, FinishReason, ModelInfo, ModelKind,
-            SpeechBackend, SpeechRequest, SpeechStream, StatusBackend, TranscribeRequest, Transcript, Usage, Voice,
+            Prompt, SpeechBackend, SpeechRequest, SpeechStream, StatusBackend, TokenizerBackend, TranscribeRequest,
+            Transcript, Usage, Voice,
         },
     },
     policy::{refusal::Refusal, snapshot::Snapshot},
@@ -24,6 +25,7 @@ use cotenant::{
             frame::{Decoded, decode},
         },
     },
+    units::Tokens,
 };
 use futures_util::{StreamExt as _, future::BoxFuture, stream};
 use tokio::{
@@ -36,6 +38,12 @@ use tokio_util::sync::CancellationToken;
 use crate::runner::{Target, fuzz};
 
 const MIB: usize = 1 << 20;
+
+/// Longest time for one input that only this process works on.
+const HANG: Duration = Duration::from_secs(2);
+
+/// The same where a process decodes audio, which has a bound of its own.
+const DECODER_HANG: Duration = Duration::from_secs(20);
 
 #[test]
 fn wyoming_frames() {
@@ -75,6 +83,7 @@ fn wyoming_frames() {
             "\\ud800",
         ],
         memory_max: |length| 8 * MIB + 64 * length,
+        hang: HANG,
     };
     fuzz(&target, |bytes| {
         let mut rest = bytes;
@@ -124,6 +133,7 @@ fn wav_files() {
         words: &["RIFF", "WAVE", "fmt ", "data", "LIST", "fact", "\x01\0", "\u{fe}\u{ff}", "\0\0\0\0"],
         // 16 kHz from 2 kHz, in 8 bits: sixteen bytes for one, twice while it is copied.
         memory_max: |length| 8 * MIB + 64 * length,
+        hang: HANG,
     };
     fuzz(&target, |bytes| match decode_whole_for_asr(bytes, Duration::from_secs(60)) {
         Ok(audio) => {
@@ -168,6 +178,7 @@ fn compressed_audio() {
             "A_OPUS",
         ],
         memory_max: |length| 8 * MIB + 64 * length,
+        hang: DECODER_HANG,
     };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let decoder = decoder();
@@ -231,6 +242,7 @@ fn configurations() {
             "? ",
         ],
         memory_max: |length| 64 * MIB + 64 * length,
+        hang: HANG,
     };
     fuzz(&target, |bytes| match Config::parse(&String::from_utf8_lossy(bytes)) {
         Ok(config) => format!("good: {} {}", config.llm.is_some(), config.workers.len().min(2)),
@@ -273,6 +285,7 @@ fn gguf_headers() {
         examples: vec![header, demo[..65_536].to_vec()],
         words: &["GGUF", "general.architecture", "tokenizer.ggml.tokens", "\x08\0\0\0", "\x09\0\0\0", "\x0c\0\0\0"],
         memory_max: |length| 16 * MIB + 64 * length,
+        hang: HANG,
     };
     let mut file = tempfile::NamedTempFile::new().unwrap();
     let path = file.path().to_owned();
@@ -289,61 +302,103 @@ fn gguf_headers() {
 
 #[test]
 fn http_bodies() {
-    // The first byte of an input says to which path it goes; see `CASES`.
-    const CASES: [(&str, &str); 10] = [
-        ("/v1/chat/completions", "application/json"),
-        ("/v1/audio/speech", "application/json"),
-        ("/v1/audio/transcriptions", "multipart/form-data; boundary=x"),
-        ("/v1/audio/transcriptions", "application/json"),
-        ("/api/chat", "application/json"),
-        ("/api/show", "application/json"),
-        ("/v1/messages", "application/json"),
-        ("/v1/responses", "application/json"),
-        ("/v1/completions", "application/json"),
-        ("/tokenize", "application/json"),
-    ];
     let chat = br#"{"model":"demo","messages":[{"role":"user","content":[{"type":"text","text":"hi"}]}],"stream":false,
         "max_tokens":5,"temperature":0.5,"top_p":1,"stop":["a"],"seed":7,"tools":[{"type":"function","function":{"name":"f",
         "parameters":{"type":"object"}}}],"response_format":{"type":"json_schema","json_schema":{"name":"n","schema":
         {"type":"object","properties":{"a":{"type":"integer"}}}}}}"#;
+    let message = br#"{"model":"demo","max_tokens":5,"system":"s","messages":[{"role":"user","content":[{"type":"tool_result","tool_use_id":"t","content":"x"}]}],"tools":[{"name":"f","input_schema":{"type":"object"}}]}"#;
+    let input = br#"{"model":"demo","input":[{"type":"function_call","call_id":"c","name":"f","arguments":"{}"},{"type":"function_call_output","call_id":"c","output":"x"}],"text":{"format":{"type":"json_object"}}}"#;
     let speech = br#"{"model":"tts","input":"good night","voice":"slt","response_format":"wav","speed":1.0}"#;
-    let wav = MonoAudio::new(16_000, vec![5; 200]).to_wav().unwrap();
-    let mut form =
-        b"--x\r\nContent-Disposition: form-data; name=\"model\"\r\n\r\nasr\r\n--x\r\nContent-Disposition: form-data; \
-        name=\"file\"; filename=\"a.wav\"\r\nContent-Type: audio/wav\r\n\r\n"
-            .to_vec();
-    form.extend(wav);
-    form.extend(b"\r\n--x--\r\n");
-    let case = |number: u8, body: &[u8]| [&[number], body].concat();
-    let target = Target {
-        name: "http",
-        examples: vec![
-            case(0, chat),
-            case(0, br#"{"model":"demo","messages":[{"role":"user","content":"hi"}],"stream":true}"#),
-            case(1, speech),
-            case(2, &form),
-            case(4, br#"{"model":"demo","messages":[{"role":"user","content":"hi"}],"options":{"num_ctx":4},"keep_alive":"5m"}"#),
-            case(5, br#"{"model":"demo"}"#),
-            case(6, br#"{"model":"demo","max_tokens":5,"system":"s","messages":[{"role":"user","content":[{"type":"tool_result","tool_use_id":"t","content":"x"}]}],"tools":[{"name":"f","input_schema":{"type":"object"}}]}"#),
-            case(7, br#"{"model":"demo","input":[{"type":"function_call","call_id":"c","name":"f","arguments":"{}"},{"type":"function_call_output","call_id":"c","output":"x"}],"text":{"format":{"type":"json_object"}}}"#),
-            case(8, br#"{"model":"demo","prompt":["once"],"echo":true,"stream":true}"#),
-            case(9, br#"{"content":"once","with_pieces":true}"#),
+    let json = |path: &'static str, body: &[u8]| (path, "application/json", body.to_vec());
+    fuzz_http(
+        ("http", HANG),
+        &[
+            json("/v1/chat/completions", chat),
+            json("/v1/chat/completions", br#"{"model":"demo","messages":[{"role":"user","content":"hi"}],"stream":true}"#),
+            json("/v1/audio/speech", speech),
+            json("/api/chat", br#"{"model":"demo","messages":[{"role":"user","content":"hi"}],"options":{"num_ctx":4,"tfs_z":1},"keep_alive":"5m"}"#),
+            json("/api/generate", br#"{"model":"demo","prompt":"hi","system":"s","format":"json","think":false,"options":{"stop":["."]}}"#),
+            json("/api/show", br#"{"model":"demo"}"#),
+            json("/v1/messages", message),
+            json("/v1/messages", br#"{"model":"demo","max_tokens":5,"stream":true,"messages":[{"role":"user","content":"hi"}]}"#),
+            json("/v1/messages/count_tokens", message),
+            json("/v1/responses", input),
+            json("/v1/responses", br#"{"model":"demo","input":"hi","stream":true,"instructions":"s"}"#),
+            json("/v1/responses/input_tokens", input),
+            json("/v1/completions", br#"{"model":"demo","prompt":["once"],"echo":true,"stream":true}"#),
+            json("/tokenize", br#"{"content":"once","with_pieces":true}"#),
+            json("/detokenize", br#"{"tokens":[104,105]}"#),
         ],
+    );
+}
+
+#[test]
+fn http_uploads() {
+    let wav = MonoAudio::new(16_000, vec![5; 200]).to_wav().unwrap();
+    let form = |fields: &str| {
+        let head =
+            "Content-Disposition: form-data; name=\"file\"; filename=\"a.wav\"\r\nContent-Type: audio/wav\r\n\r\n";
+        [fields.as_bytes(), b"--x\r\n", head.as_bytes(), &wav, b"\r\n--x--\r\n"].concat()
+    };
+    let field =
+        |name: &str, value: &str| format!("--x\r\nContent-Disposition: form-data; name=\"{name}\"\r\n\r\n{value}\r\n");
+    let multipart = |path: &'static str, body: Vec<u8>| (path, "multipart/form-data; boundary=x", body);
+    let many = ["model", "language", "prompt", "temperature", "stream"].map(|name| field(name, "1")).concat();
+    fuzz_http(
+        ("http uploads", DECODER_HANG),
+        &[
+            multipart("/v1/audio/transcriptions", form(&field("model", "asr"))),
+            multipart("/v1/audio/transcriptions", form(&(field("response_format", "verbose_json") + &many))),
+            multipart("/v1/audio/transcriptions", form(&(field("model", "asr") + &field("stream", "true")))),
+            multipart("/v1/audio/translations", form(&field("model", "asr"))),
+            ("/v1/audio/transcriptions", "application/json", b"{}".to_vec()),
+        ],
+    );
+}
+
+/// Damages bodies of requests; the first byte of an input says which of `cases` it belongs to.
+fn fuzz_http((name, hang): (&'static str, Duration), cases: &[(&'static str, &'static str, Vec<u8>)]) {
+    let example = |number: usize, body: &[u8]| [&[u8::try_from(number).unwrap()], body].concat();
+    let target = Target {
+        name,
+        examples: cases.iter().enumerate().map(|(number, (_, _, body))| example(number, body)).collect(),
         words: &[
-            "\"", "null", "true", "{", "}", "[", "]", "\\u0000", "\\ud800", "1e309", "\"messages\":", "\"role\":\"tool\"",
-            "\"stream\":true", "\r\n--x\r\n", "--x--", "filename*=utf-8''", "RIFF", "\"stop\":", "\"type\":\"image_url\"",
-            "\"$ref\":\"#\"", "\"pattern\":\"(a*)*b\"", "\"enum\":", "\"anyOf\":", "\"format\":",
+            "\"",
+            "null",
+            "true",
+            "{",
+            "}",
+            "[",
+            "]",
+            "\\u0000",
+            "\\ud800",
+            "1e309",
+            "\"messages\":",
+            "\"role\":\"tool\"",
+            "\"stream\":true",
+            "\r\n--x\r\n",
+            "--x--",
+            "filename*=utf-8''",
+            "RIFF",
+            "\"stop\":",
+            "\"type\":\"image_url\"",
+            "\"$ref\":\"#\"",
+            "\"pattern\":\"(a*)*b\"",
+            "\"enum\":",
+            "\"anyOf\":",
+            "\"format\":",
+            "\"input\":",
+            "\"tokens\":",
         ],
         memory_max: |length| 64 * MIB + 64 * length,
+        hang,
     };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let (address, stop) = runtime.block_on(serving());
     fuzz(&target, |bytes| {
         let (number, body) = bytes.split_first().unwrap_or((&0, &[]));
-        let (path, kind) = CASES[usize::from(*number) % CASES.len()];
-        runtime.block_on(async {
-            timeout(Duration::from_secs(15), post(address, path, kind, body)).await.expect("no answer")
-        })
+        let (path, kind, _) = &cases[usize::from(*number) % cases.len()];
+        runtime.block_on(async { timeout(hang, post(address, path, kind, body)).await.expect("no answer") })
     });
     stop.cancel();
 }
@@ -369,13 +424,13 @@ async fn post(address: SocketAddr, path: &str, kind: &str, body: &[u8]) -> Strin
     format!("{status} {}", reason.trim_start_matches('"'))
 }
 
-async fn serving() -> (SocketAddr, CancellationToken) {
+pub(crate) async fn serving() -> (SocketAddr, CancellationToken) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let backend = Arc::new(Willing);
     let backends = Backends {
         chat: Some(Arc::clone(&backend) as Arc<dyn ChatBackend>),
-        tokenizer: None,
+        tokenizer: Some(Arc::clone(&backend) as Arc<dyn TokenizerBackend>),
         decoder: decoder(),
         speech: Some(Arc::clone(&backend) as Arc<dyn SpeechBackend>),
         status: backend,
@@ -395,6 +450,22 @@ impl ChatBackend for Willing {
     }
 }
 
+/// Each byte is a token.
+impl TokenizerBackend for Willing {
+    fn count(&self, prompt: Prompt) -> BoxFuture<'_, Result<Tokens, Refusal>> {
+        let tokens = u32::try_from(prompt.messages().len()).unwrap_or(u32::MAX);
+        Box::pin(async move { Ok(Tokens::new(tokens)) })
+    }
+
+    fn tokenize(&self, text: String, _begin: bool, _control: bool) -> BoxFuture<'_, Result<Vec<u32>, Refusal>> {
+        Box::pin(async move { Ok(text.bytes().map(u32::from).collect()) })
+    }
+
+    fn pieces(&self, tokens: Vec<u32>) -> BoxFuture<'_, Result<Vec<Vec<u8>>, Refusal>> {
+        Box::pin(async move { Ok(tokens.into_iter().map(|token| vec![token.to_le_bytes()[0]]).collect()) })
+    }
+}
+
 impl SpeechBackend for Willing {
     fn transcribe(&self, request: TranscribeRequest) -> BoxFuture<'_, Result<Transcript, Refusal>> {
         let text = format!("{} samples", request.audio.samples.len());
@@ -402,7 +473,9 @@ impl SpeechBackend for Willing {
     }
 
     fn synthesize(&self, _request: SpeechRequest) -> BoxFuture<'_, Result<SpeechStream, Refusal>> {
-        Box::pin(async { Ok(SpeechStream { rate: 16_000, chunks: stream::iter([Ok(vec![1; 100])]).boxed() }) })
+        Box::pin(async {
+            Ok(SpeechStream { rate: 16_000, ignored: &[], chunks: stream::iter([Ok(vec![1; 100])]).boxed() })
+        })
     }
 }
 

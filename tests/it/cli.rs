@@ -83,6 +83,26 @@ fn a_model_whose_template_no_load_would_take_is_refused_by_the_check() {
 }
 
 #[test]
+fn a_model_whose_tokenizer_no_load_would_take_is_refused_by_the_check() {
+    let demo = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/demo-model/demo.gguf");
+    let mut model = fs::read(demo).unwrap();
+    let key = b"tokenizer.ggml.merges";
+    let key = model.windows(key.len()).position(|window| window == key).unwrap() + key.len();
+    // Behind the types of the list and of its entries, their number, and the length of the first one.
+    let merge = key + 4 + 4 + 8 + 8;
+    let space = merge + model[merge..].iter().position(|byte| *byte == b' ').unwrap();
+    model[space] = b'x';
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("broken.gguf");
+    fs::write(&path, model).unwrap();
+    let config = format!("llm: {{path: {}, name: assistant}}\n", path.display());
+    fs::write(folder.path().join("cotenant.yaml"), config).unwrap();
+    let (code, stdout, stderr) = run(&folder, &["check", "cotenant.yaml"]);
+    assert_eq!(code, Some(78), "{stdout}{stderr}");
+    assert!(stderr.contains("merge"), "{stderr}");
+}
+
+#[test]
 fn a_model_in_place_of_a_configuration_is_named() {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("model.gguf"), "GGUF\u{3}\0\0\0").unwrap();

@@ -15,16 +15,17 @@ use crate::weights::Weights as _;
 use candle_core::quantized::GgmlDType;
 use cotenant::{
     engine::{
-        ApplyFailure, ChatMessage, Engine, EngineEvent, EngineHandle, EngineOptions, EnginePhase, FinishReason, Flow,
-        ForwardError, GenerateError, GenerateEvent, GenerateRequest, LoadError, LoadErrorKind, Model, ModelOptions,
-        Prompt, RequestId, Role, Sampling, SubmitError,
+        ApplyFailure, ChatMessage, Client, Engine, EngineEvent, EngineHandle, EngineOptions, EnginePhase, FinishReason,
+        Flow, ForwardError, GenerateError, GenerateEvent, GenerateRequest, LoadError, LoadErrorKind, Model,
+        ModelOptions, Prompt, RequestId, Role, Sampling, SubmitError,
         arena::{Backing, Mapping, SharedMapping},
         disk::Retained,
         protocol::OpenError,
+        sampling::{MaskError, TokenMask},
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
     },
-    policy::{kv_type::KvType, residency::EnginePlan, sinks::Sinks},
+    policy::{kv_type::KvType, lease::Class, residency::EnginePlan, sinks::Sinks},
     units::{Bytes, Tokens},
 };
 use tokio::sync::mpsc;
@@ -721,4 +722,94 @@ fn a_file_that_cannot_be_loaded_is_told_and_another_may_follow() {
         engine.handle().stop();
         engine.join();
     }
+}
+
+#[test]
+fn the_time_of_an_answer_includes_its_prompt() {
+    let (stage, keeper) = Stage::gated(EngineOptions::default(), babble);
+    let due = GenerateRequest { time_max: Some(Duration::ZERO), ..limited(1, &"a".repeat(100), 5) };
+    let mut stream = stage.handle.generate(due).unwrap();
+    keeper.arrived();
+    keeper.open();
+    let answer = collect(&mut stream);
+    assert_eq!((answer.reason(), answer.tokens.len()), (FinishReason::Length, 0));
+    // What was read of the prompt is not lost, and the next one is answered.
+    assert_eq!(stage.ask(limited(2, &"a".repeat(100), 5)).tokens.len(), 5);
+    stage.stop();
+}
+
+/// A form that is never computed to its end.
+struct NeverReady;
+
+impl TokenMask for NeverReady {
+    fn is_ready(&mut self, wait: Duration) -> Result<bool, MaskError> {
+        std::thread::sleep(wait);
+        Ok(false)
+    }
+
+    fn apply(&mut self, _logits: &mut [f32]) -> Result<(), MaskError> {
+        Err(MaskError { message: "asked before it was ready".to_owned() })
+    }
+
+    fn accept(&mut self, _token: u32, _bytes: &[u8]) -> Result<(), MaskError> {
+        Ok(())
+    }
+
+    fn is_complete(&mut self) -> Result<bool, MaskError> {
+        Ok(false)
+    }
+}
+
+#[test]
+fn the_time_of_an_answer_includes_the_wait_for_its_form() {
+    let stage = Stage::new(Setting::default(), babble);
+    let due = GenerateRequest { time_max: Some(Duration::from_millis(100)), ..limited(1, "a", 5) };
+    let mut prepared = stage.handle.prepare(&due, Client::PATIENT).unwrap();
+    prepared.mask = Some(Box::new(NeverReady));
+    let answer = collect(&mut stage.handle.submit(due, prepared).unwrap());
+    assert_eq!((answer.reason(), answer.tokens.len()), (FinishReason::Length, 0));
+    assert_eq!(stage.ask(limited(2, "a", 5)).tokens.len(), 5);
+    stage.stop();
+}
+
+#[test]
+fn a_long_answer_ends_while_others_as_urgent_wait() {
+    for (class, written) in [(Class::AudioRealtime, 1), (Class::Interactive, 1), (Class::Batch, 9)] {
+        let (stage, keeper) = Stage::gated(EngineOptions::default(), drone);
+        let long = GenerateRequest { time_shared: Some(Duration::ZERO), ..limited(1, "a", 9) };
+        let mut first = stage.handle.generate(long).unwrap();
+        keeper.arrived();
+        let mut second = stage.handle.generate(GenerateRequest { class, ..limited(2, "b", 3) }).unwrap();
+        keeper.open();
+        let answer = collect(&mut first);
+        assert_eq!((answer.reason(), answer.tokens.len()), (FinishReason::Length, written), "{class:?} waits");
+        assert_eq!(collect(&mut second).tokens.len(), 3);
+        stage.stop();
+    }
+    // Alone it may take as long as it likes.
+    let stage = Stage::new(Setting::default(), drone);
+    let alone = GenerateRequest { time_shared: Some(Duration::ZERO), ..limited(1, "a", 50) };
+    assert_eq!(stage.ask(alone).tokens.len(), 50);
+    stage.stop();
+}
+
+#[test]
+fn requests_of_one_class_begin_in_the_order_in_which_they_came() {
+    let (mut stage, keeper) = Stage::gated(EngineOptions::default(), babble);
+    let mut streams = vec![stage.handle.generate(limited(0, "a", 2)).unwrap()];
+    keeper.arrived();
+    // As many as may wait.
+    streams.extend(
+        (1..=16u64).map(|id| stage.handle.generate(limited(id, &"b".repeat(usize::try_from(id).unwrap()), 2)).unwrap()),
+    );
+    keeper.open();
+    let mut begun = Vec::new();
+    while begun.len() < streams.len() {
+        if let EngineEvent::RequestStarted { id, .. } = stage.event() {
+            begun.push(id.get());
+        }
+    }
+    assert_eq!(begun, (0..=16).collect::<Vec<_>>());
+    assert!(streams.iter_mut().all(|stream| collect(stream).reason() == FinishReason::Length));
+    stage.stop();
 }

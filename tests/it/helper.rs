@@ -116,6 +116,31 @@ fn hostile_schemas_are_refused_within_their_bounds_and_leave_nothing() {
     assert_eq!(helper_pid(), helper, "it is the same one");
 }
 
+/// Refused ones keep nothing, also where many are asked for at the same time.
+#[test]
+fn fourteen_refused_schemas_at_once_leave_nothing() {
+    let side = text_side(None);
+    drop(prepare(&side, json!({})).unwrap());
+    let helper = helper_pid();
+    wait_for_no_jobs(helper);
+    let (before, own) = (anonymous(helper), anonymous(process::id()));
+    std::thread::scope(|scope| {
+        for number in 0..14u64 {
+            let side = &side;
+            scope.spawn(move || {
+                let schema = json!({"type": "integer", "multipleOf": 62_615_533 + 2 * number});
+                assert!(prepare(side, schema).is_err());
+            });
+        }
+    });
+    wait_for_no_jobs(helper);
+    let grown = anonymous(helper).saturating_sub(before);
+    assert!(grown <= 256, "the helper has grown by {grown} kB");
+    let grown = anonymous(process::id()).saturating_sub(own);
+    assert!(grown <= 16 << 10, "the owner has grown by {grown} kB");
+    drop(prepare(&side, json!({"type": "boolean"})).unwrap());
+}
+
 #[test]
 fn the_multiple_of_a_large_number_is_refused_as_too_large() {
     let error = prepare(&text_side(None), json!({"type": "integer", "multipleOf": 62_615_533})).err();

@@ -84,6 +84,7 @@ impl Display for Holders {
 impl Display for Quota {
     fn fmt(&self, f: &mut Formatter<'_>) -> Result {
         match self {
+            Self::Leases => f.write_str("leases of all users"),
             Self::Queue => f.write_str("the queue"),
             Self::QueueOf { uid } => write!(f, "the share of uid {uid} in the queue"),
             Self::LeasesOf { uid } => write!(f, "leases of uid {uid}"),

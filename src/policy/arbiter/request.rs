@@ -220,6 +220,11 @@ impl Arbiter {
             .values()
             .filter(|want| matches!(&want.kind, WantKind::Lease(other) if other.peer.uid == uid))
             .count();
+        let tenants = state.leases.values().filter(|lease| lease.kind == LeaseKind::Tenant).count();
+        if tenants + state.queue.values().count() >= LEASES_MAX {
+            let (what, limit) = (Quota::Leases, Bytes::of_len(LEASES_MAX).get());
+            return Err(Denial::QuotaExceeded { tenant: request.tenant.clone(), what, limit });
+        }
         let limit = u64::from(state.params.lease.leases_per_uid);
         if Bytes::of_len(held + waiting).get() >= limit {
             return Err(Denial::QuotaExceeded { tenant: request.tenant.clone(), what: Quota::LeasesOf { uid }, limit });
@@ -380,3 +385,7 @@ impl Arbiter {
         }
     }
 }
+
+/// Leases of all users, with the requests that wait. Our choice, above what one user may have: each event looks at all of
+/// them, and the end of a holder of 1000 takes milliseconds.
+const LEASES_MAX: usize = 1024;

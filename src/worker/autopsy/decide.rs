@@ -364,15 +364,7 @@ fn by_code(evidence: &Evidence, words: &[Quote], code: i32) -> Ruling {
             Said::Allocation(_) => return allocation(evidence, quote, &format!("exited with code {code}")),
             Said::CudaMismatch => return cuda_mismatch(quote),
             Said::MissingLibrary { library } => return missing_library(evidence, code, library, quote),
-            Said::UnfitLibrary => {
-                return Ruling::new(
-                    DeathClass::MissingLibrary,
-                    Confidence::Likely,
-                    format!("exited with code {code}: a shared library does not fit it (`{}`)", quote.line),
-                )
-                .remedy("install the version that it was built with; `cotenant check` shows which file is found")
-                .lasting();
-            }
+            Said::UnfitLibrary => return unfit_library(evidence, code, quote),
             Said::Lock if evidence.found.limits.of(LOCKED).is_some() => return lock_limit(evidence, code, quote),
             Said::Lock | Said::Assertion => {}
         }
@@ -467,6 +459,7 @@ fn allocation(evidence: &Evidence, quote: &Quote, how: &str) -> Ruling {
     })
 }
 
+/// By its words only. Libraries try CUDA and go on without, so the next start is not ruled out.
 fn cuda_mismatch(quote: &Quote) -> Ruling {
     Ruling::new(
         DeathClass::CudaMismatch,
@@ -474,15 +467,38 @@ fn cuda_mismatch(quote: &Quote) -> Ruling {
         format!("could not use CUDA: its runtime and the driver do not fit (`{}`)", quote.line),
     )
     .remedy("use a build for the CUDA version of this driver; `cotenant check` shows both")
-    .lasting()
+}
+
+/// Whether the dynamic loader ended the process, so that the next start ends in the same way. Any other code is the
+/// program's own: it ran, and a library that it tried to load may have been optional.
+fn loader_refused(evidence: &Evidence, code: i32, quote: &Quote) -> bool {
+    // glibc returns 1 instead of 127 where a version is missing, and names the program before and after it.
+    let own_version = || {
+        let program = quote.line.split_once(": ")?.0;
+        let required_by = quote.line.rsplit_once(" not found (required by ")?.1;
+        Some(required_by.trim_end() == format!("{program})"))
+    };
+    code == LOADER_EXIT || (!evidence.was_ready && code == 1 && own_version() == Some(true))
+}
+
+fn unfit_library(evidence: &Evidence, code: i32, quote: &Quote) -> Ruling {
+    let ruling = |confidence| {
+        Ruling::new(
+            DeathClass::MissingLibrary,
+            confidence,
+            format!("exited with code {code}: a shared library does not fit it (`{}`)", quote.line),
+        )
+        .remedy("install the version that it was built with; `cotenant check` shows which file is found")
+    };
+    if loader_refused(evidence, code, quote) { ruling(Confidence::Likely).lasting() } else { ruling(Confidence::Low) }
 }
 
 fn missing_library(evidence: &Evidence, code: i32, library: &str, quote: &Quote) -> Ruling {
-    if evidence.was_ready && code != LOADER_EXIT {
-        // It ran without the library until now, so the line need not be about its end.
+    if !loader_refused(evidence, code, quote) {
         return Ruling::new(
             DeathClass::MissingLibrary,
-            Confidence::Low,
+            // It ran without the library until now, so the line need not be about its end.
+            if evidence.was_ready { Confidence::Low } else { Confidence::Likely },
             format!("exited with code {code}, saying `{}`", quote.line),
         )
         .remedy(format!("if it needs `{library}`, install it; its output says more"));

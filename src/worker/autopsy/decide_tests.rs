@@ -388,6 +388,41 @@ fn libraries_that_are_missing_or_of_another_cuda_are_told_apart() {
     assert_eq!(verdict.class, DeathClass::CudaMismatch);
 }
 
+/// A slow start, a warning about something optional, and an end of another cause: only the loader's own end is lasting.
+#[test]
+fn a_worker_that_never_was_ready_is_started_again_unless_the_loader_refused_it() {
+    const OPTIONAL: &str = "warning: libfoo.so.1: cannot open shared object file: No such file or directory";
+    const VERSION: &str = "/opt/asr: /lib/libc.so.6: version `GLIBC_2.99' not found (required by /opt/asr)";
+    const IMPORT: &str = "ImportError: /lib/libc.so.6: version `GLIBC_2.99' not found (required by /opt/x.so)";
+    const CUDA: &str = "CUDA driver version is insufficient for CUDA runtime version";
+    const SYMBOL: &str = "/opt/asr: symbol lookup error: /opt/asr: undefined symbol: vosk_new";
+    for (line, code, class, confidence, lasting) in [
+        (OPTIONAL, 1, DeathClass::MissingLibrary, Confidence::Likely, false),
+        (OPTIONAL, 127, DeathClass::MissingLibrary, Confidence::Certain, true),
+        (VERSION, 1, DeathClass::MissingLibrary, Confidence::Likely, true),
+        (VERSION, 2, DeathClass::MissingLibrary, Confidence::Low, false),
+        (IMPORT, 1, DeathClass::MissingLibrary, Confidence::Low, false),
+        (SYMBOL, 127, DeathClass::MissingLibrary, Confidence::Likely, true),
+        (SYMBOL, 1, DeathClass::MissingLibrary, Confidence::Low, false),
+        (CUDA, 1, DeathClass::CudaMismatch, Confidence::Likely, false),
+    ] {
+        let verdict = with(ExitStatus::Code(code), |evidence| {
+            evidence.lines = vec![line.to_owned(), "cannot open model.bin".to_owned()];
+            evidence.was_ready = false;
+            evidence.lived = Duration::from_secs(70);
+        });
+        let found = (verdict.class, verdict.confidence, verdict.needs_operator);
+        assert_eq!(found, (class, confidence, lasting), "code {code}: {line}");
+    }
+    // Files of another CUDA beside a program that went on prove nothing either.
+    let verdict = with(ExitStatus::Code(1), |evidence| {
+        evidence.lines = vec!["libcudart.so.12: cannot open shared object file: No such file".to_owned()];
+        evidence.other_versions = vec!["libcudart.so.11.0".to_owned()];
+        evidence.was_ready = false;
+    });
+    assert_eq!((verdict.confidence, verdict.needs_operator), (Confidence::Likely, false));
+}
+
 #[test]
 fn a_silent_exit_and_an_abort_say_what_they_are() {
     let verdict = said(ExitStatus::Code(0), &["bye"]);

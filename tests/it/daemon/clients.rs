@@ -144,8 +144,12 @@ async fn what_cannot_begin_while_the_client_waits_is_refused_at_once() {
         return;
     };
     assert!(output.status.success(), "{}\n{}", said(&output), house.log());
-    let refused = daemon.metric("cotenant_request_seconds_count{route=\"/v1/chat/completions\",code=\"503\"}").await;
-    assert_eq!(refused, Some(2.0));
+    for (route, code, count) in
+        [("/v1/chat/completions", 503, 2.0), ("/v1/responses", 503, 1.0), ("/v1/messages", 529, 1.0)]
+    {
+        let series = format!("cotenant_request_seconds_count{{route=\"{route}\",code=\"{code}\"}}");
+        assert_eq!(daemon.metric(&series).await, Some(count), "{series}");
+    }
     daemon.end().await;
 }
 

@@ -6,7 +6,7 @@ use cotenant::rpc::v1::{CreateLeaseRequest, LeaseClass, WorkerState};
 use serde_json::json;
 use tonic::Code;
 
-use super::house::{House, ballast, budget, chat_body, content, demo_model, said, whole, worker};
+use super::house::{House, anonymous, ballast, budget, chat_body, content, demo_model, said, whole, worker};
 use crate::http::client::{Connection, request};
 
 const MIB: u64 = 1 << 20;
@@ -195,6 +195,82 @@ async fn a_client_that_goes_away_ends_its_generation() {
     }
     // Three times 4000 tokens would take longer than this client waits.
     assert!(!content(&daemon.ask("hello").await).is_empty());
+    daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_answer_without_a_limit_of_its_own_ends_by_those_of_the_configuration() {
+    let limited = |limit: &str| {
+        let model = demo_model(8192).replace("kv_floor: 128", &format!("{limit}, kv_floor: 128"));
+        format!("{}{model}", budget(128))
+    };
+    let house = House::new(&limited("answer_tokens_max: 7"));
+    let daemon = house.start().await;
+    daemon.whole().await;
+    let story = |more: serde_json::Value| {
+        let mut fields = json!({
+            "temperature": 2.0, "seed": 3, "messages": [{"role": "user", "content": "tell me a story"}],
+        });
+        fields.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        fields
+    };
+    let ended = |answer: &crate::http::client::Answer| {
+        let value: serde_json::Value = serde_json::from_str(answer.text()).unwrap();
+        let tokens = value["usage"]["completion_tokens"].as_u64().unwrap();
+        (value["choices"][0]["finish_reason"].as_str().unwrap().to_owned(), tokens)
+    };
+    let short = daemon.chat(story(json!({}))).await;
+    assert_eq!(ended(&short), ("length".to_owned(), 7), "{}", short.text());
+    daemon.end().await;
+    // Its client's own limit is the larger one, and time ends it.
+    house.configure(&limited("answer_time_max: 2s"));
+    let daemon = house.start().await;
+    daemon.whole().await;
+    let long = daemon.chat(story(json!({ "max_tokens": 8000 }))).await;
+    let (reason, tokens) = ended(&long);
+    assert!(reason == "length" && tokens < 7900, "{reason} after {tokens}: {}", long.text());
+    daemon.end().await;
+}
+
+/// Two hundred bytes that once took gigabytes: by each API it is refused, and by a client that leaves it is given up.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_schema_that_would_take_all_memory_takes_none() {
+    let house = House::new(&format!("{}{}", budget(256), demo_model(1024)));
+    let daemon = house.start().await;
+    daemon.whole().await;
+    let schema = json!({"type": "integer", "multipleOf": 62_615_533});
+    let question = json!([{"role": "user", "content": "hi"}]);
+    let form = json!({"type": "json_schema", "json_schema": {"name": "n", "schema": schema}});
+    let tool = json!({"type": "function", "function": {"name": "f", "parameters": {
+        "type": "object", "properties": {"n": schema}, "required": ["n"],
+    }}});
+    let asked = [
+        ("/v1/chat/completions", json!({"model": "demo", "messages": question, "response_format": form})),
+        (
+            "/v1/chat/completions",
+            json!({"model": "demo", "messages": question, "tools": [tool], "tool_choice": "required"}),
+        ),
+        ("/api/chat", json!({"model": "demo", "messages": question, "format": schema})),
+    ];
+    // Once, so that what a first answer and a first form take is there already.
+    assert!(!content(&daemon.ask("hello").await).is_empty());
+    assert_eq!(crate::http::client::post_json(daemon.http, asked[0].0, &asked[0].1).await.status, 400);
+    let before = anonymous(daemon.pid());
+    for (path, body) in &asked {
+        let answer = crate::http::client::post_json(daemon.http, path, body).await;
+        assert_eq!(answer.status, 400, "{path}: {}", answer.text());
+    }
+    // Clients that leave while it is computed.
+    let head = [("content-type", "application/json")];
+    for (path, body) in &asked {
+        let mut connection = Connection::open(daemon.http).await;
+        connection.send(&request("POST", path, &head, body.to_string().as_bytes())).await;
+        drop(connection);
+    }
+    // Nothing is in the way of the next one, and nothing is kept.
+    assert!(!content(&daemon.ask("hello").await).is_empty());
+    let grown = anonymous(daemon.pid()).saturating_sub(before);
+    assert!(grown < 32 * MIB, "the daemon has grown by {grown} bytes");
     daemon.end().await;
 }
 

@@ -7,7 +7,7 @@ use serde_json::json;
 
 use super::frozen::Frozen;
 use super::house::{House, anonymous, budget, content, demo_model, whole};
-use crate::http::client::Answer;
+use crate::http::client::{Answer, Connection};
 
 const MIB: u64 = 1 << 20;
 
@@ -272,5 +272,41 @@ async fn a_journal_that_stalls_takes_nothing_of_the_emergency_reserve() {
     let status = house.json(&["status"]);
     assert_eq!(status["standbyMissed"], 0, "{status}");
     stalled.thaw();
+    daemon.end().await;
+}
+
+/// The body of a request takes the daemon's own memory, and is shown as that: nobody else has it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_the_daemon_itself_uses_is_shown_as_its_own() {
+    let house = House::new(&format!(
+        "{}{}workers:
+  - name: ears
+    role: asr
+    argv: [sleep, \"1000\"]
+    socket: {{FOLDER}}/ears.sock
+    ready: {{kind: started}}
+    memory: {{steady: 4MiB}}
+",
+        budget(256),
+        demo_model(1024)
+    ));
+    let daemon = house.start().await;
+    let own = |status: &cotenant::rpc::v1::GetStatusResponse| {
+        status.budget.as_ref().and_then(|budget| budget.supervisor_bytes).unwrap_or_default()
+    };
+    let before = own(&daemon.until("measured", |status| whole(status) && own(status) > 0).await);
+    // Of an upload that never ends.
+    let head = format!(
+        "POST /v1/audio/transcriptions HTTP/1.1\r\nhost: localhost\r\ncontent-type: multipart/form-data; boundary=x\r\n\
+         content-length: {}\r\n\r\n",
+        24 * MIB
+    );
+    let mut upload = Connection::open(daemon.http).await;
+    upload.send(&[head.as_bytes(), &vec![b'a'; 20 << 20]].concat()).await;
+    let status = daemon.until("the body is seen", |status| own(status) >= before + 12 * MIB).await;
+    let unaccounted = status.budget.as_ref().unwrap().unaccounted_bytes;
+    assert!(unaccounted < 8 * MIB, "{unaccounted}");
+    assert!(house.tell(&["status"]).contains("supervisor"));
+    drop(upload);
     daemon.end().await;
 }

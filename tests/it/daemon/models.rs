@@ -175,3 +175,52 @@ async fn a_good_model_after_a_bad_one_is_loaded_by_a_new_start() {
     daemon.end_after(&["the engine has failed"]).await;
     assert_eq!(house.replay().lines().count(), 2);
 }
+
+/// Starts without the model's file: overall health and chat name the engine's failure, and the worker serves.
+async fn failed_for_want_of_a_file(house: &House) -> super::house::Daemon<'_> {
+    let daemon = house.start().await;
+    daemon
+        .until("the engine has failed", |status| {
+            status.engine.as_ref().is_some_and(|engine| engine.state() == EngineState::Failed)
+        })
+        .await;
+    let chat = daemon.ask("hello").await;
+    assert_eq!((chat.status, chat.error_code().as_str()), (503, "engine_lost"), "{}", chat.text());
+    assert!(house.run(&["health", "--service", "cotenant.engine"]).status.code() != Some(0));
+    daemon
+}
+
+/// Puts the model where it is expected, in one step as a download does.
+fn put_in_place(path: &Path) {
+    let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/demo-model/demo.gguf");
+    let beside = path.with_extension("part");
+    fs::copy(demo, &beside).unwrap();
+    fs::rename(beside, path).unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_model_that_was_missing_is_loaded_when_its_file_appears() {
+    let house = House::new("");
+    let path = house.path("model.gguf");
+    house.configure(&format!("{}{}", budget(256), model(&path, 1024)));
+    let daemon = failed_for_want_of_a_file(&house).await;
+    put_in_place(&path);
+    daemon.whole().await;
+    assert!(!content(&daemon.ask("hello").await).is_empty());
+    assert_eq!(house.run(&["health", "--service", "cotenant.engine"]).status.code(), Some(0));
+    daemon.end_after(&["the engine has failed"]).await;
+    assert_eq!(house.replay().lines().count(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_model_that_was_missing_is_loaded_by_a_command() {
+    let house = House::new("");
+    let path = house.path("model.gguf");
+    house.configure(&format!("{}{}", budget(256), model(&path, 1024)));
+    let daemon = failed_for_want_of_a_file(&house).await;
+    put_in_place(&path);
+    house.tell(&["load"]);
+    daemon.whole().await;
+    assert!(!content(&daemon.ask("hello").await).is_empty());
+    daemon.end_after(&["the engine has failed"]).await;
+}

@@ -46,7 +46,9 @@ async fn no_client_misses_anything_while_a_neighbour_takes_memory_again_and_agai
     let url = format!("http://{}", daemon.http);
     let door = format!("unix://{}", house.path("wyoming.sock").display());
     let words = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
+    // Its Realtime part included.
     let openai = words(&[&format!("{url}/v1"), "--brief", "--say", "turn on the kitchen light"]);
+    let metrics = words(&[&url]);
     let ollama = words(&[&url, "--rounds", "2"]);
     let anthropic = words(&[&url]);
     let wyoming = words(&[&door]);
@@ -71,17 +73,23 @@ async fn no_client_misses_anything_while_a_neighbour_takes_memory_again_and_agai
             client("anthropic_client.py", &anthropic),
             client("wyoming_front.py", &wyoming),
             client("grpc_client.py", &grpc),
+            client("metrics_client.py", &metrics),
         );
         over.store(true, Ordering::Relaxed);
         outputs
     };
     let (outputs, slowest) = tokio::join!(clients, describe);
-    let (Some(openai), Some(ollama), Some(anthropic), Some(wyoming), Some(grpc)) = outputs else {
+    let (Some(openai), Some(ollama), Some(anthropic), Some(wyoming), Some(grpc), Some(metrics)) = outputs else {
         return;
     };
-    for (name, output) in
-        [("openai", openai), ("anthropic", anthropic), ("ollama", ollama), ("wyoming", wyoming), ("grpcio", grpc)]
-    {
+    for (name, output) in [
+        ("openai", openai),
+        ("anthropic", anthropic),
+        ("ollama", ollama),
+        ("wyoming", wyoming),
+        ("grpcio", grpc),
+        ("prometheus_client", metrics),
+    ] {
         assert!(output.status.success(), "{name}: {}\n{}", said(&output), house.events());
     }
     let after = daemon.status().await;

@@ -178,3 +178,21 @@ async fn a_recording_is_said_and_answered_from_the_command_line() {
     assert!(!output.status.success() && said(&output).contains("cut short"), "{}", said(&output));
     daemon.end().await;
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn idle_connections_by_the_dozen_do_not_delay_describe() {
+    let house = House::new(&format!("{}{DOOR}", budget(64)));
+    let daemon = house.start().await;
+    // More than there are places.
+    let mut idle = Vec::new();
+    for _ in 0..40 {
+        idle.push(tokio::net::UnixStream::connect(door(&house)).await.unwrap());
+    }
+    // Its own limit is the second that Home Assistant gives it.
+    let client = WyomingClient::new(Endpoint::Unix(door(&house)), ClientTimeouts::default());
+    for _ in 0..20 {
+        client.describe().await.unwrap();
+    }
+    drop(idle);
+    daemon.end().await;
+}

@@ -290,6 +290,7 @@ async fn pcm_is_24_khz_mono_whatever_the_voice_has() {
         )
         .await;
         assert_eq!((answer.status, answer.header("content-type")), (200, "audio/pcm"));
+        assert_eq!(answer.header("x-cotenant-ignored"), "");
         assert!(answer.complete);
         assert_eq!(answer.body.len(), 48_000, "{rate} Hz");
     }
@@ -341,6 +342,7 @@ async fn what_cannot_be_encoded_is_refused_and_wav_is_sent_under_its_own_name() 
         let answer = post_json(open.address, SPEECH, &body).await;
         assert_eq!((answer.status, answer.header("content-type")), (200, "audio/wav"));
         assert_eq!(answer.header("x-cotenant-format"), sent);
+        assert_eq!(answer.header("x-cotenant-ignored"), "speed");
         let audio = parse_wav(&answer.body, LONG).unwrap();
         assert_eq!((audio.sample_rate_hz, audio.samples.len()), (24_000, 24_000));
     }

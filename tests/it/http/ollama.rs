@@ -72,10 +72,10 @@ async fn an_answer_comes_in_lines_and_in_one_piece() {
 #[tokio::test]
 async fn wishes_are_wishes_and_nothing_asked_is_answered_at_once() {
     let open = open().await;
-    let wishes = json!({"keep_alive": 0, "options": {"num_ctx": 8192}, "format": {"type": "object"}, "stream": false});
+    let wishes = json!({"keep_alive": 0, "options": {"num_ctx": 8192, "min_p": 0.1}, "format": {"type": "object"}, "stream": false});
     let answer = post_json(open.address, CHAT, &question(&wishes)).await;
     assert_eq!(answer.status, 200);
-    assert_eq!(answer.header("x-cotenant-ignored"), "keep_alive");
+    assert_eq!(answer.header("x-cotenant-ignored"), "keep_alive, options.min_p");
     let asked = open.script.chats.lock().unwrap().pop().unwrap();
     assert_eq!(asked.context_wanted, Some(Tokens::new(8192)));
     assert!(matches!(asked.form, Some(AnswerForm::JsonSchema { field: "format", .. })));

@@ -253,6 +253,8 @@ impl SpeechBackend for Scripted {
     }
 
     fn synthesize(&self, request: SpeechRequest) -> BoxFuture<'_, Result<SpeechStream, Refusal>> {
+        // As a voice that has one speed.
+        let ignored: &[_] = if request.speed == 1.0 { &[] } else { &["speed"] };
         self.0.speeches.lock().unwrap().push(request);
         let script = Arc::clone(&self.0);
         async move {
@@ -261,6 +263,7 @@ impl SpeechBackend for Scripted {
             }
             let chunks = script.speech.lock().unwrap().clone();
             Ok(SpeechStream {
+                ignored,
                 rate: script.speech_rate.lock().unwrap().unwrap_or(16_000),
                 chunks: stream::iter(chunks).boxed(),
             })

@@ -1,12 +1,15 @@
 //! Tests that one process is one holder.
 
+use std::time::Duration;
+
 use super::{Rig, mib, ms, of_process, params, peer, revoke::applied};
 use crate::{
     policy::{
         decision::{Decision, LeaseDecision},
-        denial::{Denial, Holders, NotHolder},
+        denial::{Denial, Holders, NotHolder, Quota},
         event::{Action, Answer, Event},
         lease::{Class, LeaseId, LeaseKind, LeaseRequest, LeaseView, Peer},
+        params::Params,
     },
     units::Bytes,
 };
@@ -159,26 +162,65 @@ fn who_has_it_all_is_named_whatever_it_calls_itself() {
 /// So that its end costs one pass over the leases, and not one for each of them.
 #[test]
 fn the_end_of_a_process_ends_all_of_its_leases_in_one_step() {
-    const COUNT: u64 = 300;
     let mut params = params();
+    // The most that may be configured.
     params.lease.leases_per_uid = 1000;
+    params.lease.queue_max = 1000;
+    let took = [250, 1000].map(|count| end_of_a_holder(params.clone(), count));
+    // Linear: four times the leases take about four times as long, where each for itself would take sixteen times.
+    assert!(took[1] < took[0] * 10 + Duration::from_millis(100), "{took:?}");
+}
+
+/// How long the end of a holder of so many leases takes.
+#[allow(
+    clippy::disallowed_methods,
+    clippy::disallowed_types,
+    reason = "a test measures what a step of the policy takes"
+)]
+fn end_of_a_holder(params: Params, count: u64) -> Duration {
     let mut rig = Rig::sampled(params);
     let mut ask = |name: &str, pid| {
         let ticket = rig.ticket();
-        let request = of_process(name, Class::Interactive, (1, 1), 1000, pid);
+        let mut request = of_process(name, Class::Interactive, (1, 1), 1000, pid);
+        (request.min, request.max) = (Bytes::from_kib(4), Bytes::from_kib(4));
+        request.peer.uid += u32::from(pid == 6);
         rig.tell(Event::LeaseRequested { ticket, request });
         rig.granted()
     };
     let other = ask("other", 6);
     let first = ask("many", 7);
-    for number in 1..COUNT {
+    for number in 1..count {
         ask(&format!("many-{number}"), 7);
     }
+    let began = std::time::Instant::now();
     rig.tell(Event::HolderLost { lease: first.id, pid: Some(7) });
+    let took = began.elapsed();
     assert!(matches!(
         rig.decisions().next(),
-        Some(Decision::Lease(LeaseDecision::HolderGone { leases, .. })) if *leases as u64 == COUNT
+        Some(Decision::Lease(LeaseDecision::HolderGone { leases, .. })) if *leases as u64 == count
     ));
     let left: Vec<_> = rig.snapshot().leases.iter().map(|lease| lease.id).collect();
-    assert_eq!((left, rig.snapshot().memory.free), (vec![other.id], mib(399)));
+    assert_eq!((left, rig.snapshot().memory.free), (vec![other.id], mib(400).saturating_sub(Bytes::from_kib(4))));
+    took
+}
+
+#[test]
+fn the_leases_of_all_users_have_a_bound_too() {
+    let mut params = params();
+    params.lease.leases_per_uid = 1000;
+    let mut rig = Rig::sampled(params);
+    let mut granted = 0;
+    let denial = loop {
+        let ticket = rig.ticket();
+        let uid = 1000 + granted % 3;
+        let mut request = of_process(&format!("many-{granted}"), Class::Interactive, (1, 1), uid, 7 + uid);
+        (request.min, request.max) = (Bytes::from_kib(4), Bytes::from_kib(4));
+        rig.tell(Event::LeaseRequested { ticket, request });
+        if rig.snapshot().leases.len() == granted as usize {
+            break rig.denial();
+        }
+        granted += 1;
+    };
+    assert_eq!(granted, 1024);
+    assert!(matches!(denial, Denial::QuotaExceeded { what: Quota::Leases, limit: 1024, .. }), "{denial:?}");
 }
