@@ -75,6 +75,16 @@ impl GpuUse {
     }
 }
 
+/// What the control groups around the supervisor allow, where one has a limit: the kernel kills inside a group that is
+/// full, however much the machine has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GroupRoom {
+    /// The limit of the group with the least left.
+    pub limit: Bytes,
+    /// What it does not use, and page cache that it can drop.
+    pub left: Bytes,
+}
+
 /// One reading of the machine. What is not there is `None`, which is neither zero nor plenty.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Sample {
@@ -86,6 +96,9 @@ pub struct Sample {
     pub mem_available: Bytes,
     /// `MemFree`.
     pub mem_free: Bytes,
+    /// The control group around us that has the least left.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub group: Option<GroupRoom>,
     /// `CmaFree`; memory that user pages may borrow and the GPU can never have.
     pub cma_free: Option<Bytes>,
     /// Pages that the nvmap pool keeps for the next GPU allocation.
@@ -134,12 +147,20 @@ pub struct Sample {
 
 impl Sample {
     /// What the machine can still give without reclaiming from a process, page cache apart: `MemAvailable − CmaFree`,
-    /// and the nvmap pool where it can be read.
+    /// and the nvmap pool where it can be read; no more than the control groups around us allow.
     #[must_use]
     pub fn available(&self) -> Bytes {
-        self.mem_available
+        let machine = self
+            .mem_available
             .saturating_sub(self.cma_free.unwrap_or(Bytes::ZERO))
-            .saturating_add(self.nvmap_pool.unwrap_or(Bytes::ZERO))
+            .saturating_add(self.nvmap_pool.unwrap_or(Bytes::ZERO));
+        self.group.map_or(machine, |group| group.left.min(machine))
+    }
+
+    /// What [`available`](Self::available) is a part of: `MemTotal`, or the limit of a control group around us.
+    #[must_use]
+    pub fn total(&self) -> Bytes {
+        self.group.map_or(self.mem_total, |group| group.limit.min(self.mem_total))
     }
 
     /// What can be had without reclaiming anything, which is all that libraries see that ask CUDA: `MemFree − CmaFree`,

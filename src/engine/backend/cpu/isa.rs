@@ -94,8 +94,14 @@ impl Isa {
             Self::Baseline => None,
             #[cfg(target_arch = "aarch64")]
             Self::Dotprod => Some(|| {
-                // SAFETY: an instruction on registers alone; a machine without it ends the process that tries it.
-                unsafe { asm!("sdot v0.4s, v0.16b, v0.16b", out("v0") _, options(nomem, nostack)) };
+                // The assembler takes the instruction only where the extension is named.
+                #[target_feature(enable = "dotprod")]
+                fn sdot() {
+                    // SAFETY: an instruction on registers alone; a machine without it ends the process that tries it.
+                    unsafe { asm!("sdot v0.4s, v0.16b, v0.16b", out("v0") _, options(nomem, nostack)) };
+                }
+                // SAFETY: as above.
+                unsafe { sdot() };
             }),
             #[cfg(target_arch = "x86_64")]
             Self::Avx2 => Some(|| {
