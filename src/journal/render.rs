@@ -270,6 +270,9 @@ pub fn render_action(action: &Action) -> String {
 
 fn render_sample(sample: &Sample) -> String {
     let mut line = format!("{} of {} available", sample.memory.mem_available, sample.memory.mem_total);
+    if let Some(group) = sample.memory.group {
+        let _ = write!(line, ", {} of {} left in the control group", group.left, group.limit);
+    }
     if let Some(used) = sample.scope_used {
         let _ = write!(line, ", session uses {used}");
     }

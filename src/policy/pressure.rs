@@ -75,6 +75,16 @@ impl GpuUse {
     }
 }
 
+/// What the control groups around the supervisor allow, where one has a limit: the kernel kills inside a group that is
+/// full, however much the machine has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GroupRoom {
+    /// The limit of the group with the least left.
+    pub limit: Bytes,
+    /// What it does not use, and page cache that it can drop.
+    pub left: Bytes,
+}
+
 /// One reading of the machine. What is not there is `None`, which is neither zero nor plenty.
 ///
 /// In a journal the groups are not to be seen: their fields stand beside each other.
@@ -120,6 +130,9 @@ pub struct MemoryReading {
     pub mem_available: Bytes,
     /// `MemFree`.
     pub mem_free: Bytes,
+    /// The control group around us that has the least left.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub group: Option<GroupRoom>,
 }
 
 /// Memory that the GPU can have, or has.
@@ -168,13 +181,21 @@ pub struct KernelCounters {
 
 impl Sample {
     /// What the machine can still give without reclaiming from a process, page cache apart: `MemAvailable − CmaFree`,
-    /// and the nvmap pool where it can be read.
+    /// and the nvmap pool where it can be read; no more than the control groups around us allow.
     #[must_use]
     pub fn available(&self) -> Bytes {
-        self.memory
+        let memory = &self.memory;
+        let machine = memory
             .mem_available
             .saturating_sub(self.gpu.cma_free.unwrap_or(Bytes::ZERO))
-            .saturating_add(self.gpu.nvmap_pool.unwrap_or(Bytes::ZERO))
+            .saturating_add(self.gpu.nvmap_pool.unwrap_or(Bytes::ZERO));
+        memory.group.map_or(machine, |group| group.left.min(machine))
+    }
+
+    /// What [`available`](Self::available) is a part of: `MemTotal`, or the limit of a control group around us.
+    #[must_use]
+    pub fn total(&self) -> Bytes {
+        self.memory.group.map_or(self.memory.mem_total, |group| group.limit.min(self.memory.mem_total))
     }
 
     /// What can be had without reclaiming anything, which is all that libraries see that ask CUDA: `MemFree − CmaFree`,

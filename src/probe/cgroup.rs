@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 
 use super::{
     ProbeRoot,
-    source::{lines, number, read_number, read_optional, words},
+    source::{Source, lines, number, read_number, read_optional, words},
 };
-use crate::units::Bytes;
+use crate::{policy::pressure::GroupRoom, units::Bytes};
 
 /// Which interface a group has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -76,11 +76,12 @@ impl Cgroup {
     /// The lowest limit of the group and of those around it; `None` without any.
     #[must_use]
     pub fn tightest_limit(&self) -> Option<Bytes> {
-        self.folder
-            .ancestors()
-            .take_while(|folder| folder.starts_with(&self.mount))
-            .filter_map(|folder| read_memory(self.version, folder).limit)
-            .min()
+        self.around().filter_map(|folder| read_memory(self.version, folder).limit).min()
+    }
+
+    /// The group itself and those around it, inside out.
+    fn around(&self) -> impl Iterator<Item = &Path> {
+        self.folder.ancestors().take_while(|folder| folder.starts_with(&self.mount))
     }
 
     fn at(root: &ProbeRoot, membership: &Path) -> Option<Self> {
@@ -100,6 +101,62 @@ impl Cgroup {
                 folder,
             })
         })
+    }
+}
+
+/// The room in the control groups around this process, with their files kept open: a sample reads them, and a limit may
+/// be set or raised at any time.
+#[derive(Debug)]
+pub(super) struct GroupWatch {
+    groups: Vec<WatchedGroup>,
+}
+
+#[derive(Debug)]
+struct WatchedGroup {
+    limit: Source,
+    used: Source,
+    stat: Source,
+    /// Keys of page cache in `stat`, with what is below the group.
+    cache: [&'static [u8]; 2],
+}
+
+impl GroupWatch {
+    /// Opens the groups around this process; none where no memory controller is mounted.
+    pub(super) fn open(root: &ProbeRoot) -> Self {
+        let Some(group) = Cgroup::own(root) else { return Self { groups: Vec::new() } };
+        let (limit, used, cache): (_, _, [&[u8]; 2]) = match group.version {
+            CgroupVersion::V1 => {
+                ("memory.limit_in_bytes", "memory.usage_in_bytes", [b"total_inactive_file", b"total_active_file"])
+            }
+            CgroupVersion::V2 => ("memory.max", "memory.current", [b"inactive_file", b"active_file"]),
+        };
+        let open = |folder: &Path| {
+            Some(WatchedGroup {
+                limit: Source::open_optional(folder.join(limit))?,
+                used: Source::open_optional(folder.join(used))?,
+                stat: Source::open_optional(folder.join("memory.stat"))?,
+                cache,
+            })
+        };
+        Self { groups: group.around().filter_map(open).collect() }
+    }
+
+    /// The group that has the least left now; `None` where none has a limit.
+    pub(super) fn read(&mut self) -> Option<GroupRoom> {
+        self.groups.iter_mut().filter_map(WatchedGroup::read).min_by_key(|room| room.left)
+    }
+}
+
+impl WatchedGroup {
+    fn read(&mut self) -> Option<GroupRoom> {
+        let bytes = |source: &mut Source| number(source.read().ok()?.trim_ascii()).map(Bytes::new);
+        // `max` is no number.
+        let limit = bytes(&mut self.limit).filter(|limit| *limit < V1_UNLIMITED)?;
+        let used = bytes(&mut self.used)?;
+        // Reclaimed before the group kills, as `MemAvailable` counts it for the machine.
+        let stat = self.stat.read().ok()?;
+        let cache: Bytes = self.cache.iter().filter_map(|key| value_of(stat, key)).map(Bytes::new).sum();
+        Some(GroupRoom { limit, left: limit.saturating_sub(used.saturating_sub(cache)) })
     }
 }
 
@@ -246,6 +303,56 @@ mod tests {
     fn in_a_container_the_mount_itself_is_the_group() {
         let (_folder, root) = tree("0::/docker/0123\n", &[("memory.stat", ""), ("memory.max", "1073741824\n")]);
         assert_eq!(Cgroup::own(&root).unwrap().tightest_limit(), Some(Bytes::from_gib(1)));
+    }
+
+    #[test]
+    fn the_group_with_the_least_left_is_read_again_and_its_page_cache_can_be_dropped() {
+        let (_folder, root) = tree(
+            "0::/board.slice/cotenant.service/supervisor\n",
+            &[
+                ("memory.stat", "anon 1\n"),
+                ("board.slice/memory.max", "440401920\n"),
+                ("board.slice/memory.current", "209715200\n"),
+                ("board.slice/memory.stat", "anon 1\nfile 9\ninactive_file 41943040\nactive_file 10485760\n"),
+                ("board.slice/cotenant.service/memory.max", "max\n"),
+                ("board.slice/cotenant.service/memory.current", "1048576\n"),
+                ("board.slice/cotenant.service/memory.stat", "anon 1\n"),
+                ("board.slice/cotenant.service/supervisor/memory.max", "max\n"),
+                ("board.slice/cotenant.service/supervisor/memory.current", "1048576\n"),
+                ("board.slice/cotenant.service/supervisor/memory.stat", "anon 1\n"),
+            ],
+        );
+        let mut watch = GroupWatch::open(&root);
+        let room = |limit, left| Some(GroupRoom { limit: Bytes::from_mib(limit), left: Bytes::from_mib(left) });
+        assert_eq!(watch.read(), room(420, 270));
+        let write = |file: &str, text: &str| fs::write(root.sys("fs/cgroup/board.slice").join(file), text).unwrap();
+        write("memory.current", "460000000\n");
+        write("memory.stat", "anon 1\n");
+        assert_eq!(watch.read(), room(420, 0), "more than its limit, which was lowered");
+        write("cotenant.service/memory.max", "1048576\n");
+        write("memory.max", "max\n");
+        assert_eq!(watch.read(), room(1, 0), "a limit that was set later counts");
+        write("cotenant.service/memory.max", "max\n");
+        assert_eq!(watch.read(), None);
+    }
+
+    #[test]
+    fn a_group_of_version_1_has_room_and_one_without_a_limit_has_none() {
+        let (_folder, root) = tree(
+            "4:memory:/a\n",
+            &[
+                ("memory/a/memory.limit_in_bytes", "268435456\n"),
+                ("memory/a/memory.usage_in_bytes", "104857600\n"),
+                ("memory/a/memory.stat", "inactive_file 1\ntotal_inactive_file 1048576\ntotal_active_file 1048576\n"),
+                ("memory/memory.limit_in_bytes", "9223372036854771712\n"),
+                ("memory/memory.usage_in_bytes", "104857600\n"),
+                ("memory/memory.stat", ""),
+            ],
+        );
+        let left = GroupWatch::open(&root).read().map(|room| room.left);
+        assert_eq!(left, Some(Bytes::from_mib(158)));
+        let (_folder, root) = tree("0::/a\n", &[("a/cgroup.procs", "")]);
+        assert_eq!(GroupWatch::open(&root).read(), None);
     }
 
     #[test]

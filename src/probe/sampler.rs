@@ -11,6 +11,7 @@ use super::{
     ProbeError, ProbeRoot,
     board::{Board, L4tRelease},
     buddyinfo::FreeBlocks,
+    cgroup::GroupWatch,
     meminfo::Meminfo,
     nvmap::{Nvmap, PagePool},
     processes::MemorySum,
@@ -21,7 +22,7 @@ use super::{
     vmstat::Vmstat,
 };
 use crate::{
-    policy::pressure::{GpuReading, GpuUse, KernelCounters, MemoryReading, Sample, StallReading},
+    policy::pressure::{GpuReading, GpuUse, GroupRoom, KernelCounters, MemoryReading, Sample, StallReading},
     units::{Bytes, Timestamp},
 };
 
@@ -30,6 +31,8 @@ use crate::{
 pub struct Reading {
     /// Memory.
     pub meminfo: Meminfo,
+    /// The control group around us with the least left.
+    pub group: Option<GroupRoom>,
     /// Counters of reclaim.
     pub vmstat: Option<Vmstat>,
     /// Stalls.
@@ -59,6 +62,7 @@ impl Reading {
                 mem_total: self.meminfo.total,
                 mem_available: self.meminfo.available,
                 mem_free: self.meminfo.free.unwrap_or_default(),
+                group: self.group,
             },
             gpu: GpuReading {
                 cma_free: self.meminfo.cma_free,
@@ -94,6 +98,7 @@ impl Reading {
 pub struct Sampler {
     session: Option<SessionReader>,
     meminfo: Source,
+    groups: GroupWatch,
     vmstat: Option<Source>,
     pressure: Option<Source>,
     pool_available: Option<Source>,
@@ -183,6 +188,7 @@ impl Sampler {
         Ok(Self {
             session: session.map(|session| SessionReader::open(root, session)).transpose()?,
             meminfo,
+            groups: GroupWatch::open(root),
             vmstat: Source::open_optional(root.proc("vmstat")),
             pressure: Source::open_optional(root.proc("pressure/memory")),
             pool_available: pool("page_pool_available_pages"),
@@ -221,6 +227,7 @@ impl Sampler {
         let zram_store = self.zram.read();
         Ok(Reading {
             meminfo,
+            group: self.groups.read(),
             gpu: self.gpu.read(&meminfo, zram_store),
             gpu_orphaned: self.orphans.read(Instant::now()),
             zram_store,

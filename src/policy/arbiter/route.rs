@@ -143,7 +143,7 @@ impl Arbiter {
         let untouched = self.state.engine.kv.untouched;
         let machine = sample.available().saturating_sub(untouched);
         let scope_used = match self.state.params.budget.scope {
-            Scope::Machine => Some(sample.memory.mem_total.max(self.state.params.budget.total).saturating_sub(machine)),
+            Scope::Machine => Some(sample.total().max(self.state.params.budget.total).saturating_sub(machine)),
             Scope::Session => sample.scope_used.map(|used| used.saturating_add(untouched)),
         };
         let scope_left = match scope_used {

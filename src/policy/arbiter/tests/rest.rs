@@ -4,7 +4,7 @@ use super::*;
 use crate::policy::{
     decision::{MemoryDecision, WorkerDecision},
     params::VariantParams,
-    pressure::{GpuReading, PressureLevel},
+    pressure::{GpuReading, GroupRoom, MemoryReading, PressureLevel},
     reason::StopReason,
     snapshot::{
         EngineState, Rest,
@@ -486,4 +486,30 @@ fn a_shed_is_split_into_what_the_page_pool_of_the_gpu_keeps_and_what_everybody_c
     // Programs of the processor have next to nothing, and the pool has much.
     let actions = sample(&mut rig, 300, 30);
     assert!(actions.contains(&Action::EmptyPagePool { bytes: mib(300) }), "{actions:#?}");
+}
+
+#[test]
+fn a_neighbour_in_the_same_control_group_is_pressure_however_much_the_machine_has() {
+    let mut rig = Rig::with_engine_ready_in(with_engine(Params::for_budget(mib(400), Bytes::ZERO, Scope::Machine)));
+    let sample = |rig: &mut Rig, left: u64| {
+        let sample = Sample {
+            taken_at: rig.wait(10).now,
+            memory: MemoryReading {
+                mem_total: Bytes::from_gib(8),
+                mem_available: Bytes::from_gib(7),
+                mem_free: Bytes::from_gib(7),
+                group: Some(GroupRoom { limit: mib(400), left: mib(left) }),
+            },
+            ..Sample::default()
+        };
+        rig.tell(Event::Sampled(sample)).to_vec()
+    };
+    sample(&mut rig, 250);
+    sample(&mut rig, 250);
+    let before = rig.snapshot();
+    assert_eq!((before.pressure.level, before.pressure.headroom), (PressureLevel::Normal, Some(mib(250))));
+    sample(&mut rig, 10);
+    let actions = sample(&mut rig, 10);
+    assert_eq!(rig.snapshot().pressure.level, PressureLevel::Critical);
+    assert!(actions.iter().any(|action| matches!(action, Action::ApplyPlan { .. })), "{actions:#?}");
 }
