@@ -249,7 +249,7 @@ impl Day {
         let free = MACHINE.saturating_sub(others + workers + tenants + self.engine);
         self.tell(Event::Sampled(Sample {
             taken_at: self.now,
-            memory: MemoryReading { mem_total: MACHINE, mem_available: free, mem_free: free },
+            memory: MemoryReading { mem_total: MACHINE, mem_available: free, mem_free: free, group: None },
             gpu: GpuReading { cma_free: Some(Bytes::ZERO), ..GpuReading::default() },
             ..Sample::default()
         }));

@@ -184,7 +184,7 @@ impl Stage {
         let available = taken.into_iter().fold(total, Bytes::saturating_sub);
         self.handle(Event::Sampled(Sample {
             taken_at: self.now,
-            memory: MemoryReading { mem_total: total, mem_available: available, mem_free: available },
+            memory: MemoryReading { mem_total: total, mem_available: available, mem_free: available, group: None },
             scope_used: Some(used.saturating_add(self.others)),
             ..Sample::default()
         }));

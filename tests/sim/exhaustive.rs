@@ -165,6 +165,7 @@ impl State {
                 mem_total: Bytes::from_gib(1),
                 mem_available: Bytes::from_mib(512),
                 mem_free: Bytes::from_mib(512),
+                group: None,
             },
             scope_used: Some(used),
             ..Sample::default()

@@ -451,6 +451,7 @@ impl World {
                     mem_total: Bytes::from_gib(16),
                     mem_available: Bytes::from_gib(8),
                     mem_free: Bytes::from_gib(4),
+                    group: None,
                 },
                 scope_used: Some(used),
                 ..Sample::default()
@@ -461,6 +462,7 @@ impl World {
                     mem_total: total,
                     mem_available: total.saturating_sub(used),
                     mem_free: total.saturating_sub(used),
+                    group: None,
                 },
                 gpu: GpuReading { cma_free: Some(Bytes::ZERO), ..GpuReading::default() },
                 ..Sample::default()

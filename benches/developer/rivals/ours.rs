@@ -189,7 +189,7 @@ impl Ours<'_, '_> {
         let free = self.device.total.saturating_sub(self.device.used());
         self.events.push_back(Event::Sampled(Sample {
             taken_at: now,
-            memory: MemoryReading { mem_total: self.device.total, mem_available: free, mem_free: free },
+            memory: MemoryReading { mem_total: self.device.total, mem_available: free, mem_free: free, group: None },
             gpu: GpuReading { cma_free: Some(Bytes::ZERO), ..GpuReading::default() },
             ..Sample::default()
         }));

@@ -237,6 +237,7 @@ impl Pair {
                 mem_total: Bytes::from_gib(8),
                 mem_available: Bytes::from_gib(4),
                 mem_free: Bytes::from_gib(4),
+                group: None,
             },
             scope_used: Some(used),
             ..Sample::default()
@@ -357,6 +358,7 @@ async fn an_engine_that_streams_and_finds_reading_slow_reads_prompts_in_larger_c
                     mem_total: Bytes::from_gib(8),
                     mem_available: Bytes::from_gib(4),
                     mem_free: Bytes::from_gib(4),
+                    group: None,
                 },
                 scope_used: Some(Bytes::from_mib(400).saturating_sub(free) + used),
                 ..Sample::default()

@@ -26,7 +26,7 @@ use crate::{
 /// The one state machine that the daemon talks to: takes what happened, and says what must be done about it.
 ///
 /// ```
-/// use cotenant::policy::{Arbiter, event::{Action, Event}, params::{Params, Scope}, pressure::Sample};
+/// use cotenant::policy::{Arbiter, event::{Action, Event}, params::{Params, Scope}, pressure::{MemoryReading, Sample}};
 /// use cotenant::units::{Bytes, Timestamp};
 ///
 /// let params = Params::for_budget(Bytes::from_gib(8), Bytes::from_gib(1), Scope::Machine);

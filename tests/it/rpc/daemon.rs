@@ -337,6 +337,7 @@ async fn sample(
                 mem_total: TOTAL,
                 mem_available: TOTAL.saturating_sub(used),
                 mem_free: TOTAL.saturating_sub(used),
+                group: None,
             },
             ..Sample::default()
         };

@@ -258,6 +258,7 @@ impl Home {
                 mem_total: Bytes::from_gib(1),
                 mem_available: Bytes::from_mib(512),
                 mem_free: Bytes::from_mib(512),
+                group: None,
             },
             scope_used: Some(self.used_at(at).sum()),
             ..Sample::default()

@@ -179,6 +179,7 @@ impl Rig {
                 mem_total: Bytes::from_gib(8),
                 mem_available: Bytes::from_gib(4),
                 mem_free: Bytes::from_gib(2),
+                group: None,
             },
             scope_used: Some(mib(used_mib)),
             ..Sample::default()
@@ -194,6 +195,7 @@ impl Rig {
                 mem_total: mib(total),
                 mem_available: mib(total - used),
                 mem_free: mib(total - used),
+                group: None,
             },
             ..Sample::default()
         }))
