@@ -158,12 +158,17 @@ struct RoundTrip {
 }
 
 async fn round_trip(http: &Http, question: &'static str) -> Result<RoundTrip, String> {
-    let asked = http.speak(question).await.map_err(|error| in_one_line(&error))?;
-    let began = Instant::now();
-    let heard = http.hear(&asked).await.map_err(|error| in_one_line(&error))?;
-    let answer = http.ask(&heard).await.map_err(|error| in_one_line(&error))?;
-    let spoken = http.speak(&answer).await.map_err(|error| in_one_line(&error))?;
-    Ok(RoundTrip { heard, answer, spoken_bytes: spoken.len(), took: began.elapsed() })
+    let http = http.clone();
+    tokio::task::spawn_blocking(move || {
+        let asked = http.speak(question).map_err(|error| in_one_line(&error))?;
+        let began = Instant::now();
+        let heard = http.hear(&asked).map_err(|error| in_one_line(&error))?;
+        let answer = http.ask(&heard).map_err(|error| in_one_line(&error))?;
+        let spoken = http.speak(&answer).map_err(|error| in_one_line(&error))?;
+        Ok(RoundTrip { heard, answer, spoken_bytes: spoken.len(), took: began.elapsed() })
+    })
+    .await
+    .map_err(|error| error.to_string())?
 }
 
 fn ready(status: &GetStatusResponse) -> bool {
