@@ -248,12 +248,7 @@ fn impl_blocks_of_a_type_call_in_one_direction() {
 #[test]
 fn structs_of_policy_stay_small() {
     let wide = this_crate().wide_structs("policy", FIELDS_MAX, FLAGS_MAX);
-    assert!(
-        wide.len() <= WIDE_STRUCTS_MAX,
-        "{} structs have more than {FIELDS_MAX} fields or {FLAGS_MAX} booleans, at most {WIDE_STRUCTS_MAX} may:\n{}",
-        wide.len(),
-        wide.join("\n")
-    );
+    assert!(wide.is_empty(), "these have more than {FIELDS_MAX} fields or {FLAGS_MAX} booleans:\n{}", wide.join("\n"));
 }
 
 #[test]
@@ -475,23 +470,20 @@ const SPREAD_TYPES_MAX: usize = 2;
 const FIELDS_MAX: usize = 12;
 const FLAGS_MAX: usize = 2;
 
-/// Structs that still have more; falls to zero.
-const WIDE_STRUCTS_MAX: usize = 0;
-
 /// Lines that a folder of `src` may have, tests included. Raising one is a line in the commit message, with its reason.
 const LINES_MAX: [(&str, usize); 14] = [
-    (".", 671),
-    ("cli", 11321),
-    ("config", 4430),
-    ("daemon", 10498),
-    ("engine", 36640),
-    ("http", 9498),
-    ("journal", 3380),
-    ("policy", 22330),
-    ("probe", 4751),
-    ("rpc", 5025),
-    ("speech", 5037),
-    ("emergency", 718),
-    ("telemetry", 948),
-    ("worker", 10263),
+    (".", 681),
+    ("cli", 12305),
+    ("config", 4476),
+    ("daemon", 10725),
+    ("engine", 37829),
+    ("http", 9652),
+    ("journal", 3404),
+    ("policy", 22442),
+    ("probe", 5116),
+    ("rpc", 5050),
+    ("speech", 5099),
+    ("emergency", 728),
+    ("telemetry", 968),
+    ("worker", 10322),
 ];

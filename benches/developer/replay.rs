@@ -238,7 +238,7 @@ impl Day {
     }
 
     fn used(lease: Option<&LeaseView>) -> Bytes {
-        lease.map_or(Bytes::ZERO, |lease| lease.held)
+        lease.map_or(Bytes::ZERO, |lease| lease.memory.held)
     }
 
     fn sample(&mut self) {
@@ -284,7 +284,7 @@ impl Day {
             self.measure(worker, Bytes::from_mib(700));
         }
         if let Some(lease) = self.camera.clone() {
-            self.measure("camera", lease.held);
+            self.measure("camera", lease.memory.held);
             if second.is_multiple_of(TERM.as_secs() / 3) {
                 let ticket = self.ticket();
                 self.tell(Event::LeaseRenewed {

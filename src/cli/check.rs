@@ -165,7 +165,9 @@ fn print_audit(sheet: &mut Sheet, root: &ProbeRoot, model: Option<&Served<'_>>) 
         let mut value = json!(finding);
         let mut cost = finding.cost.to_string();
         if let Some((model, milli)) = model.and_then(|model| Some((model, model.loses(finding.cost)?))) {
-            value["milliTokensPerSecond"] = json!(milli);
+            if let Some(fields) = value.as_object_mut() {
+                fields.insert("milliTokensPerSecond".to_owned(), json!(milli));
+            }
             let name = model.name;
             cost.push_str(&format!(", about {}.{} tokens/s of {name}", milli / 1000, milli % 1000 / 100));
         }

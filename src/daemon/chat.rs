@@ -151,7 +151,7 @@ impl Answer {
     fn take(&mut self, event: engine::GenerateEvent) {
         match event {
             engine::GenerateEvent::Started { prompt_tokens, cached_tokens } => {
-                self.events.push_back(ChatEvent::Started { prompt_tokens, cached_tokens })
+                self.events.push_back(ChatEvent::Started { prompt_tokens, cached_tokens });
             }
             engine::GenerateEvent::Delta { text, .. } => {
                 let parts = self.reader.push(&text);
@@ -160,7 +160,7 @@ impl Answer {
             engine::GenerateEvent::Finished { reason: engine::FinishReason::KvReclaimed, usage }
                 if usage.completion_tokens == Tokens::ZERO =>
             {
-                self.end(ChatEvent::Failed(Refusal::KvReclaimed { generated: Tokens::ZERO, retry_after: RETRY_SOON }))
+                self.end(ChatEvent::Failed(Refusal::KvReclaimed { generated: Tokens::ZERO, retry_after: RETRY_SOON }));
             }
             engine::GenerateEvent::Finished { reason, usage } => {
                 let parts = self.reader.finish(reason.is_cut());

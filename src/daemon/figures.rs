@@ -66,7 +66,7 @@ impl Figures {
         for action in actions {
             match action {
                 Action::Answer { answer: Answer::Denied { denial, .. }, .. } => {
-                    self.metrics.lease_denied(name_of(denial))
+                    self.metrics.lease_denied(name_of(denial));
                 }
                 Action::ApplyPlan { revision, reason, .. } => {
                     if let Some(reason) = shed_by(reason) {
@@ -75,7 +75,7 @@ impl Figures {
                 }
                 Action::SetTarget { lease, reason, .. } => self.ask(Holder::Lease(*lease), word(reason), after),
                 Action::StopWorker { worker, reason: StopReason::Reclaim { reclaim, .. } } => {
-                    self.ask(Holder::Worker(worker.clone()), word(reclaim), after)
+                    self.ask(Holder::Worker(worker.clone()), word(reclaim), after);
                 }
                 Action::EndLease { lease, end } => {
                     self.asked.remove(&Holder::Lease(lease.id));
@@ -126,7 +126,7 @@ impl Figures {
                 self.count_shed(asked, after, &[(what, *freed)]);
             }
             Decision::Worker(WorkerDecision::Changing { worker, cause: ChangeCause::Room { reason }, .. }) => {
-                self.ask(Holder::Worker(worker.clone()), word(reason), after)
+                self.ask(Holder::Worker(worker.clone()), word(reason), after);
             }
             Decision::Worker(WorkerDecision::Settled { worker, freed, .. }) if shed => {
                 let asked = self.asked.remove(&Holder::Worker(worker.clone()));

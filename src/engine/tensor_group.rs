@@ -77,12 +77,15 @@ impl TensorKind {
     }
 }
 
+/// Name of its type, dimensions and bytes of a tensor.
+type Measured<'tensor> = (String, &'tensor [u64], Bytes);
+
 impl TensorGroup {
     /// The groups of a header, those without tensors left out.
     #[must_use]
     pub fn of(header: &Header) -> Vec<Self> {
         let depth = depth(header);
-        let mut found: BTreeMap<TensorKind, Vec<(String, &[u64], Bytes)>> = BTreeMap::new();
+        let mut found: BTreeMap<TensorKind, Vec<Measured<'_>>> = BTreeMap::new();
         for info in header.tensors() {
             let sized = (dtype_name(info.dtype).to_owned(), info.dims.as_slice(), info.bytes);
             found.entry(kind_of(header, info, depth)).or_default().push(sized);
@@ -93,7 +96,7 @@ impl TensorGroup {
     /// The groups of tensors with the names of a Hugging Face repository.
     #[must_use]
     pub fn of_safetensors(tensors: &[NamedTensor]) -> Vec<Self> {
-        let mut found: BTreeMap<TensorKind, Vec<(String, &[u64], Bytes)>> = BTreeMap::new();
+        let mut found: BTreeMap<TensorKind, Vec<Measured<'_>>> = BTreeMap::new();
         for tensor in tensors {
             let sized = (tensor.dtype.clone(), tensor.dims.as_slice(), tensor.bytes);
             found.entry(kind_of_published(tensor)).or_default().push(sized);
@@ -101,7 +104,7 @@ impl TensorGroup {
         found.iter().map(|(kind, group)| Self::sum(*kind, group)).collect()
     }
 
-    fn sum(kind: TensorKind, group: &[(String, &[u64], Bytes)]) -> Self {
+    fn sum(kind: TensorKind, group: &[Measured<'_>]) -> Self {
         let mut types: Vec<(String, Bytes)> = Vec::new();
         for (name, _, more) in group {
             match types.iter_mut().find(|(known, _)| known == name) {

@@ -10,6 +10,7 @@
 //! | `COTENANT_FUZZ_SEED` | where the damage begins; a failure prints it |
 #![expect(
     clippy::unwrap_used,
+    clippy::expect_used,
     clippy::panic,
     clippy::indexing_slicing,
     clippy::print_stdout,

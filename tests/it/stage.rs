@@ -429,7 +429,7 @@ pub(crate) fn collect(stream: &mut mpsc::Receiver<GenerateEvent>) -> Answer {
         assert!(answer.end.is_none(), "nothing follows the end: {event:?}");
         match event {
             GenerateEvent::Started { prompt_tokens, cached_tokens } => {
-                answer.started = Some((prompt_tokens.get(), cached_tokens.get()))
+                answer.started = Some((prompt_tokens.get(), cached_tokens.get()));
             }
             GenerateEvent::Delta { text, tokens } => {
                 assert!(!text.is_empty());

@@ -160,22 +160,22 @@ fn inspect(
     if is_json(model) {
         let shape =
             read_config_json(model, args.weights).map_err(|error| CliError::failed(error.to_string(), error.kind))?;
-        let mut inspected = inspect_shape(&shape, threads).map_err(refused)?;
+        let mut inspected = inspect_shape(&shape, threads).map_err(|error| refused(&error))?;
         if let Some(name) = model.canonicalize().ok().and_then(|path| Some(path.parent()?.file_name()?.to_owned())) {
             inspected.shape.name = name.to_string_lossy().into_owned();
         }
         return Ok(inspected);
     }
     let llm = config.and_then(|config| config.llm.as_ref()).filter(|llm| llm.path == model);
-    Engine::inspect_with(model, llm.and_then(sayable).as_ref(), threads).map_err(refused)
+    Engine::inspect_with(model, llm.and_then(sayable).as_ref(), threads).map_err(|error| refused(&error))
 }
 
 /// A model that cannot be planned with.
-fn refused(error: OpenError) -> CliError {
+fn refused(error: &OpenError) -> CliError {
     CliError::Failed {
         act: error.to_string(),
         hint: error.hint().map(str::to_owned),
-        source: std::error::Error::source(&error)
+        source: std::error::Error::source(error)
             .map(|cause| Box::new(ConfigCause(crate::causes::in_one_line(cause))) as _),
         code: exit::CONFIG,
     }

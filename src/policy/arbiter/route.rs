@@ -58,16 +58,16 @@ impl Arbiter {
             Event::LeaseRequested { ticket, request } => self.take_request(ticket, request),
             Event::LeaseRequestCancelled { ticket } => self.take_cancellation(ticket),
             Event::LeaseRenewed { ticket, lease, generation, peer } => {
-                self.take_renewal(ticket, lease, generation, &peer)
+                self.take_renewal(ticket, lease, generation, &peer);
             }
             Event::LeaseResizeRequested { ticket, lease, generation, peer, min, max, wait } => {
-                self.take_resize(ticket, lease, generation, &peer, (min, max), wait)
+                self.take_resize(ticket, lease, generation, &peer, (min, max), wait);
             }
             Event::LeaseReleased { ticket, lease, generation, peer } => {
-                self.take_release(ticket, lease, generation, &peer)
+                self.take_release(ticket, lease, generation, &peer);
             }
             Event::TargetAnswered { lease, nonce, answer, claimed } => {
-                self.with_leases(|leases, turn| leases.answer_target(lease, nonce, answer, claimed, turn))
+                self.with_leases(|leases, turn| leases.answer_target(lease, nonce, answer, claimed, turn));
             }
             Event::HolderLost { lease, pid } => self.with_leases(|leases, turn| leases.holder_gone(lease, pid, turn)),
             Event::EngineInspected { shape } => self.take_engine_inspected(shape),
@@ -98,10 +98,10 @@ impl Arbiter {
             Event::WorkerActivity { worker, requests } => self.take_worker_activity(&worker, requests),
             Event::WorkerWanted { worker, .. } => self.take_worker_wanted(&worker),
             Event::WorkerResizeRequested { ticket, worker, variant, wait } => {
-                self.take_worker_resize(ticket, worker, variant, wait)
+                self.take_worker_resize(ticket, worker, variant, wait);
             }
             Event::WorkerResized { worker, variant, used, error } => {
-                self.take_worker_resized(&worker, &variant, used, error.as_deref())
+                self.take_worker_resized(&worker, &variant, used, error.as_deref());
             }
             Event::WorkerUnresponsive { worker, pid, evidence } => {
                 self.take_worker_unresponsive(&worker, pid, evidence);

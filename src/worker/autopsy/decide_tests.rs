@@ -417,7 +417,7 @@ fn a_worker_that_never_was_ready_is_started_again_unless_the_loader_refused_it()
     // Files of another CUDA beside a program that went on prove nothing either.
     let verdict = with(ExitStatus::Code(1), |evidence| {
         evidence.lines = vec!["libcudart.so.12: cannot open shared object file: No such file".to_owned()];
-        evidence.other_versions = vec!["libcudart.so.11.0".to_owned()];
+        evidence.found.other_versions = vec!["libcudart.so.11.0".to_owned()];
         evidence.was_ready = false;
     });
     assert_eq!((verdict.confidence, verdict.needs_operator), (Confidence::Likely, false));

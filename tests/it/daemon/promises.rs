@@ -9,7 +9,6 @@ use std::{
 use cotenant::engine::synthetic::{Synthetic, TypeMix};
 
 use super::house::{House, PROGRAM, budget, demo_model, said};
-use crate::weights::Weights as _;
 
 /// What a daemon without a model may hold resident, in KiB.
 const RSS_MAX_KIB: u64 = 12 * 1024;

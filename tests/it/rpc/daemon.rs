@@ -381,10 +381,10 @@ impl Perform for Device {
         let submit = |event| self.handle.submit(event, None).unwrap();
         match action {
             Action::SetTarget { lease, nonce, bytes, deadline, reason } => {
-                self.handle.notify(Notice::Target { lease, nonce, bytes, deadline, reason: reason.to_string() })
+                self.handle.notify(Notice::Target { lease, nonce, bytes, deadline, reason: reason.to_string() });
             }
             Action::EndLease { lease, end } => {
-                self.handle.notify(Notice::Ended { lease: lease.id, reason: render_lease_end(&lease, &end) })
+                self.handle.notify(Notice::Ended { lease: lease.id, reason: render_lease_end(&lease, &end) });
             }
             Action::Measure { tenant } => {
                 let used = self.uses.lock().unwrap().get(&tenant).copied().unwrap_or_default();
@@ -393,7 +393,7 @@ impl Perform for Device {
             Action::SampleAfter { wait } => drop(self.interval.send_replace(wait)),
             Action::StartWorker { worker, .. } => submit(Event::WorkerReady { worker, pid: 4242 }),
             Action::StopWorker { worker, .. } => {
-                submit(Event::WorkerExited { worker, intended: true, cause: "exit code 0".into() })
+                submit(Event::WorkerExited { worker, intended: true, cause: "exit code 0".into() });
             }
             _ => {}
         }

@@ -477,7 +477,7 @@ impl Home {
                 }
             }
             Action::SetTarget { lease, nonce, bytes, .. } if self.lease.is_some_and(|(mine, _)| mine == lease) => {
-                self.target = Some((nonce, bytes))
+                self.target = Some((nonce, bytes));
             }
             Action::EndLease { lease, .. } if self.lease.is_some_and(|(mine, _)| mine == lease.id) => {
                 (self.lease, self.target, self.used.tenant) = (None, None, Bytes::ZERO);

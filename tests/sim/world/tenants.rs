@@ -169,7 +169,7 @@ impl World {
             Answer::Denied { denial: Denial::UnknownLease { .. }, .. }
                 if tenant.lease.is_some() && !self.leaving.contains(&index) =>
             {
-                self.tenant_hears_end(index)
+                self.tenant_hears_end(index);
             }
             Answer::Denied { .. } | Answer::Done { .. } | Answer::Shed(_) | Answer::WouldGrant { .. } => {}
         }

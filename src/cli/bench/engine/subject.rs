@@ -98,7 +98,7 @@ impl<'settings> Bench<'settings> {
     pub fn end_round(&mut self, round: u32, reading: &Reading) {
         match reading.foreign_percent() {
             Some(percent) if percent > FOREIGN_MAX_PERCENT => {
-                self.notes.push(format!("round {round}: other processes used {percent:.0} % of the processors"))
+                self.notes.push(format!("round {round}: other processes used {percent:.0} % of the processors"));
             }
             Some(_) => {}
             None => self.notes.push(format!("round {round}: use by other processes is unknown")),

@@ -172,7 +172,7 @@ fn the_end_of_a_process_ends_all_of_its_leases_in_one_step() {
 }
 
 /// How long the end of a holder of so many leases takes.
-#[allow(
+#[expect(
     clippy::disallowed_methods,
     clippy::disallowed_types,
     reason = "a test measures what a step of the policy takes"
