@@ -14,7 +14,7 @@ use nix::fcntl::OFlag;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use super::disk::DiskRates;
+use super::{disk::DiskRates, refused::refused};
 use crate::{
     cli::{
         Global, Output,
@@ -172,7 +172,7 @@ pub(crate) fn run(global: &Global, args: &CalibrateArgs) -> Result<(), CliError>
     let cannot = |act: &str| format!("cannot {act} `{}`", args.model.display());
     let threads = args.threads.map_or_else(threads_here, usize::from);
     let failed = |error| CliError::failed(cannot("load"), error);
-    let inspected = Engine::inspect_with(&args.model, None, threads).map_err(|error| super::refused(&error))?;
+    let inspected = Engine::inspect_with(&args.model, None, threads).map_err(|error| refused(&error))?;
     let kept = Kept::open(&args.out)?;
     let mut progress = Progress::new();
     let whole = u64::from(ROUNDS) + READING_TIME.as_secs();

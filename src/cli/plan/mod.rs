@@ -9,6 +9,7 @@ pub(super) mod catalogue;
 mod device;
 pub(super) mod disk;
 mod forecast;
+mod refused;
 mod report;
 mod svg;
 
@@ -23,6 +24,7 @@ use self::{
     catalogue::weights,
     device::Device,
     forecast::{Forecast, Stack},
+    refused::{ConfigCause, refused},
     report::print,
 };
 use super::{
@@ -36,7 +38,7 @@ use crate::{
     engine::{
         Engine,
         hugging_face::{inspect_shape, read_config_json, safetensors_beside},
-        protocol::{Inspected, OpenError},
+        protocol::Inspected,
         synthetic::TypeMix,
         tensor_group::TensorGroup,
     },
@@ -137,11 +139,6 @@ fn configuration(path: &Path) -> Result<Config, CliError> {
     })
 }
 
-/// The faults of a configuration in one line.
-#[derive(Debug, thiserror::Error)]
-#[error("{0}")]
-struct ConfigCause(String);
-
 fn is_json(model: &Path) -> bool {
     model.extension().is_some_and(|extension| extension == "json")
 }
@@ -168,17 +165,6 @@ fn inspect(
     }
     let llm = config.and_then(|config| config.llm.as_ref()).filter(|llm| llm.path == model);
     Engine::inspect_with(model, llm.and_then(sayable).as_ref(), threads).map_err(|error| refused(&error))
-}
-
-/// A model that cannot be planned with.
-fn refused(error: &OpenError) -> CliError {
-    CliError::Failed {
-        act: error.to_string(),
-        hint: error.hint().map(str::to_owned),
-        source: std::error::Error::source(error)
-            .map(|cause| Box::new(ConfigCause(crate::causes::in_one_line(cause))) as _),
-        code: exit::CONFIG,
-    }
 }
 
 /// Parameters of the policy from arguments and configuration.

@@ -209,7 +209,7 @@ async fn an_answer_without_a_limit_of_its_own_ends_by_those_of_the_configuration
     daemon.whole().await;
     let story = |more: serde_json::Value| {
         let mut fields = json!({
-            "temperature": 2.0, "seed": 3, "messages": [{"role": "user", "content": "tell me a story"}],
+            "temperature": 2.0, "seed": 3, "messages": [{"role": "user", "content": "tell me a story"}], "max_tokens": null,
         });
         fields.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
         fields
@@ -222,11 +222,14 @@ async fn an_answer_without_a_limit_of_its_own_ends_by_those_of_the_configuration
     let short = daemon.chat(story(json!({}))).await;
     assert_eq!(ended(&short), ("length".to_owned(), 7), "{}", short.text());
     daemon.end().await;
-    // Its client's own limit is the larger one, and time ends it.
+    // Its client's own limit is the larger one, the text has to be long, and time ends it.
     house.configure(&limited("answer_time_max: 2s"));
     let daemon = house.start().await;
     daemon.whole().await;
-    let long = daemon.chat(story(json!({ "max_tokens": 8000 }))).await;
+    let text =
+        json!({"type": "object", "properties": {"text": {"type": "string", "minLength": 6000}}, "required": ["text"]});
+    let form = json!({"type": "json_schema", "json_schema": {"name": "long", "schema": text}});
+    let long = daemon.chat(story(json!({ "max_tokens": 8000, "response_format": form }))).await;
     let (reason, tokens) = ended(&long);
     assert!(reason == "length" && tokens < 7900, "{reason} after {tokens}: {}", long.text());
     daemon.end().await;

@@ -420,7 +420,7 @@ pub(super) unsafe fn half_at(address: *const u8) -> f32 {
             "fcvt {half:s}, {bits:h}",
             half = out(vreg) half,
             bits = in(vreg) bits,
-            // Not `preserves_flags`: a signalling NaN is told in FPSR, which is one of them.
+            // Not `preserves_flags`: a signalling NaN is reported in FPSR, which is one of them.
             options(pure, nomem, nostack)
         );
     }

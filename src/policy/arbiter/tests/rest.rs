@@ -490,7 +490,7 @@ fn a_shed_is_split_into_what_the_page_pool_of_the_gpu_keeps_and_what_everybody_c
 
 #[test]
 fn a_neighbour_in_the_same_control_group_is_pressure_however_much_the_machine_has() {
-    let mut rig = Rig::with_engine_ready_in(with_engine(Params::for_budget(mib(400), Bytes::ZERO, Scope::Machine)));
+    let mut rig = Rig::new(with_engine(Params::for_budget(mib(400), Bytes::ZERO, Scope::Machine)));
     let sample = |rig: &mut Rig, left: u64| {
         let sample = Sample {
             taken_at: rig.wait(10).now,
@@ -504,10 +504,14 @@ fn a_neighbour_in_the_same_control_group_is_pressure_however_much_the_machine_ha
         };
         rig.tell(Event::Sampled(sample)).to_vec()
     };
+    sample(&mut rig, 390);
+    rig.tell(Event::EngineInspected { shape: shape() });
+    rig.engine_applies();
     sample(&mut rig, 250);
     sample(&mut rig, 250);
     let before = rig.snapshot();
-    assert_eq!((before.pressure.level, before.pressure.headroom), (PressureLevel::Normal, Some(mib(250))));
+    assert_eq!(before.pressure.level, PressureLevel::Normal);
+    assert!(before.pressure.headroom.is_some_and(|headroom| headroom <= mib(250)), "{:?}", before.pressure);
     sample(&mut rig, 10);
     let actions = sample(&mut rig, 10);
     assert_eq!(rig.snapshot().pressure.level, PressureLevel::Critical);

@@ -1,0 +1,22 @@
+//! What cannot be planned with, as errors of the command.
+
+use crate::{
+    cli::exit::{self, CliError},
+    engine::protocol::OpenError,
+};
+
+/// The faults of a configuration in one line.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub(super) struct ConfigCause(pub(super) String);
+
+/// A model that cannot be planned with.
+pub(super) fn refused(error: &OpenError) -> CliError {
+    CliError::Failed {
+        act: error.to_string(),
+        hint: error.hint().map(str::to_owned),
+        source: std::error::Error::source(error)
+            .map(|cause| Box::new(ConfigCause(crate::causes::in_one_line(cause))) as _),
+        code: exit::CONFIG,
+    }
+}
