@@ -430,10 +430,10 @@ def session(context, connection, **settings):
     return until(connection, "session.updated")[-1].session
 
 
-def until(connection, kind):
+def until(connection, kind, tolerated=()):
     events = []
     for event in connection:
-        assert event.type != "error", event.error
+        assert event.type != "error" or event.error.code in tolerated, event.error
         events.append(event)
         if event.type == kind:
             return events
@@ -479,10 +479,12 @@ def a_realtime_response_is_cancelled_and_the_next_one_is_given(context):
         until(connection, "response.output_text.delta")
         connection.response.cancel()
         response = until(connection, "response.done")[-1].response
-        # a short answer may have ended before
+        # a short answer may have ended before, and then there is nothing to cancel
         assert response.status in ("cancelled", "completed"), response
+        tolerated = ("response_cancel_not_active",) if response.status == "completed" else ()
         connection.response.create(response={"max_output_tokens": 4})
-        assert until(connection, "response.done")[-1].response.status in ("completed", "incomplete")
+        last = until(connection, "response.done", tolerated)[-1].response
+        assert last.status in ("completed", "incomplete"), last
 
 
 @check()
