@@ -99,8 +99,8 @@ async fn an_idle_daemon_takes_a_thousandth_of_a_core() {
     let used = ticks(daemon.pid()) - before;
     daemon.end().await;
     println!("release build: {used} ticks of 10 ms in 20 s");
-    // 0.1 % of 20 s are 20 ms. Other tests run beside this one, which makes the same work take longer.
-    assert!(used <= 8, "{used} ticks of 10 ms in 20 s, 2 are promised on a quiet machine");
+    // 0.1 % of 20 s are 20 ms; one tick more is what their counting may be off by.
+    assert!(used <= 3, "{used} ticks of 10 ms in 20 s, 2 are promised");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -128,8 +128,7 @@ async fn the_status_comes_within_50_ms_while_memory_is_shed() {
     longest = longest.max(quickest(3, || drop(house.tell(&["status"]))));
     daemon.end().await;
     println!("release build: a status in at most {longest:?} while memory is shed");
-    // Other tests run beside this one.
-    assert!(longest <= Duration::from_millis(200), "{longest:?}, 50 ms are promised on a quiet machine");
+    assert!(longest <= Duration::from_millis(50), "{longest:?}, 50 ms are promised");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
