@@ -19,7 +19,7 @@ use super::{
 use crate::{
     config::{self, Config, LlmConfig},
     daemon::{compute, learned_peaks, sayable, threads},
-    engine::{Engine, backend, protocol::Inspected},
+    engine::{Engine, backend, helper::THIS_PROGRAM, protocol::Inspected},
     policy::{params::Params, residency::ModelShape},
     probe::{
         ProbeRoot, Reading, Sampler, audit,
@@ -332,7 +332,7 @@ fn print_found(sheet: &mut Sheet, found: &[Found]) {
 
 fn inspect(config: &Config) -> Result<Option<Inspected>, u8> {
     let Some(llm) = &config.llm else { return Ok(None) };
-    match Engine::check(&llm.path, sayable(llm).as_ref(), compute(llm)) {
+    match Engine::check(&llm.path, sayable(llm).as_ref(), compute(llm), Some(THIS_PROGRAM.into())) {
         Ok(inspected) => Ok(Some(inspected)),
         Err(error) => {
             let beside = models_beside(&llm.path);

@@ -20,6 +20,7 @@ use crate::{
         arena::Backing,
         backend,
         disk::Retained,
+        helper::THIS_PROGRAM,
         protocol::{Inspected, OpenError},
         tensor_group::{TensorGroup, TensorKind},
     },
@@ -354,9 +355,6 @@ pub(super) fn start_engine(
     EngineDriver::new(start, llm.path.clone(), inspector, parts)
         .map_err(|source| RunError::System { what: "the engine's thread", source })
 }
-
-/// What this process runs, also after another version was installed in its place.
-pub(super) const THIS_PROGRAM: &str = "/proc/self/exe";
 
 /// The tokens that the LLM may say, as the engine takes it.
 pub(crate) fn sayable(llm: &LlmConfig) -> Option<Sayable> {

@@ -16,7 +16,7 @@ use super::{
     control_loop::{Clock as _, ControlLoop},
     crash_guard::CrashGuard,
     device::{Accounts, Device, Upkeep},
-    engine::{CurrentEngine, EngineDriver, THIS_PROGRAM, start_engine},
+    engine::{CurrentEngine, EngineDriver, start_engine},
     error::RunError,
     figures::Figures,
     handoff::{Handoff, Inheritance, Place},
@@ -42,7 +42,7 @@ use crate::{
     causes::in_one_line,
     config::{Config, WorkerRole},
     emergency,
-    engine::{arena::trim_heap, backend},
+    engine::{arena::trim_heap, backend, helper::THIS_PROGRAM},
     http::{
         Access,
         backend::{Backends, ChatBackend, SpeechBackend, StatusBackend, TokenizerBackend},

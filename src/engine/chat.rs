@@ -23,7 +23,6 @@ use serde_json::{Map, Value, json};
 use super::{
     answer::{AnswerStyle, THOUGHT, Thoughts},
     gguf::Header,
-    jinja::{Template, TemplateError},
     tokenizer::Tokenizer,
     tool_format::{ToolFormat, answers_in_words, in_words},
 };
@@ -80,12 +79,10 @@ pub struct Rendered {
 }
 
 impl ChatTemplate {
-    /// The template of a model file; ChatML when it has none and its vocabulary has the tokens of ChatML.
-    ///
-    /// # Errors
-    /// When the file's template cannot be compiled. A file without a usable template is no error here but one of
-    /// `render`, because text without roles can still be continued.
-    pub fn from_header(header: &Header, tokenizer: &Tokenizer) -> Result<Self, ChatError> {
+    /// The template of a model file; ChatML when it has none and its vocabulary has the tokens of ChatML. A file without a
+    /// usable template is an error of `render`, because text without roles can still be continued.
+    #[must_use]
+    pub fn from_header(header: &Header, tokenizer: &Tokenizer) -> Self {
         let text_of = |key: &str| {
             let token = usize::try_from(header.u32(key)?).ok()?;
             header.strings("tokenizer.ggml.tokens")?.get(token)
@@ -98,16 +95,13 @@ impl ChatTemplate {
         )
     }
 
-    fn new(source: Option<&str>, tokenizer: &Tokenizer, bos: &str, eos: &str) -> Result<Self, ChatError> {
+    fn new(source: Option<&str>, tokenizer: &Tokenizer, bos: &str, eos: &str) -> Self {
         let has = |tokens: [&str; 2]| tokens.iter().all(|text| tokenizer.control(text).is_some());
         let usual = [(CHATML_TOKENS, CHATML), (GEMMA_TOKENS, GEMMA)];
         let usual = usual.into_iter().find(|(tokens, _)| has(*tokens));
         let source = source.or(usual.map(|(_, template)| template)).unwrap_or_default();
-        if !source.is_empty() {
-            Template::new(source).map_err(|error| ChatError::Compile { message: error.to_string() })?;
-        }
         let (format, knows_tools) = ToolFormat::of(source);
-        Ok(Self { source: source.to_owned(), bos: bos.to_owned(), eos: eos.to_owned(), format, knows_tools })
+        Self { source: source.to_owned(), bos: bos.to_owned(), eos: eos.to_owned(), format, knows_tools }
     }
 
     /// Its text; empty when there is none.
@@ -324,15 +318,6 @@ pub enum ChatError {
     },
 }
 
-impl From<TemplateError> for ChatError {
-    fn from(error: TemplateError) -> Self {
-        match error {
-            TemplateError::Refused(message) => Self::Refused { message },
-            TemplateError::Failed(message) => Self::Render { message },
-        }
-    }
-}
-
 const KEY_TEMPLATE: &str = "tokenizer.chat_template";
 
 /// The control tokens that ChatML is made of.
@@ -368,7 +353,13 @@ mod tests {
     use candle_core::quantized::gguf_file::Value;
     use proptest::prelude::*;
 
-    use super::{super::test_vocabulary::TestVocabulary, *};
+    use super::{
+        super::{
+            jinja::{Template, TemplateError},
+            test_vocabulary::TestVocabulary,
+        },
+        *,
+    };
 
     /// A template in the manner of Qwen's: trims, looks for tags, cuts thoughts away, refuses what it does not expect.
     const STRICT: &str = "{%- for m in messages %}{%- if m.content == '{}' %}{{ raise_exception('no tools') }}{%- endif %}\
@@ -383,7 +374,13 @@ mod tests {
         conversation: &Conversation,
         tokenizer: &Tokenizer,
     ) -> Result<Rendered, ChatError> {
-        template.render(conversation, tokenizer, |context| Ok(Template::new(&template.source)?.render(context)?))
+        let with = |context: &Map<String, serde_json::Value>| Template::new(&template.source)?.render(context);
+        template.render(conversation, tokenizer, |context| {
+            with(context).map_err(|error| match error {
+                TemplateError::Refused(message) => ChatError::Refused { message },
+                TemplateError::Failed(message) => ChatError::Render { message },
+            })
+        })
     }
 
     struct Speaker {
@@ -400,7 +397,7 @@ mod tests {
             }
             let header = vocabulary.header();
             let tokenizer = Tokenizer::from_header(&header).unwrap();
-            let template = ChatTemplate::from_header(&header, &tokenizer).unwrap();
+            let template = ChatTemplate::from_header(&header, &tokenizer);
             Self { vocabulary, tokenizer, template }
         }
 
@@ -443,22 +440,12 @@ mod tests {
         let vocabulary = TestVocabulary { control: vec!["<|endoftext|>"], ..TestVocabulary::chatml() };
         let header = vocabulary.header();
         let tokenizer = Tokenizer::from_header(&header).unwrap();
-        let template = ChatTemplate::from_header(&header, &tokenizer).unwrap();
+        let template = ChatTemplate::from_header(&header, &tokenizer);
         let error = render(&template, &vec![ChatMessage::new(Role::User, "hi")].into(), &tokenizer).unwrap_err();
         assert_eq!(
             error.to_string(),
             "the model has no chat template, and its vocabulary lacks <|im_start|> and <|im_end|>"
         );
-    }
-
-    #[test]
-    fn a_template_that_is_no_template_is_refused_when_loading() {
-        let mut vocabulary = TestVocabulary::chatml();
-        vocabulary.more.push((KEY_TEMPLATE, Value::String("{% for".to_owned())));
-        let header = vocabulary.header();
-        let tokenizer = Tokenizer::from_header(&header).unwrap();
-        let error = ChatTemplate::from_header(&header, &tokenizer).err().unwrap();
-        assert!(matches!(error, ChatError::Compile { .. }), "{error}");
     }
 
     #[test]
@@ -638,7 +625,7 @@ mod tests {
         };
         let header = vocabulary.header();
         let tokenizer = Tokenizer::from_header(&header).unwrap();
-        let template = ChatTemplate::from_header(&header, &tokenizer).unwrap();
+        let template = ChatTemplate::from_header(&header, &tokenizer);
         let said = [(Role::System, "be kind"), (Role::User, " hello "), (Role::Assistant, "hi")];
         let messages: Vec<_> = said.map(|(role, text)| ChatMessage::new(role, text)).into();
         let rendered = render(&template, &messages.into(), &tokenizer).unwrap();

@@ -56,9 +56,14 @@ impl GgufModel {
 
     /// The same, with its tokenizer and template made as [`open`](Self::open) makes them: what that would refuse of a
     /// whole file is refused.
-    pub(super) fn check(path: &Path, vocabulary: Option<&Sayable>, compute: Compute) -> Result<Inspected, OpenError> {
+    pub(super) fn check(
+        path: &Path,
+        vocabulary: Option<&Sayable>,
+        compute: Compute,
+        helper: Option<PathBuf>,
+    ) -> Result<Inspected, OpenError> {
         let (shape, header) = Model::inspect_with(path, vocabulary, compute)?;
-        TextSide::new(&header, shape.context_max).map_err(|error| OpenError::text(path, error))?;
+        TextSide::with_helper(&header, shape.context_max, helper).map_err(|error| OpenError::text(path, error))?;
         Self::inspect(path, vocabulary, compute)
     }
 

@@ -49,8 +49,10 @@ impl TextSide {
     /// When the tokenizer or the chat template cannot be used.
     pub fn with_helper(header: &Header, context_max: Tokens, program: Option<PathBuf>) -> Result<Self, TextError> {
         let tokenizer = Tokenizer::from_header(header)?;
-        let template = ChatTemplate::from_header(header, &tokenizer)?;
-        Ok(Self { tokenizer, template, context_max, helper: Arc::new(Helper::new(program)) })
+        let template = ChatTemplate::from_header(header, &tokenizer);
+        let side = Self { tokenizer, template, context_max, helper: Arc::new(Helper::new(program)) };
+        side.compile()?;
+        Ok(side)
     }
 
     /// The tokens of a request's prompt, and what holds its answer to its form.
@@ -106,12 +108,25 @@ impl TextSide {
         }
     }
 
+    /// Whether the template can be compiled.
+    fn compile(&self) -> Result<(), ChatError> {
+        if self.template.source().is_empty() {
+            return Ok(());
+        }
+        let message = match self.helper.template(Kind::Compile, &[], || self.setup()) {
+            Ok((Kind::Text, _)) => return Ok(()),
+            Ok((_, message)) => String::from_utf8_lossy(&message).into_owned(),
+            Err(error) => in_one_line(&error),
+        };
+        Err(ChatError::Compile { message })
+    }
+
     /// The template's text for a context.
     fn render(&self, context: &Map<String, Value>) -> Result<String, ChatError> {
         let failed = |message: String| ChatError::Render { message };
         let context = serde_json::to_vec(context).map_err(|error| failed(error.to_string()))?;
         let text = |bytes| String::from_utf8(bytes).map_err(|error| failed(error.to_string()));
-        match self.helper.render(&context, || self.setup()) {
+        match self.helper.template(Kind::Render, &context, || self.setup()) {
             Ok((Kind::Text, bytes)) => text(bytes),
             Ok((Kind::Refused, bytes)) => Err(ChatError::Refused { message: text(bytes)? }),
             Ok((_, bytes)) => Err(failed(text(bytes)?)),

@@ -112,8 +112,9 @@ impl Engine {
         path: &Path,
         vocabulary: Option<&Sayable>,
         compute: impl Into<Compute>,
+        helper: Option<PathBuf>,
     ) -> Result<Inspected, OpenError> {
-        GgufModel::check(path, vocabulary, compute.into())
+        GgufModel::check(path, vocabulary, compute.into(), helper)
     }
 
     /// Starts a thread that opens models by `opener`.

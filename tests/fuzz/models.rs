@@ -106,7 +106,6 @@ const RENDER_MAX_KB: u64 = (6 << 10) + 512;
 
 /// Templates put together of fragments, rendered by the helper.
 #[test]
-#[ignore = "a deeply nested template overflows the 2 MiB stack of a test thread in a debug build, where it is parsed"]
 fn chat_templates() {
     let program = PathBuf::from(env!("CARGO_BIN_EXE_cotenant"));
     let (most, stop) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));

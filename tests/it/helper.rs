@@ -7,7 +7,7 @@ use cotenant::{
         AnswerForm, ChatMessage, Client, GenerateRequest, Prompt, PromptError, RequestId, Role,
         chat::ChatError,
         constraint::ConstraintError,
-        text::{Prepared, TextSide},
+        text::{Prepared, TextError, TextSide},
     },
     units::Tokens,
 };
@@ -195,6 +195,27 @@ fn a_template_that_takes_all_memory_or_time_is_refused() {
         let error = side.prepare(&request, Client::PATIENT).err();
         assert!(matches!(error, Some(PromptError::Chat(ChatError::Bound))), "{error:?}");
         wait_for_no_jobs(helper_pid());
+    }
+}
+
+/// Each overflows the stack, or takes seconds and gigabytes, where it is compiled without bounds.
+#[test]
+fn templates_that_cannot_be_compiled_within_bounds_are_refused() {
+    let long = |text: &str, times: usize| text.repeat(times);
+    let program = Some(PathBuf::from(env!("CARGO_BIN_EXE_cotenant")));
+    for template in [
+        "{% for".to_owned(),
+        format!("{{{{ 1{} }}}}", long(" + 1", 100_000)),
+        format!("{{{{ x{} }}}}", long(" ~ x", 100_000)),
+        format!("{{{{ {}x }}}}", long("not ", 100_000)),
+        format!("{{{{ {}x{} }}}}", long("(", 100_000), long(")", 100_000)),
+        format!("{{% if a %}}{}{{% endif %}}", long("{% elif a %}", 100_000)),
+        "{{ 'abc' * 9999999 }}".to_owned(),
+    ] {
+        let error = TextSide::with_helper(&header_with(Some(&template)), Tokens::new(4096), program.clone()).err();
+        let text = error.as_ref().map_or_else(|| "taken".to_owned(), |error| cotenant::causes::in_one_line(error));
+        println!("{text}: {}", template.chars().take(40).collect::<String>());
+        assert!(matches!(error, Some(TextError::Chat(ChatError::Compile { .. }))), "{text}");
     }
 }
 

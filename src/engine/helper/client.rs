@@ -86,15 +86,16 @@ impl Helper {
         self.job(FORM, &setup)
     }
 
-    /// Renders the template with a context in JSON.
-    pub(in crate::engine) fn render(
+    /// Compiles the template, or renders it with a context in JSON.
+    pub(in crate::engine) fn template(
         &self,
+        kind: Kind,
         context: &[u8],
         setup: impl Fn() -> Setup,
     ) -> Result<(Kind, Vec<u8>), JobError> {
         let _one_at_a_time = self.renders.lock().unwrap_or_else(PoisonError::into_inner);
         let mut job = self.job(RENDER, &setup)?;
-        job.send(Kind::Render, context)?;
+        job.send(kind, context)?;
         job.first(&|| false)
     }
 

@@ -9,6 +9,8 @@ pub(in crate::engine) enum Kind {
     Schema,
     /// To a job: compile this grammar in Lark's notation.
     Lark,
+    /// To a job: say whether the template can be compiled.
+    Compile,
     /// To a job: render the template with this context, in JSON.
     Render,
     /// To a job: the token that was chosen.
@@ -27,9 +29,10 @@ pub(in crate::engine) enum Kind {
     Failed,
 }
 
-const KINDS: [Kind; 10] = [
+const KINDS: [Kind; 11] = [
     Kind::Schema,
     Kind::Lark,
+    Kind::Compile,
     Kind::Render,
     Kind::Token,
     Kind::GoesOn,

@@ -76,7 +76,6 @@ fn pull(body: &mut impl Read) -> io::Result<Vec<u8>> {
 pub(super) struct Library {
     setup: Setup,
     vocabulary: OnceLock<Option<TokEnv>>,
-    template: OnceLock<Result<Template, String>>,
 }
 
 /// Bounds of a job, where it runs under any.
@@ -89,7 +88,7 @@ pub(super) trait Bounds {
 
 impl Library {
     pub(super) fn new(setup: Setup) -> Self {
-        Self { setup, vocabulary: OnceLock::new(), template: OnceLock::new() }
+        Self { setup, vocabulary: OnceLock::new() }
     }
 
     /// The vocabulary as a tree of bytes; `None` where the library cannot use it.
@@ -103,23 +102,30 @@ impl Library {
         made.as_ref()
     }
 
-    /// The compiled template.
-    pub(super) fn template(&self) -> Result<&Template, &str> {
-        let made = self.template.get_or_init(|| {
-            let source = self.setup.template.as_deref().ok_or("there is no chat template")?;
-            Template::new(source).map_err(|error| error.to_string())
-        });
-        made.as_ref().map_err(String::as_str)
+    /// The compiled template. Made for each job, within its bounds: the compiler evaluates constants and descends into
+    /// what a file nests.
+    fn template(&self) -> Result<Template, String> {
+        let source = self.setup.template.as_deref().ok_or("there is no chat template")?;
+        Template::new(source).map_err(|error| error.to_string())
     }
 
     /// Does the job of this stream, until it is done or its owner has gone.
     pub(super) fn run(&self, stream: &mut UnixStream, bounds: &impl Bounds) -> io::Result<()> {
         let (kind, length) = frame::read_head(stream)?;
-        let copies = if kind == Kind::Render { OF_CONTEXT } else { OF_GRAMMAR };
-        bounds.given(length.saturating_mul(copies));
+        bounds.given(match kind {
+            Kind::Compile | Kind::Render => {
+                let template = self.setup.template.as_ref().map_or(0, String::len);
+                length.saturating_mul(OF_CONTEXT).saturating_add(template.saturating_mul(OF_TEMPLATE))
+            }
+            _ => length.saturating_mul(OF_GRAMMAR),
+        });
         let body = frame::read_body(stream, length)?;
         bounds.time(BUILD_CPU_MAX);
         let result = match kind {
+            Kind::Compile => match self.template() {
+                Ok(_) => frame::write(stream, Kind::Text, &[]).map(Ok),
+                Err(message) => Ok(Err(message)),
+            },
             Kind::Render => self.render(stream, &body),
             Kind::Schema | Kind::Lark => self.form(stream, kind, body, bounds),
             _ => Ok(Err("it begins with no job".to_owned())),
@@ -133,7 +139,7 @@ impl Library {
     fn render(&self, stream: &mut UnixStream, context: &[u8]) -> io::Result<Result<(), String>> {
         let template = match self.template() {
             Ok(template) => template,
-            Err(message) => return Ok(Err(message.to_owned())),
+            Err(message) => return Ok(Err(message)),
         };
         let context: Map<String, Value> = serde_json::from_slice(context).map_err(io::Error::other)?;
         let (kind, text) = match template.render(&context) {
@@ -200,6 +206,9 @@ impl Library {
 /// What a byte of a context takes once it is read: maps of JSON with one short entry each take some 20 times their text, and
 /// the text is made of it.
 const OF_CONTEXT: usize = 32;
+
+/// What a byte of a template takes once it is compiled: some 20 bytes of instruction and of place for each word.
+const OF_TEMPLATE: usize = 32;
 
 /// What a byte of a grammar takes once it is read, beside what is compiled of it.
 const OF_GRAMMAR: usize = 4;

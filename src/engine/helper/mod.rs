@@ -1,11 +1,11 @@
 //! Helper process for grammars and chat templates, bounded by the kernel.
 //!
 //! Both are computed from what clients and model files contain, by libraries that can be interrupted at no point and whose
-//! use of memory has no bound. So they run in a process of their own: one that holds the vocabulary as a tree and the
-//! compiled template, and forks for each job.
+//! use of memory has no bound. So they run in a process of their own: one that holds the vocabulary as a tree, and forks
+//! for each job.
 //!
 //! ```text
-//!  daemon ──spawn──► helper (vocabulary, template) ──fork──► job: one grammar with its masks, or one rendered text
+//!  daemon ──spawn──► helper (vocabulary as tree) ───fork───► job: one grammar with its masks, or one rendered text
 //!     │                 ▲                                      │  RLIMIT_DATA, a timer of CPU time
 //!     ├──setup, fds─────┘                                      │  ends with its stream, and gives everything back
 //!     └──────────────── a stream for each job ─────────────────┘
@@ -26,3 +26,6 @@ pub(super) use self::{
     job::Setup,
 };
 pub use self::{client::FormPlace, process::serve_stdin};
+
+/// What this process runs, also after another version was installed in its place.
+pub const THIS_PROGRAM: &str = "/proc/self/exe";

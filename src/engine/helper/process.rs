@@ -46,8 +46,6 @@ fn serve(mut control: UnixStream) -> io::Result<()> {
     io::Read::read_exact(&mut control, &mut bytes)?;
     let job_bytes = u64::from_le_bytes(bytes);
     let library = Library::new(Setup::read(&mut control)?);
-    // Made before the first fork, so that all jobs share it. An error is reported by the job that needs it.
-    let _ = library.template();
     while let Some((form, stream)) = next_job(&control)? {
         if form {
             let _ = library.vocabulary();
