@@ -175,3 +175,19 @@ impl StatusBackend for Status {
         self.names().voices.clone()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_voice_that_is_called_the_default_speaks_when_none_is_named() {
+        let config = |voices: &str| {
+            let text = format!("budget: {{total: 1GiB}}\nhttp: {{voices: {{{voices}}}}}\n");
+            Config::parse(&text).unwrap()
+        };
+        let first = |voices: &str| Names::of(&config(voices), 0).voices.first().map(|voice| voice.name.clone());
+        assert_eq!(first("alloy: amy, nova: lessac, default: lessac").as_deref(), Some("lessac"));
+        assert_eq!(first("alloy: amy, nova: lessac").as_deref(), Some("amy"));
+    }
+}

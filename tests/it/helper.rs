@@ -13,7 +13,10 @@ use cotenant::{
 };
 use serde_json::{Value, json};
 
-use crate::stage::{header, header_with};
+use crate::{
+    stage::{header, header_with},
+    support::children,
+};
 
 fn text_side(template: Option<&str>) -> TextSide {
     let program = Some(PathBuf::from(env!("CARGO_BIN_EXE_cotenant")));
@@ -29,21 +32,6 @@ fn asked(schema: Value) -> GenerateRequest {
 
 fn prepare(side: &TextSide, schema: Value) -> Result<Prepared, PromptError> {
     side.prepare(&asked(schema), Client::PATIENT)
-}
-
-/// Processes whose parent is this one.
-fn children(parent: u32) -> Vec<u32> {
-    fs::read_dir("/proc")
-        .unwrap()
-        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
-        .filter(|pid: &u32| {
-            let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-            // The name in parentheses may contain anything.
-            let rest = stat.rsplit(')').next().unwrap_or_default();
-            let mut fields = rest.split_whitespace();
-            fields.next() != Some("Z") && fields.next() == Some(&parent.to_string())
-        })
-        .collect()
 }
 
 fn helper_pid() -> u32 {

@@ -146,6 +146,21 @@ pub(crate) async fn eventually(what: &str, check: impl Fn() -> bool) {
     }
 }
 
+/// Processes whose parent is this one.
+pub(crate) fn children(parent: u32) -> Vec<u32> {
+    std::fs::read_dir("/proc")
+        .unwrap()
+        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+        .filter(|pid: &u32| {
+            let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+            // The name in parentheses may contain anything.
+            let rest = stat.rsplit(')').next().unwrap_or_default();
+            let mut fields = rest.split_whitespace();
+            fields.next() != Some("Z") && fields.next() == Some(&parent.to_string())
+        })
+        .collect()
+}
+
 /// Whether a process runs, that is: exists and is not only waiting to be reaped.
 pub(crate) fn runs(pid: u32) -> bool {
     std::fs::read_to_string(format!("/proc/{pid}/stat"))

@@ -22,6 +22,8 @@ pub(super) enum Step {
     Chat(ChatEvent),
     Sentence(String),
     Audio(Vec<i16>),
+    /// The voice speaks, and honours no speed.
+    OneSpeed,
     Failed(Fault),
 }
 
@@ -178,8 +180,14 @@ impl Work {
                 speed: voice.speed,
                 whole: false,
             };
-            let mut pieces =
-                patiently(&self.api, || async { begun(backend.synthesize(request.clone()).await?).await }).await?;
+            let begin = || async {
+                let speech = backend.synthesize(request.clone()).await?;
+                Ok((speech.ignored.contains(&"speed"), begun(speech).await?))
+            };
+            let (one_speed, mut pieces) = patiently(&self.api, begin).await?;
+            if one_speed {
+                self.tell(Step::OneSpeed).await?;
+            }
             self.tell(Step::Sentence(sentence)).await?;
             while let Some(piece) = pieces.next().await {
                 self.tell(Step::Audio(piece?)).await?;

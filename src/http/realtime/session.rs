@@ -668,6 +668,14 @@ impl Session {
             Some(Step::Chat(ChatEvent::Started { .. } | ChatEvent::Failed(_))) => {}
             Some(Step::Sentence(sentence)) => active.output.sentence(sentence, place),
             Some(Step::Audio(samples)) => active.output.audio(&samples, place),
+            // Said once: from now on no speed is in force.
+            Some(Step::OneSpeed) => {
+                let speed = std::mem::replace(&mut self.settings.speed, 1.0);
+                if (speed - 1.0).abs() > f64::EPSILON {
+                    let fault = Fault::invalid(SPEED, speed, "is not honoured: this voice has one speed");
+                    self.outbox.error(&fault, None);
+                }
+            }
             Some(Step::Failed(fault)) => {
                 tracing::warn!(reason = fault.message(), "a realtime response failed");
                 self.end(End::Failed(fault));
@@ -715,6 +723,8 @@ pub(super) fn draining() -> Refusal {
 
 /// As it reads after "cannot".
 const HEAR: &str = "transcribe what was said";
+/// The field that not every voice honours.
+const SPEED: &str = "session.audio.output.speed";
 /// Events that wait before a response does. Our choice: some 2 s of sound.
 const WAITING_MAX: usize = 8;
 /// Utterances that wait for the recogniser. Our choice.

@@ -1,13 +1,16 @@
 //! Bad input and bad luck: each fault is answered in words, and nothing else is disturbed.
 
-use std::{fs, net::TcpListener};
+use std::{fs, net::TcpListener, time::Duration};
 
 use cotenant::rpc::v1::{CreateLeaseRequest, LeaseClass, WorkerState};
 use serde_json::json;
 use tonic::Code;
 
 use super::house::{House, anonymous, ballast, budget, chat_body, content, demo_model, said, whole, worker};
-use crate::http::client::{Connection, request};
+use crate::{
+    http::client::{Connection, request},
+    support::children,
+};
 
 const MIB: u64 = 1 << 20;
 
@@ -235,6 +238,32 @@ async fn an_answer_without_a_limit_of_its_own_ends_by_those_of_the_configuration
     daemon.end().await;
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_long_answer_ends_for_one_that_waits() {
+    let model = demo_model(8192).replace("kv_floor: 128", "answer_time_shared: 1s, kv_floor: 128");
+    let house = House::new(&format!("{}{model}", budget(128)));
+    let daemon = house.start().await;
+    daemon.whole().await;
+    let text =
+        json!({"type": "object", "properties": {"text": {"type": "string", "minLength": 9000}}, "required": ["text"]});
+    let story = chat_body(json!({
+        "stream": true, "max_tokens": 8000, "temperature": 2.0, "seed": 3,
+        "messages": [{"role": "user", "content": "tell me a story"}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "long", "schema": text}},
+    }));
+    let mut long = Connection::open(daemon.http).await;
+    let head = [("content-type", "application/json")];
+    long.send(&request("POST", "/v1/chat/completions", &head, story.to_string().as_bytes())).await;
+    long.wait_for("\"content\":").await;
+    assert!(!content(&daemon.ask("hello").await).is_empty(), "the answer that waited");
+    let (events, _) = long.answer().await.events();
+    let last = events.iter().rev().find(|event| event.contains("finish_reason")).unwrap();
+    assert!(last.contains("\"finish_reason\":\"length\""), "{last}");
+    let parts = events.len();
+    assert!(parts < 7900, "{parts} parts of an answer of 8000 tokens");
+    daemon.end().await;
+}
+
 /// Two hundred bytes that once took gigabytes: by each API it is refused, and by a client that leaves it is given up.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_schema_that_would_take_all_memory_takes_none() {
@@ -270,8 +299,13 @@ async fn a_schema_that_would_take_all_memory_takes_none() {
         connection.send(&request("POST", path, &head, body.to_string().as_bytes())).await;
         drop(connection);
     }
-    // Nothing is in the way of the next one, and nothing is kept.
+    // Nothing is in the way of the next one, and nothing is kept: no job of the helper, and no memory.
     assert!(!content(&daemon.ask("hello").await).is_empty());
+    let helpers = children(daemon.pid());
+    assert!(!helpers.is_empty(), "grammars are computed by a process of their own");
+    while helpers.iter().any(|&helper| !children(helper).is_empty()) {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
     let grown = anonymous(daemon.pid()).saturating_sub(before);
     assert!(grown < 32 * MIB, "the daemon has grown by {grown} bytes");
     daemon.end().await;

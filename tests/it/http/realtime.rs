@@ -374,6 +374,30 @@ async fn turns_of_the_clients_own_wait_for_the_recogniser() {
     client.error("input_audio_buffer_commit_empty", None).await;
 }
 
+/// The scripted voice has one speed.
+#[tokio::test]
+async fn a_speed_that_the_voice_does_not_honour_is_named_once() {
+    let open = open().await;
+    let mut client = Client::with(&open, json!({"type": "realtime", "audio": {"output": {"speed": 1.25}}})).await;
+    for errors in [1, 0] {
+        client.say("turn on the light").await;
+        client.respond().await;
+        let events = client.until("response.done").await;
+        assert_eq!(events.last().unwrap()["response"]["status"], "completed");
+        let named = of_type(&events, "error");
+        assert_eq!(named.len(), errors, "{events:?}");
+        for event in named {
+            assert_eq!(event["error"]["param"], "session.audio.output.speed");
+            assert_eq!(
+                event["error"]["message"],
+                "session.audio.output.speed: `1.25` is not honoured: this voice has one speed"
+            );
+        }
+    }
+    client.send(&json!({"type": "session.update", "session": {"type": "realtime"}})).await;
+    assert_eq!(client.next().await["session"]["audio"]["output"]["speed"], 1.0, "what is in force");
+}
+
 #[tokio::test]
 async fn a_session_of_transcription_writes_down_and_answers_nothing() {
     let open = open().await;
