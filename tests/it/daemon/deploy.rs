@@ -13,8 +13,15 @@ fn the_unit_file_is_understood_by_systemd() {
     let verify = Command::new("systemd-analyze")
         .args(["verify", "--man=no"])
         .args(
-            ["cotenant.service", "cotenant-metrics.service", "cotenant-metrics.timer"]
-                .map(|unit| repository("deploy").join(unit)),
+            [
+                "cotenant.service",
+                "cotenant.socket",
+                "cotenant-http.socket",
+                "cotenant-wyoming.socket",
+                "cotenant-metrics.service",
+                "cotenant-metrics.timer",
+            ]
+            .map(|unit| repository("deploy").join(unit)),
         )
         .output();
     let output = match verify {
@@ -171,6 +178,9 @@ fn the_package_has_everything_that_a_service_needs_and_scripts_that_a_shell_unde
     for file in [
         "/usr/bin/cotenant",
         "/lib/systemd/system/cotenant.service",
+        "/lib/systemd/system/cotenant.socket",
+        "/lib/systemd/system/cotenant-http.socket",
+        "/lib/systemd/system/cotenant-wyoming.socket",
         "/lib/systemd/system/cotenant-metrics.service",
         "/lib/systemd/system/cotenant-metrics.timer",
         "/usr/lib/sysusers.d/cotenant.conf",
@@ -182,6 +192,7 @@ fn the_package_has_everything_that_a_service_needs_and_scripts_that_a_shell_unde
         "/usr/share/zsh/vendor-completions/_cotenant",
         "/usr/share/fish/vendor_completions.d/cotenant.fish",
         "/usr/share/doc/cotenant/copyright",
+        "/usr/share/doc/cotenant/runbook.md",
         "/etc/cotenant/cotenant.yaml",
     ] {
         assert!(listed.lines().any(|line| line.ends_with(&format!(".{file}"))), "{file}: {listed}");
