@@ -57,6 +57,8 @@ fn the_unit_file_gives_what_workers_need_and_no_more() {
     };
     // Groups of workers with limits of memory, processes and processor time.
     assert_eq!(of("Delegate"), [["memory", "pids", "cpu"]]);
+    // A group that hands the memory controller down takes no process, also not the next daemon beside living workers.
+    assert!(unit.contains("\nExecStopPost=-") && unit.contains("echo -memory >"), "restarts fail in version 2");
     for key in ["AmbientCapabilities", "CapabilityBoundingSet"] {
         assert_eq!(of(key), [["CAP_SYS_RESOURCE", "CAP_SYSLOG"]], "{key}");
     }
