@@ -138,6 +138,11 @@ fn the_runbook_has_a_section_for_each_alert_refusal_and_death() {
         runbook.lines().filter_map(|line| line.strip_prefix("### ")).flat_map(|line| line.split(", ")).collect();
     let rules = fs::read_to_string(root().join("deploy/prometheus/cotenant.rules.yml")).unwrap();
     let alerts = rules.lines().filter_map(|line| line.trim().strip_prefix("- alert: "));
+    let links = rules.lines().filter_map(|line| line.trim().strip_prefix("runbook_url: "));
+    for (alert, link) in alerts.clone().zip(links) {
+        // Where the package puts the runbook; anchors are headings in small letters.
+        assert_eq!(link, format!("/usr/share/doc/cotenant/runbook.md#{}", alert.to_lowercase()));
+    }
     let classes: Vec<String> = DeathClass::ALL.iter().map(ToString::to_string).collect();
     let leases = fs::read_to_string(root().join("src/policy/denial.rs")).unwrap();
     let (_, denials) = leases.split_once("pub enum Denial {").unwrap();

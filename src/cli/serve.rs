@@ -40,6 +40,8 @@ const SHUTDOWN_MAX: Duration = Duration::from_secs(1);
 /// Runs the daemon until a signal ends it.
 #[must_use]
 pub(super) fn run(args: &ServeArgs) -> ExitCode {
+    // SAFETY: no descriptor has been opened yet, and no thread started.
+    let sockets = unsafe { daemon::PassedSockets::take() };
     let file = args.config.path();
     let config = match config::load(&file) {
         Ok(config) => config,
@@ -79,7 +81,8 @@ pub(super) fn run(args: &ServeArgs) -> ExitCode {
     let started = runtime.and_then(|runtime| Ok((runtime, ControlThread::start()?)));
     let result = match started {
         Ok((runtime, control)) => {
-            let running = daemon::run(config, daemon::Source { file, log }, guard.dropped(), control.handle().clone());
+            let source = daemon::Source { file, log, sockets };
+            let running = daemon::run(config, source, guard.dropped(), control.handle().clone());
             let result = runtime.block_on(running);
             // A thread that reads a model or walks /proc on a stuck disk must not keep us.
             control.end(SHUTDOWN_MAX);

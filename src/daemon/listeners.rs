@@ -1,12 +1,19 @@
 //! Listeners: gRPC on its sockets, HTTP on its port, Wyoming on its addresses.
 
-use std::{net::SocketAddr, sync::Arc, time::Duration};
+use std::{io, net::SocketAddr, sync::Arc, time::Duration};
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use tokio::{net::TcpListener, sync::watch, task::JoinHandle, time::timeout};
 use tokio_util::sync::CancellationToken;
 
-use super::{control_handle::ControlHandle, error::RunError, parts::Parts, socket_folder::make_parent, wyoming};
+use super::{
+    activation::{self, Address, PassedListener, PassedSocket, PassedSockets},
+    control_handle::ControlHandle,
+    error::RunError,
+    parts::Parts,
+    socket_folder::make_parent,
+    wyoming,
+};
 use crate::{
     causes::in_one_line,
     config::{
@@ -41,7 +48,7 @@ pub(super) struct Bound {
     names: Vec<String>,
     roles: Roles,
     limits: server::Limits,
-    http: Option<TcpListener>,
+    http: Vec<TcpListener>,
     wyoming: wyoming::Bound,
 }
 
@@ -50,7 +57,7 @@ pub(super) struct Listeners {
     stop: CancellationToken,
     tasks: Vec<JoinHandle<()>>,
     grpc: String,
-    http: Option<SocketAddr>,
+    http: Vec<SocketAddr>,
     wyoming: String,
 }
 
@@ -75,32 +82,36 @@ impl Generator for NoModel {
 }
 
 impl Bound {
-    /// Takes what `config` wants.
-    pub(super) async fn take(config: &Config) -> Result<Self, RunError> {
+    /// Takes what `config` wants, where it was not `passed`, and all that was.
+    pub(super) async fn take(config: &Config, passed: &PassedSockets) -> Result<Self, RunError> {
         let mut bound = Self {
             sockets: Sockets::new(),
             names: Vec::new(),
             roles: roles_of(&config.grpc.roles),
             limits: limits_of(&config.grpc.limits),
-            http: None,
-            wyoming: wyoming::Bound::take(&config.wyoming).await?,
+            http: Vec::new(),
+            wyoming: wyoming::Bound::take(config, passed).await?,
         };
-        if let Some(path) = &config.grpc.socket {
+        let of_systemd = |source| RunError::System { what: "a socket of systemd's", source };
+        bound.take_passed(config, passed).map_err(of_systemd)?;
+        let is_ours = |address| !passed.hold(activation::GRPC, &address);
+        if let Some(path) = config.grpc.socket.as_ref().filter(|&path| is_ours(Address::Path(path.clone()))) {
             make_parent(path)?;
             bound.sockets.bind_path(path, SOCKET_MODE).map_err(|source| RunError::Socket { source })?;
             bound.names.push(format!("unix://{}", path.display()));
         }
-        if let Some(name) = &config.grpc.abstract_name {
+        let name = config.grpc.abstract_name.as_ref();
+        if let Some(name) = name.filter(|&name| is_ours(Address::Abstract(name.clone()))) {
             bound.sockets.bind_abstract(name).map_err(|source| RunError::Socket { source })?;
             bound.names.push(format!("unix-abstract:{name}"));
         }
         if let Some(tcp) = &config.grpc.tcp {
-            let remote = remote_of(tcp).await?;
+            let remote = remote_of(tcp, passed.of(activation::GRPC, config)).await?;
             let address = remote.address().unwrap_or(tcp.listen);
             bound.names.push(format!("https://{address}"));
             bound.sockets.add_remote(remote);
         }
-        for (key, address) in config.open_listeners() {
+        for (key, address) in config.open_listeners().into_iter().chain(passed.open_listeners(config)) {
             let networks = if address.ip().is_unspecified() {
                 "every network of this machine"
             } else {
@@ -108,13 +119,34 @@ impl Bound {
             };
             tracing::warn!(%address, "`{key}` serves {networks} without a password; listen on 127.0.0.1, or keep others out");
         }
-        if let Some(address) = config.http.listen {
+        let is_ours = |address: &SocketAddr| !passed.hold(activation::HTTP, &Address::Tcp(*address));
+        if let Some(address) = config.http.listen.filter(is_ours) {
             let listener = TcpListener::bind(address)
                 .await
                 .map_err(|source| RunError::Listen { listener: format!("`http.listen: {address}`"), source })?;
-            bound.http = Some(listener);
+            bound.http.push(listener);
         }
         Ok(bound)
+    }
+
+    /// Takes the sockets of gRPC and HTTP that systemd holds.
+    fn take_passed(&mut self, config: &Config, passed: &PassedSockets) -> io::Result<()> {
+        for socket in passed.of(activation::GRPC, config) {
+            if let PassedListener::Unix(listener) = &socket.listener {
+                self.sockets.add(listener.try_clone()?)?;
+                self.names.push(match &socket.address {
+                    Address::Abstract(name) => format!("unix-abstract:{name}"),
+                    address => format!("unix://{address}"),
+                });
+            }
+        }
+        for socket in passed.of(activation::HTTP, config) {
+            if let PassedListener::Tcp(listener) = &socket.listener {
+                listener.set_nonblocking(true)?;
+                self.http.push(TcpListener::from_std(listener.try_clone()?)?);
+            }
+        }
+        Ok(())
     }
 }
 
@@ -132,10 +164,10 @@ impl Listeners {
             stop: CancellationToken::new(),
             tasks: Vec::new(),
             grpc: String::new(),
-            http: None,
+            http: Vec::new(),
             wyoming: bound.wyoming.addresses(),
         };
-        let http = bound.http.take();
+        let http = std::mem::take(&mut bound.http);
         let serving = std::mem::take(&mut bound.wyoming).open(clients.wyoming, config, control, parts, &listeners.stop);
         listeners.tasks.extend(serving);
         if !bound.names.is_empty() {
@@ -143,8 +175,11 @@ impl Listeners {
             let generator = clients.generator.unwrap_or_else(|| Arc::new(NoModel));
             listeners.open_grpc(bound, control, generator, holders, on_control).await;
         }
-        if let Some(listener) = http {
-            listeners.open_http(listener, (clients.backends, clients.access), parts)?;
+        if !http.is_empty() {
+            let api = http::Api::with_access(clients.backends, http::Limits::default(), clients.access);
+            for listener in http {
+                listeners.open_http(listener, api.clone(), parts)?;
+            }
         }
         Ok(listeners)
     }
@@ -171,16 +206,10 @@ impl Listeners {
         }));
     }
 
-    fn open_http(
-        &mut self,
-        listener: TcpListener,
-        (backends, access): (Backends, watch::Receiver<Arc<Access>>),
-        parts: &Parts,
-    ) -> Result<(), RunError> {
+    fn open_http(&mut self, listener: TcpListener, api: http::Api, parts: &Parts) -> Result<(), RunError> {
         let address =
             listener.local_addr().map_err(|source| RunError::Listen { listener: "http".to_owned(), source })?;
-        self.http = Some(address);
-        let api = http::Api::with_access(backends, http::Limits::default(), access);
+        self.http.push(address);
         let (stop, reporter) = (self.stop.clone(), parts.clone());
         self.tasks.push(parts.spawn("HTTP", async move {
             http::serve(listener, api, stop.clone()).await;
@@ -198,7 +227,8 @@ impl Listeners {
 
     /// Where HTTP listens, for people.
     pub(super) fn http_address(&self) -> String {
-        self.http.map_or_else(|| "none".to_owned(), |address| address.to_string())
+        let words: Vec<String> = self.http.iter().map(ToString::to_string).collect();
+        if words.is_empty() { "none".to_owned() } else { words.join(", ") }
     }
 
     /// Where Wyoming listens, for people.
@@ -232,8 +262,8 @@ async fn report_health(service: health::Health, control: Arc<ControlHandle>) {
 /// The longest time between two looks at the health.
 const HEALTH_EVERY: Duration = Duration::from_secs(1);
 
-/// The listener for other machines.
-async fn remote_of(tcp: &TcpConfig) -> Result<Remote, RunError> {
+/// The listener for other machines, on a socket of `passed` where there is one.
+async fn remote_of<'a>(tcp: &TcpConfig, passed: impl Iterator<Item = &'a PassedSocket>) -> Result<Remote, RunError> {
     let certificates = Certificates {
         certificate: load_text(&tcp.cert).map_err(RunError::Private)?,
         key: load_private(&tcp.key).map_err(RunError::Private)?,
@@ -244,7 +274,17 @@ async fn remote_of(tcp: &TcpConfig) -> Result<Remote, RunError> {
         RemoteRole::Viewer => Role::Viewer,
         RemoteRole::Watchdog => Role::Watchdog,
     };
-    let remote = Remote::bind(tcp.listen, &certificates, role).await;
+    let mut listeners = passed.filter_map(|socket| match &socket.listener {
+        PassedListener::Tcp(listener) => Some(listener.try_clone()),
+        PassedListener::Unix(_) => None,
+    });
+    let remote = match listeners.next() {
+        Some(listener) => {
+            let listener = listener.map_err(|source| RunError::System { what: "a socket of systemd's", source })?;
+            Remote::on(listener, &certificates, role)
+        }
+        None => Remote::bind(tcp.listen, &certificates, role).await,
+    };
     remote.map_err(|source| RunError::Remote { source })
 }
 

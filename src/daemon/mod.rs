@@ -3,8 +3,9 @@
 //! `run` builds everything, `control_loop` is the loop, `control_thread` the thread that it runs on, and `shutdown` the
 //! end of a run; nothing here decides. `device` carries out actions; `engine`, `workers`, `sampling` and `measure` turn
 //! what happens into events; `record`, `handoff` and `figures` keep account; `llm`, `voice`, `status`, `wyoming` and
-//! `listeners` serve clients.
+//! `listeners` serve clients, and `activation` takes what systemd listens on.
 
+mod activation;
 mod chat;
 mod clock;
 mod control_handle;
@@ -39,6 +40,7 @@ mod watchdog;
 mod workers;
 mod wyoming;
 
+pub use activation::PassedSockets;
 pub use clock::MonotonicClock;
 pub use control_handle::ControlHandle;
 pub use control_thread::ControlThread;

@@ -11,6 +11,7 @@ use std::{
 use tokio::{runtime::Handle, sync::watch};
 
 use super::{
+    activation::PassedSockets,
     clock::MonotonicClock,
     control_handle::ControlHandle,
     control_loop::{Clock as _, ControlLoop},
@@ -80,12 +81,14 @@ const LISTENERS_PATIENCE: Duration = Duration::from_millis(500);
 /// Between two looks at them.
 const LISTENERS_LOOK_EVERY: Duration = Duration::from_millis(5);
 
-/// Where settings come from that may change while the daemon runs, and the log that they change.
+/// Where settings come from that may change while the daemon runs, the log that they change, and what systemd listens on.
 pub struct Source {
     /// The configuration file.
     pub file: PathBuf,
     /// Which lines are logged.
     pub log: LogFilter,
+    /// Sockets that are open already.
+    pub sockets: PassedSockets,
 }
 
 /// Runs the daemon until a signal ends it; SIGHUP has it read `source` again. `dropped` counts the lines that its log has lost. gRPC is served and
@@ -122,7 +125,8 @@ pub async fn run(
         Err(error @ RunError::Running { .. }) => return Err(error),
         place => place,
     };
-    let bound = take_listeners(&config, place.is_ok()).await?;
+    source.sockets.report(&config);
+    let bound = take_listeners(&config, &source.sockets, place.is_ok()).await?;
     let boot_id = boot_id();
     let (handoff, mut inheritance) = Handoff::open(place?, &boot_id)?;
     let (guard, safe_profile) = CrashGuard::begin(&config.state_dir, &source.file, config.safe_profile);
@@ -298,10 +302,10 @@ async fn adopt(workers: &Workers, inheritance: &Inheritance) -> (Vec<AdoptedWork
 
 /// Binds the listeners. Their addresses may be in use for an instant after another supervisor has ended: the kernel closes
 /// its sockets one after the other.
-async fn take_listeners(config: &Config, has_place: bool) -> Result<Bound, RunError> {
+async fn take_listeners(config: &Config, passed: &PassedSockets, has_place: bool) -> Result<Bound, RunError> {
     let end = Instant::now() + LISTENERS_PATIENCE;
     loop {
-        let error = match Bound::take(config).await {
+        let error = match Bound::take(config, passed).await {
             Ok(bound) => return Ok(bound),
             Err(error) => error,
         };

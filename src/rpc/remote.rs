@@ -59,13 +59,22 @@ impl Remote {
     ///
     /// When the certificates do not fit together, or the address cannot be had.
     pub async fn bind(address: SocketAddr, certificates: &Certificates, role: Role) -> Result<Self, RemoteError> {
-        let tls = ServerTlsConfig::new()
-            .identity(Identity::from_pem(&certificates.certificate, &certificates.key))
-            .client_ca_root(Certificate::from_pem(&certificates.client_ca))
-            .timeout(HANDSHAKE_MAX);
-        // Checked here, so that a wrong file is an error of the start.
-        Transport::builder().tls_config(tls.clone()).map_err(RemoteError::Certificates)?;
+        let tls = tls_of(certificates)?;
         let listener = TcpListener::bind(address).await.map_err(|source| RemoteError::Listen { address, source })?;
+        Ok(Self { listener, tls, role })
+    }
+
+    /// Serves a socket that is open already.
+    ///
+    /// # Errors
+    ///
+    /// When the certificates do not fit together, or the socket cannot be used.
+    pub fn on(listener: std::net::TcpListener, certificates: &Certificates, role: Role) -> Result<Self, RemoteError> {
+        let tls = tls_of(certificates)?;
+        let address = listener.local_addr().unwrap_or_else(|_| SocketAddr::from(([0, 0, 0, 0], 0)));
+        let failed = |source| RemoteError::Listen { address, source };
+        listener.set_nonblocking(true).map_err(failed)?;
+        let listener = TcpListener::from_std(listener).map_err(failed)?;
         Ok(Self { listener, tls, role })
     }
 
@@ -77,6 +86,16 @@ impl Remote {
     pub fn address(&self) -> io::Result<SocketAddr> {
         self.listener.local_addr()
     }
+}
+
+/// Checked here, so that a wrong file is an error of the start.
+fn tls_of(certificates: &Certificates) -> Result<ServerTlsConfig, RemoteError> {
+    let tls = ServerTlsConfig::new()
+        .identity(Identity::from_pem(&certificates.certificate, &certificates.key))
+        .client_ca_root(Certificate::from_pem(&certificates.client_ca))
+        .timeout(HANDSHAKE_MAX);
+    Transport::builder().tls_config(tls.clone()).map_err(RemoteError::Certificates)?;
+    Ok(tls)
 }
 
 /// Accepts connections until the server ends; those above the limits are closed at once. A place counts from before the

@@ -248,6 +248,29 @@ impl Server {
         Ok(Self { listener, limits })
     }
 
+    /// Serves a TCP socket that is open already.
+    ///
+    /// # Errors
+    /// When it cannot be used.
+    pub fn on_tcp(listener: std::net::TcpListener, limits: ServerLimits) -> Result<Self, io::Error> {
+        listener.set_nonblocking(true)?;
+        Ok(Self { listener: Listener::Tcp(TcpListener::from_std(listener)?), limits })
+    }
+
+    /// Serves a Unix socket that is open already; its file at `path` stays when the server ends.
+    ///
+    /// # Errors
+    /// When it cannot be used.
+    pub fn on_unix(
+        listener: std::os::unix::net::UnixListener,
+        path: PathBuf,
+        limits: ServerLimits,
+    ) -> Result<Self, io::Error> {
+        listener.set_nonblocking(true)?;
+        let file = SocketFile { path, inode: None };
+        Ok(Self { listener: Listener::Unix(UnixListener::from_std(listener)?, file), limits })
+    }
+
     /// Where it listens; for a TCP port of 0, the port that was chosen.
     ///
     /// # Errors
@@ -519,21 +542,20 @@ impl Listener {
 #[derive(Debug)]
 struct SocketFile {
     path: PathBuf,
-    device: u64,
-    inode: u64,
+    /// Its device and number; none where it is not ours to remove.
+    inode: Option<(u64, u64)>,
 }
 
 impl SocketFile {
     fn of(path: &Path) -> Result<Self, io::Error> {
         let meta = fs::symlink_metadata(path)?;
-        Ok(Self { path: path.to_owned(), device: meta.dev(), inode: meta.ino() })
+        Ok(Self { path: path.to_owned(), inode: Some((meta.dev(), meta.ino())) })
     }
 }
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        let ours =
-            fs::symlink_metadata(&self.path).is_ok_and(|meta| meta.dev() == self.device && meta.ino() == self.inode);
+        let ours = fs::symlink_metadata(&self.path).is_ok_and(|meta| self.inode == Some((meta.dev(), meta.ino())));
         if ours {
             let _ = fs::remove_file(&self.path);
         }

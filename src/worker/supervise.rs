@@ -291,6 +291,8 @@ impl Supervisor {
             status.variant.clone_from(&survivor.variant);
         });
         let spec = self.shared.spec();
+        let limit = spec.confinement.memory;
+        let group = survivor.group.and_then(|folder| WorkerGroup::reopened(folder, limit));
         *self.shared.tap() = spec.pressure.as_ref().and_then(|watch| Tap::reopen(watch).ok());
         tracing::debug!(worker = &*self.shared.name, pid, "worker taken over");
         Ok(Child {
@@ -305,7 +307,7 @@ impl Supervisor {
             mark: survivor.mark,
             label: survivor.label,
             notifications: None,
-            group: survivor.group.and_then(WorkerGroup::reopened),
+            group,
             _port: port,
             life: Some(life),
             program: self.shared.spec().argv.first().cloned().unwrap_or_default(),

@@ -1,5 +1,6 @@
 //! The whole program as a user runs it: a child process on a folder of its own, real models, workers and memory.
 
+mod activation;
 mod bad_input;
 mod behind;
 mod clients;

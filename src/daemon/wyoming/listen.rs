@@ -10,8 +10,14 @@ use super::{
     shared::{Api, Backends},
 };
 use crate::{
-    config::{Config, WyomingConfig, WyomingListen},
-    daemon::{control_handle::ControlHandle, error::RunError, parts::Parts, socket_folder::make_parent},
+    config::{Config, WyomingListen},
+    daemon::{
+        activation::{self, Address, PassedListener, PassedSockets},
+        control_handle::ControlHandle,
+        error::RunError,
+        parts::Parts,
+        socket_folder::make_parent,
+    },
     speech::{
         client::Endpoint,
         server::{Server, ServerLimits, Service},
@@ -25,14 +31,25 @@ use crate::{
 pub(in crate::daemon) struct Bound(Vec<Server>);
 
 impl Bound {
-    /// Takes what `config` wants.
-    pub(in crate::daemon) async fn take(config: &WyomingConfig) -> Result<Self, RunError> {
+    /// Takes what `config` wants, where it was not `passed`, and all that was.
+    pub(in crate::daemon) async fn take(config: &Config, passed: &PassedSockets) -> Result<Self, RunError> {
         let limits = ServerLimits {
-            connections: usize::try_from(config.connections_max).unwrap_or(usize::MAX),
+            connections: usize::try_from(config.wyoming.connections_max).unwrap_or(usize::MAX),
             ..ServerLimits::default()
         };
         let mut servers = Vec::new();
-        for listen in &config.listen {
+        for socket in passed.of(activation::WYOMING, config) {
+            let server = match &socket.listener {
+                PassedListener::Tcp(listener) => listener.try_clone().and_then(|tcp| Server::on_tcp(tcp, limits)),
+                PassedListener::Unix(listener) => {
+                    let path = socket.address.to_string().into();
+                    listener.try_clone().and_then(|unix| Server::on_unix(unix, path, limits))
+                }
+            };
+            servers.push(server.map_err(|source| RunError::System { what: "a socket of systemd's", source })?);
+        }
+        let is_ours = |listen: &&WyomingListen| !passed.hold(activation::WYOMING, &Address::from(*listen));
+        for listen in config.wyoming.listen.iter().filter(is_ours) {
             let endpoint = match listen {
                 WyomingListen::Tcp(address) => Endpoint::Tcp(address.to_string()),
                 WyomingListen::Unix(path) => {

@@ -110,9 +110,16 @@ impl WorkerGroup {
         members(&self.folder)
     }
 
-    /// The group of a worker that was taken over; `None` when it is gone.
-    pub(in crate::worker) fn reopened(folder: PathBuf) -> Option<Self> {
+    /// The group of a worker that was taken over, with its limit once more; `None` when it is gone.
+    ///
+    /// In version 2 the unit takes the memory controller back when a supervisor has ended, since the group that hands it
+    /// down takes no process, also not the next supervisor. Limits end with it.
+    pub(in crate::worker) fn reopened(folder: PathBuf, limit: Option<Bytes>) -> Option<Self> {
         let procs = OpenOptions::new().write(true).open(folder.join("cgroup.procs")).ok()?;
+        let version = if folder.join("memory.max").exists() { Version::V2 } else { Version::V1 };
+        if let Err(error) = limit_memory(version, &folder, limit) {
+            tracing::warn!(folder = %folder.display(), %error, "a worker taken over has no limit of memory");
+        }
         Some(Self { folder, procs })
     }
 

@@ -13,8 +13,15 @@ fn the_unit_file_is_understood_by_systemd() {
     let verify = Command::new("systemd-analyze")
         .args(["verify", "--man=no"])
         .args(
-            ["cotenant.service", "cotenant-metrics.service", "cotenant-metrics.timer"]
-                .map(|unit| repository("deploy").join(unit)),
+            [
+                "cotenant.service",
+                "cotenant.socket",
+                "cotenant-http.socket",
+                "cotenant-wyoming.socket",
+                "cotenant-metrics.service",
+                "cotenant-metrics.timer",
+            ]
+            .map(|unit| repository("deploy").join(unit)),
         )
         .output();
     let output = match verify {
@@ -50,6 +57,8 @@ fn the_unit_file_gives_what_workers_need_and_no_more() {
     };
     // Groups of workers with limits of memory, processes and processor time.
     assert_eq!(of("Delegate"), [["memory", "pids", "cpu"]]);
+    // A group that hands the memory controller down takes no process, also not the next daemon beside living workers.
+    assert!(unit.contains("\nExecStopPost=-") && unit.contains("echo -memory >"), "restarts fail in version 2");
     for key in ["AmbientCapabilities", "CapabilityBoundingSet"] {
         assert_eq!(of(key), [["CAP_SYS_RESOURCE", "CAP_SYSLOG"]], "{key}");
     }
@@ -171,6 +180,9 @@ fn the_package_has_everything_that_a_service_needs_and_scripts_that_a_shell_unde
     for file in [
         "/usr/bin/cotenant",
         "/lib/systemd/system/cotenant.service",
+        "/lib/systemd/system/cotenant.socket",
+        "/lib/systemd/system/cotenant-http.socket",
+        "/lib/systemd/system/cotenant-wyoming.socket",
         "/lib/systemd/system/cotenant-metrics.service",
         "/lib/systemd/system/cotenant-metrics.timer",
         "/usr/lib/sysusers.d/cotenant.conf",
@@ -182,6 +194,7 @@ fn the_package_has_everything_that_a_service_needs_and_scripts_that_a_shell_unde
         "/usr/share/zsh/vendor-completions/_cotenant",
         "/usr/share/fish/vendor_completions.d/cotenant.fish",
         "/usr/share/doc/cotenant/copyright",
+        "/usr/share/doc/cotenant/runbook.md",
         "/etc/cotenant/cotenant.yaml",
     ] {
         assert!(listed.lines().any(|line| line.ends_with(&format!(".{file}"))), "{file}: {listed}");

@@ -4,7 +4,10 @@ use std::{
     fs,
     io::Read as _,
     net::SocketAddr,
-    os::unix::process::CommandExt as _,
+    os::{
+        fd::{AsRawFd as _, FromRawFd as _, OwnedFd},
+        unix::process::CommandExt as _,
+    },
     path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Output, Stdio},
     sync::Mutex,
@@ -19,6 +22,7 @@ use cotenant::rpc::{
     },
 };
 use nix::{
+    fcntl::{FcntlArg, fcntl},
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
@@ -48,6 +52,8 @@ pub(super) struct House {
     pub(super) neighbour: Option<u32>,
     /// Variables of the environment of daemons that are started from now on.
     pub(super) environment: Vec<(String, String)>,
+    /// Sockets that daemons get as systemd passes them, with their names.
+    pub(super) passed: Vec<(&'static str, OwnedFd)>,
 }
 
 /// A daemon that runs.
@@ -129,6 +135,7 @@ impl House {
             program: PROGRAM.to_owned(),
             neighbour: None,
             environment: Vec::new(),
+            passed: Vec::new(),
         };
         house.configure(sections);
         house
@@ -198,6 +205,11 @@ impl House {
     pub(super) fn spawn(&self) -> Child {
         let log = fs::OpenOptions::new().create(true).append(true).open(self.path("daemon.log")).unwrap();
         let mut command = match self.neighbour {
+            None if !self.passed.is_empty() => {
+                let mut command = Command::new("sh");
+                command.args(["-c", "LISTEN_PID=$$ exec \"$@\"", "sh", &self.program]);
+                command
+            }
             None => Command::new(&self.program),
             Some(mib) => {
                 let mut command = Command::new("sh");
@@ -216,10 +228,26 @@ impl House {
             .stdin(Stdio::null())
             .stdout(log.try_clone().unwrap())
             .stderr(log);
-        // SAFETY: `setsid` is async-signal-safe and touches no memory of the parent.
+        // Above the numbers that they get in the child.
+        let above = |fd: &OwnedFd| fcntl(fd, FcntlArg::F_DUPFD_CLOEXEC(100)).unwrap();
+        let passed: Vec<OwnedFd> =
+            // SAFETY: `fcntl` has just made this descriptor.
+            self.passed.iter().map(|(_, fd)| unsafe { OwnedFd::from_raw_fd(above(fd)) }).collect();
+        if !passed.is_empty() {
+            let names: Vec<&str> = self.passed.iter().map(|(name, _)| *name).collect();
+            command.env("LISTEN_FDS", passed.len().to_string()).env("LISTEN_FDNAMES", names.join(":"));
+        }
+        // SAFETY: `setsid` and `dup2` are async-signal-safe and touch no memory of the parent.
         unsafe {
             // A session of its own, so that `scope: session` counts this daemon and its workers alone.
-            command.pre_exec(|| nix::unistd::setsid().map(drop).map_err(std::io::Error::from));
+            command.pre_exec(move || {
+                for (number, fd) in (3..).zip(&passed) {
+                    if nix::libc::dup2(fd.as_raw_fd(), number) < 0 {
+                        return Err(std::io::Error::last_os_error());
+                    }
+                }
+                nix::unistd::setsid().map(drop).map_err(std::io::Error::from)
+            });
         }
         let child = command.spawn().unwrap();
         self.sessions.lock().unwrap().push(child.id());

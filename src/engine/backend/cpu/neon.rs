@@ -14,7 +14,7 @@ use super::{
     neon_tile::{self, TOKENS_MIN},
     neon_unpack::{
         PER_START, SUMS, add_scaled, bytes_to_words, dot, half_q2k, half_q3k, half_q4k, half_q5k, half_q6k, heads_q2k,
-        heads_q3k, heads_q6k, low, nibbles, pair, products_of, quants_q4_1, quants_q5_1, quants_q8_0, signed, widened,
+        heads_q3k, heads_q6k, nibbles, pair, products_of, quants_q4_1, quants_q5_1, quants_q8_0, signed, widened,
         with_fifth,
     },
     quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER},
