@@ -22,6 +22,7 @@ mod promises;
 mod python;
 mod rough;
 mod servers;
+mod spans;
 mod survival;
 mod talk;
 mod workers;

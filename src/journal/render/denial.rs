@@ -7,7 +7,7 @@ use crate::{
         denial::{Denial, Holders, NotHolder, Problem, Quota},
         growth_wait::GrowthWait,
     },
-    units::Bytes,
+    units::{Bytes, TimeSpan},
 };
 
 impl Display for Denial {
@@ -116,8 +116,10 @@ impl Display for Problem {
         match self {
             Self::Zero => f.write_str("is zero"),
             Self::BelowMin { min } => write!(f, "is below min of {min}"),
-            Self::NotBetween { least, most } => write!(f, "is not between {least:?} and {most:?}"),
-            Self::AboveLimit { limit } => write!(f, "is above the limit of {limit:?}"),
+            Self::NotBetween { least, most } => {
+                write!(f, "is not between {} and {}", TimeSpan(*least), TimeSpan(*most))
+            }
+            Self::AboveLimit { limit } => write!(f, "is above the limit of {}", TimeSpan(*limit)),
             Self::TooLong { bytes, limit } => write!(f, "has {bytes} bytes and may have {limit}"),
             Self::Unprintable => f.write_str("is empty or has control characters"),
             Self::OwnHolder => f.write_str("is the name of a holder of ours"),
