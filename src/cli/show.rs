@@ -232,10 +232,10 @@ pub(super) fn holders_table(leases: &[v1::Lease]) -> String {
     table.render()
 }
 
-/// Sequences of the LLM, a row each.
+/// Sequences of the LLM, a row each; the class stands for a client without a name.
 pub(super) fn sequences_table(sequences: &[v1::Sequence]) -> String {
     let mut table = Table::new([
-        Column::Text("SEQUENCE"),
+        Column::Text("SEQ"),
         Column::Text("STATE"),
         Column::Figure("KV"),
         Column::Figure("TOKENS"),
@@ -243,7 +243,6 @@ pub(super) fn sequences_table(sequences: &[v1::Sequence]) -> String {
         Column::Figure("PROMPT"),
         Column::Figure("REUSED"),
         Column::Figure("ANSWER"),
-        Column::Text("CLASS"),
         Column::Text("CLIENT"),
     ]);
     for sequence in sequences {
@@ -262,8 +261,10 @@ pub(super) fn sequences_table(sequences: &[v1::Sequence]) -> String {
             sequence.prompt_tokens.to_string(),
             figure(sequence.reused_tokens),
             figure(sequence.generated_tokens),
-            word(sequence.lease_class().as_str_name(), "LEASE_CLASS_"),
-            sequence.client.clone(),
+            match sequence.client.as_str() {
+                "" => format!("({})", word(sequence.lease_class().as_str_name(), "LEASE_CLASS_")),
+                client => client.to_owned(),
+            },
         ]);
     }
     table.render()

@@ -68,3 +68,39 @@ impl Source for Counted {
         self.source.read_small(extent, target)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Zeros;
+
+    impl Source for Zeros {
+        unsafe fn read(&self, _: &Extent, _: NonNull<u8>, _: &ReadProgress) -> Result<(), ReadError> {
+            Ok(())
+        }
+
+        fn read_small(&self, _: &Extent, _: &mut [u8]) -> Result<(), ReadError> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_load_counts_what_it_reads_up_to_its_whole_and_nothing_afterwards() {
+        let progress = LoadProgress::default();
+        let source = progress.counting(Arc::new(Zeros));
+        let extent = Extent { what: "layer".into(), offset: 0, bytes: 60 };
+        // SAFETY: nothing is written.
+        let read = || unsafe { source.read(&extent, NonNull::dangling(), &ReadProgress::new()) }.unwrap();
+        read();
+        assert_eq!(progress.figures(), None);
+        progress.begin(Bytes::new(100));
+        for expected in [60, 100, 100] {
+            read();
+            assert_eq!(progress.figures(), Some((Bytes::new(expected), Bytes::new(100))));
+        }
+        progress.end();
+        read();
+        assert_eq!(progress.figures(), None);
+    }
+}

@@ -224,7 +224,7 @@ mod tests {
         let invalid = |field, problem| Denial::invalid("a", field, &"1h", problem);
         let (least, most) = (std::time::Duration::from_secs(2), std::time::Duration::from_secs(300));
         let term = invalid("term", Problem::NotBetween { least, most });
-        assert_eq!(term.to_string(), "cannot take the request of `a`: term: `1h` is not between 2s and 300s");
+        assert_eq!(term.to_string(), "cannot take the request of `a`: term: `1h` is not between 2 s and 5 min");
         assert!(term.hint().is_some_and(|hint| hint.contains("leases.term_max")));
         let wait = invalid("wait", Problem::AboveLimit { limit: most });
         assert!(wait.hint().is_some_and(|hint| hint.contains("leases.wait_max")));
