@@ -328,7 +328,7 @@ fn planted_structs_and_lines_are_found() {
     let folder = tempfile::tempdir().unwrap();
     fs::create_dir(folder.path().join("policy")).unwrap();
     fs::write(folder.path().join("policy/core.rs"), "\n\n\n").unwrap();
-    assert_eq!(over_budget(folder.path(), &[("policy", 22445)]), Vec::<String>::new());
+    assert_eq!(over_budget(folder.path(), &[("policy", 3)]), Vec::<String>::new());
     assert_eq!(over_budget(folder.path(), &[("policy", 2)]), ["src/policy has 3 lines, at most 2 may be"]);
     assert_eq!(over_budget(folder.path(), &[]), ["src/policy has no budget of lines in tests/layering.rs"]);
 }
@@ -479,7 +479,7 @@ const LINES_MAX: [(&str, usize); 14] = [
     ("engine", 38104),
     ("http", 9705),
     ("journal", 3404),
-    ("policy", 22442),
+    ("policy", 22445),
     ("probe", 5116),
     ("rpc", 5071),
     ("speech", 5099),
