@@ -1,4 +1,5 @@
-//! Generates `cotenant.v1` and `grpc.health.v1` from the proto files beside it, without protoc, and names the commit of a release build.
+//! Generates `cotenant.v1`, `grpc.health.v1` and the part of OTLP that is used from the proto files beside it, without protoc,
+//! and names the commit of a release build.
 
 use std::{env, error::Error, fs, path::PathBuf, process::Command};
 
@@ -8,6 +9,9 @@ use prost::Message;
 const FILES: [&str; 4] =
     ["cotenant/v1/lease.proto", "cotenant/v1/llm.proto", "cotenant/v1/operator.proto", "grpc/health/v1/health.proto"];
 
+/// What is spoken to others and not served, so that reflection does not list it.
+const SPOKEN: &str = "opentelemetry/trace_service.proto";
+
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo::rerun-if-changed=proto");
     let package = env::var("CARGO_PKG_VERSION")?;
@@ -15,15 +19,22 @@ fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo::rustc-env=COTENANT_GIT={}", commit.as_deref().unwrap_or("unknown"));
     let version = commit.map_or_else(|| package.clone(), |commit| format!("{package} ({commit})"));
     println!("cargo::rustc-env=COTENANT_VERSION={version}");
-    let mut compiler = protox::Compiler::new(["proto"])?;
-    // Comments of the proto files become the documentation of the generated types.
-    compiler.include_source_info(true).include_imports(true);
-    compiler.open_files(FILES)?;
-    let descriptors = compiler.file_descriptor_set();
+    let compiled = |files: &[&str]| -> Result<_, protox::Error> {
+        let mut compiler = protox::Compiler::new(["proto"])?;
+        // Comments of the proto files become the documentation of the generated types.
+        compiler.include_source_info(true).include_imports(true);
+        compiler.open_files(files)?;
+        Ok(compiler.file_descriptor_set())
+    };
+    let descriptors = compiled(&FILES)?;
+    // What reflection serves has no comments: they would be most of what an idle daemon keeps of it.
+    let mut served = descriptors.clone();
+    served.file.iter_mut().for_each(|file| file.source_code_info = None);
 
     let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("OUT_DIR is not set")?);
-    fs::write(out.join("cotenant_descriptor.bin"), descriptors.encode_to_vec())?;
+    fs::write(out.join("cotenant_descriptor.bin"), served.encode_to_vec())?;
     tonic_prost_build::configure().compile_fds(descriptors)?;
+    tonic_prost_build::configure().compile_fds(compiled(&[SPOKEN])?)?;
     Ok(())
 }
 

@@ -1,7 +1,11 @@
-//! Tracing set-up and the table of all metrics.
+//! Tracing set-up, the table of all metrics, and spans for a collector.
 
 mod log;
 mod metrics;
+pub mod otlp;
+mod span;
 
 pub use log::{LinesDropped, LogError, LogFilter, LogFormat, LogGuard, init};
 pub use metrics::Metrics;
+pub use otlp::{Collector, OtlpProtocol, export};
+pub use span::{Attribute, Span, SpanContext, SpanKind, SpanValue, Tracer};

@@ -299,6 +299,42 @@ impl fmt::Display for Timestamp {
     }
 }
 
+/// A duration as messages have it: `250 ms`, `1.5 s`, `10 min`, `1 h 30 min`.
+///
+/// ```
+/// use cotenant::units::TimeSpan;
+/// use std::time::Duration;
+/// assert_eq!(TimeSpan(Duration::from_millis(1500)).to_string(), "1.5 s");
+/// assert_eq!(TimeSpan(Duration::from_secs(5400)).to_string(), "1 h 30 min");
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TimeSpan(pub Duration);
+
+impl fmt::Display for TimeSpan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (micros, seconds) = (self.0.as_micros(), self.0.as_secs());
+        let (large, whole, small, rest) = match seconds {
+            0 if micros < 1000 => return write!(f, "{micros} {}", if micros == 0 { "s" } else { "µs" }),
+            0 => return thousandths(f, micros, "ms"),
+            1..60 => return thousandths(f, self.0.as_millis(), "s"),
+            60..3600 => (seconds / 60, "min", seconds % 60, "s"),
+            3600..86_400 => (seconds / 3600, "h", seconds / 60 % 60, "min"),
+            _ => (seconds / 86_400, "d", seconds / 3600 % 24, "h"),
+        };
+        write!(f, "{large} {whole}")?;
+        if small > 0 { write!(f, " {small} {rest}") } else { Ok(()) }
+    }
+}
+
+/// A number of thousandths of a unit, without zeros at the end.
+fn thousandths(f: &mut fmt::Formatter<'_>, count: u128, unit: &str) -> fmt::Result {
+    let fraction = format!("{:03}", count % 1000);
+    match fraction.trim_end_matches('0') {
+        "" => write!(f, "{} {unit}", count / 1000),
+        fraction => write!(f, "{}.{fraction} {unit}", count / 1000),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -328,5 +364,25 @@ mod tests {
         assert_eq!(Timestamp::NEVER + Duration::from_secs(1), Timestamp::NEVER);
         assert_eq!(Timestamp::START.saturating_since(Timestamp::from_millis(5)), Duration::ZERO);
         assert_eq!(Timestamp::from_millis(12_345).to_string(), "12.345s");
+    }
+
+    #[test]
+    fn a_time_span_has_at_most_two_units_and_no_zeros_at_its_end() {
+        for (micros, text) in [
+            (0, "0 s"),
+            (7, "7 µs"),
+            (1000, "1 ms"),
+            (1250, "1.25 ms"),
+            (1_000_000, "1 s"),
+            (59_999_999, "59.999 s"),
+            (60_000_000, "1 min"),
+            (90_000_000, "1 min 30 s"),
+            (3_600_000_000, "1 h"),
+            (86_399_000_000, "23 h 59 min"),
+            (90_000_000_000, "1 d 1 h"),
+        ] {
+            assert_eq!(TimeSpan(Duration::from_micros(micros)).to_string(), text);
+        }
+        assert!(TimeSpan(Duration::MAX).to_string().ends_with(" h"));
     }
 }

@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 use crate::{
     config::{Config, WorkerConfig, WorkerProtocol},
     daemon::spec_of,
+    units::TimeSpan,
     worker::{
         KernelRoots,
         confine::{Groups, survey},
@@ -48,7 +49,7 @@ fn check_one(config: &WorkerConfig, runtime_dir: &Path, groups: &Groups) -> Work
             WorkerProtocol::Wyoming => "wyoming",
         },
         endpoint: None,
-        ready: format!("{} within {:?}", readiness(&spec.readiness), config.ready.timeout),
+        ready: format!("{} within {}", readiness(&spec.readiness), TimeSpan(config.ready.timeout)),
         confinement: Vec::new(),
         warnings: Vec::new(),
         problems: Vec::new(),

@@ -10,7 +10,10 @@ use super::{
     output::Output,
     quantity,
 };
-use crate::rpc::{Endpoint, client::Identification};
+use crate::{
+    rpc::{Endpoint, client::Identification},
+    units::TimeSpan,
+};
 
 /// Options of all commands.
 #[derive(Clone, Debug, Args)]
@@ -103,8 +106,8 @@ impl Global {
     pub(super) fn too_late(&self) -> CliError {
         CliError::Failed {
             act: match self.endpoint() {
-                Ok(endpoint) => format!("no answer from `{endpoint}` within {:?}", self.timeout),
-                Err(_) => format!("no answer within {:?}", self.timeout),
+                Ok(endpoint) => format!("no answer from `{endpoint}` within {}", TimeSpan(self.timeout)),
+                Err(_) => format!("no answer within {}", TimeSpan(self.timeout)),
             },
             source: None,
             hint: Some("allow more with --timeout".to_owned()),

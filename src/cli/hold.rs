@@ -43,7 +43,7 @@ use crate::{
         CreateLeaseRequest, HoldLeaseRequest, HoldLeaseResponse, Lease, LeaseClass, ReleaseLeaseRequest, Target,
         TargetState, hold_lease_response::Message, lease_service_client::LeaseServiceClient,
     },
-    units::Bytes,
+    units::{Bytes, TimeSpan},
     worker::{descent::adopt_descendants, orphans},
 };
 
@@ -238,7 +238,7 @@ impl Keeper {
                 Ok(Err(_)) | Err(_) => {}
             }
             if self.left().is_zero() {
-                let away = format!("the supervisor is away, and the term of {:?} ends", self.term);
+                let away = format!("the supervisor is away, and the term of {} ends", TimeSpan(self.term));
                 return Ok(Over::Ended(away));
             }
             let pause = PAUSE.min(self.left());

@@ -132,8 +132,8 @@ pub enum Command {
     Recycle(operate::Worker),
     /// Change the variant of a worker.
     Resize(operate::Resize),
-    /// Load the model that failed to load, or that was not there.
-    Load,
+    /// Load the model that failed to load, or that was not there; show how far it is.
+    Load(operate::Load),
     /// Read the configuration again; list what changed and what needs a restart.
     Reload,
     /// Take no new requests; running ones finish (undo: `drain --off`).
@@ -187,7 +187,7 @@ fn run(cli: Cli) -> Result<ExitCode, CliError> {
         Command::Shed(verb) => client(operate::shed(&global, &verb)),
         Command::KvType(verb) => client(operate::kv_type(&global, &verb)),
         Command::Regrow => client(operate::regrow(&global)),
-        Command::Load => client(operate::load(&global)),
+        Command::Load(load) => client(operate::load(&global, &load)),
         Command::Reload => client(operate::reload(&global)),
         Command::Drain(drain) => client(operate::drain(&global, drain)),
         Command::Recycle(verb) => client(operate::control(&global, verb, operate::Control::Recycle)),

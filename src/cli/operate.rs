@@ -1,17 +1,24 @@
 //! Operators' commands: shed, regrow, kv-type, load, reload, drain, recycle, start, stop, resize.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use clap::Args;
 
-use super::{Global, exit::CliError, output, quantity};
+use super::{
+    Global,
+    exit::{self, CliError},
+    output,
+    progress::Progress,
+    quantity,
+};
 use crate::{
     policy::kv_type::KvType,
     rpc::v1::{
-        self, ControlWorkerRequest, DrainRequest, LoadModelRequest, RegrowRequest, ReloadRequest, ResizeWorkerRequest,
-        SetKvTypeRequest, ShedRequest, WorkerCommand, operator_service_client::OperatorServiceClient,
+        self, ControlWorkerRequest, DrainRequest, EngineState, GetStatusRequest, LoadModelRequest, RegrowRequest,
+        ReloadRequest, ResizeWorkerRequest, SetKvTypeRequest, ShedRequest, WorkerCommand,
+        operator_service_client::OperatorServiceClient,
     },
-    units::Bytes,
+    units::{Bytes, TimeSpan},
 };
 
 /// Takes memory back from the LLM.
@@ -90,11 +97,62 @@ pub(super) async fn regrow(global: &Global) -> Result<(), CliError> {
     output::write_done(global.output, &done.message)
 }
 
-pub(super) async fn load(global: &Global) -> Result<(), CliError> {
+/// Loads the model again.
+#[derive(Clone, Debug, Args)]
+pub struct Load {
+    /// Return at once, and load in the background.
+    #[arg(long)]
+    no_wait: bool,
+}
+
+pub(super) async fn load(global: &Global, load: &Load) -> Result<(), CliError> {
     let mut client = OperatorServiceClient::new(global.connect().await?);
     let done = global.call(client.load_model(global.request(LoadModelRequest {}))).await?;
-    output::write_done(global.output, &done.message)
+    if load.no_wait {
+        return output::write_done(global.output, &done.message);
+    }
+    let began = Instant::now();
+    let (mut progress, mut loads) = (Progress::new(), false);
+    loop {
+        let status = global.call(client.get_status(global.request(GetStatusRequest {}))).await?;
+        let engine = status.engine.unwrap_or_default();
+        match engine.state() {
+            EngineState::Loading => loads = true,
+            EngineState::Failed if loads => {
+                drop(progress);
+                return Err(CliError::plain(format!("cannot load the model: {}", engine.failure), exit::FAILED));
+            }
+            _ => break,
+        }
+        if engine.load_bytes > 0 {
+            let text = reading(engine.load_read_bytes, engine.load_bytes, began.elapsed());
+            progress.step(engine.load_read_bytes, engine.load_bytes, &text);
+        }
+        tokio::time::sleep(LOOK_AGAIN_AFTER).await;
+    }
+    drop(progress);
+    let message = if loads { format!("loaded in {}", TimeSpan(in_tenths(began.elapsed()))) } else { done.message };
+    output::write_done(global.output, &message)
 }
+
+/// What has been read of how much, how fast, and how long the rest takes at that rate.
+fn reading(read: u64, whole: u64, took: Duration) -> String {
+    let mut text = format!("{} of {}", Bytes::new(read), Bytes::new(whole));
+    let rate = u128::from(read) * 1000 / took.as_millis().max(1);
+    if let Some(left) = u128::from(whole.saturating_sub(read)).saturating_mul(1000).checked_div(rate) {
+        let left = Duration::from_millis(u64::try_from(left).unwrap_or(u64::MAX));
+        let rate = Bytes::new(u64::try_from(rate).unwrap_or(u64::MAX));
+        text.push_str(&format!(", {rate}/s, {} left", TimeSpan(in_tenths(left))));
+    }
+    text
+}
+
+fn in_tenths(time: Duration) -> Duration {
+    Duration::from_millis(u64::try_from(time.as_millis() / 100 * 100).unwrap_or(u64::MAX))
+}
+
+/// Between two looks at a load (our choice: seen to move, at no cost).
+const LOOK_AGAIN_AFTER: Duration = Duration::from_millis(100);
 
 pub(super) async fn reload(global: &Global) -> Result<(), CliError> {
     let mut client = OperatorServiceClient::new(global.connect().await?);
@@ -142,4 +200,16 @@ pub(super) async fn resize(global: &Global, resize: Resize) -> Result<(), CliErr
     });
     let done = global.call(client.resize_worker(request)).await?;
     output::write_done(global.output, &done.message)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_load_shows_bytes_rate_and_what_is_left() {
+        let mib = |mib: u64| mib << 20;
+        assert_eq!(reading(mib(300), mib(1200), Duration::from_secs(3)), "300 MiB of 1.1 GiB, 100 MiB/s, 9 s left");
+        assert_eq!(reading(0, mib(8), Duration::ZERO), "0 B of 8 MiB");
+    }
 }

@@ -108,6 +108,16 @@ pub struct Table {
     rows: Vec<Vec<String>>,
 }
 
+/// Numbers as a sentence has them: `3, 7, 9`; of many, the first.
+pub(super) fn listed<T: ToString>(numbers: &[T]) -> String {
+    let shown: Vec<String> = numbers.iter().take(LISTED_MAX).map(ToString::to_string).collect();
+    let more = numbers.len().saturating_sub(LISTED_MAX);
+    if more > 0 { format!("{} and {more} more", shown.join(", ")) } else { shown.join(", ") }
+}
+
+/// Our choice.
+const LISTED_MAX: usize = 10;
+
 /// Head of a column.
 #[derive(Clone, Copy)]
 pub enum Column {

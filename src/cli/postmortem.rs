@@ -70,7 +70,11 @@ fn read(verb: &Postmortem) -> Result<Vec<DeathCertificate>, CliError> {
         let contents = journal::read(path)
             .map_err(|error| CliError::failed(format!("cannot read the journal `{}`", path.display()), error))?;
         if !contents.damaged.is_empty() {
-            eprintln!("{}: lines {:?} cannot be read and are left out", path.display(), contents.damaged);
+            eprintln!(
+                "{}: lines {} cannot be read and are left out",
+                path.display(),
+                output::listed(&contents.damaged)
+            );
         }
         deaths.extend(contents.entries.into_iter().filter_map(|entry| match entry.content {
             Content::Event(Event::WorkerDied { certificate }) => Some(*certificate),

@@ -1,13 +1,15 @@
-//! Progress of long work, on a terminal only: one line of stderr that is drawn again and cleared at the end.
+//! Progress of long work on stderr: on a terminal one line that is drawn again and cleared at the end, elsewhere at most lines.
 
 use std::io::{self, IsTerminal as _, Write as _};
 
-/// A line of progress. Nothing is written where stderr is no terminal.
+/// A line of progress.
 pub(super) struct Progress {
     terminal: bool,
     /// `NO_COLOR` is not set (<https://no-color.org>).
     colour: bool,
     drawn: String,
+    /// The last tenth that a line was written for.
+    tenth: Option<u64>,
 }
 
 impl Progress {
@@ -15,10 +17,25 @@ impl Progress {
     pub(super) fn new() -> Self {
         let set = |name: &str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
         let dumb = std::env::var_os("TERM").is_none_or(|term| term == "dumb");
-        Self { terminal: io::stderr().is_terminal() && !dumb, colour: !set("NO_COLOR"), drawn: String::new() }
+        Self {
+            terminal: io::stderr().is_terminal() && !dumb,
+            colour: !set("NO_COLOR"),
+            drawn: String::new(),
+            tenth: None,
+        }
     }
 
-    /// Draws `done` of `whole`, and what is being done.
+    /// As [`Self::show`], and where stderr is no terminal a line for each tenth.
+    pub(super) fn step(&mut self, done: u64, whole: u64, what: &str) {
+        self.show(done, whole, what);
+        let tenth = done.min(whole).saturating_mul(10) / whole.max(1);
+        if !self.terminal && self.tenth != Some(tenth) {
+            self.tenth = Some(tenth);
+            self.write(&format!("{:>3} % {what}\n", tenth * 10));
+        }
+    }
+
+    /// Draws `done` of `whole`, and what is being done; nothing where stderr is no terminal.
     pub(super) fn show(&mut self, done: u64, whole: u64, what: &str) {
         if self.terminal {
             let line = line(done, whole, what, self.colour);
@@ -72,7 +89,7 @@ mod tests {
 
     #[test]
     fn nothing_is_drawn_where_stderr_is_no_terminal() {
-        let mut progress = Progress { terminal: false, colour: true, drawn: String::new() };
+        let mut progress = Progress { terminal: false, colour: true, drawn: String::new(), tenth: None };
         progress.show(1, 2, "reading");
         assert_eq!(progress.drawn, "");
     }

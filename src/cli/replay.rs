@@ -28,7 +28,11 @@ pub(super) fn run(global: &Global, replay: &Replay) -> Result<ExitCode, CliError
             CliError::failed(act, error)
         })?;
         if !contents.damaged.is_empty() {
-            eprintln!("{}: lines {:?} cannot be read and are left out", path.display(), contents.damaged);
+            eprintln!(
+                "{}: lines {} cannot be read and are left out",
+                path.display(),
+                output::listed(&contents.damaged)
+            );
         }
         if contents.torn {
             eprintln!("{}: the last line has no end and is left out", path.display());

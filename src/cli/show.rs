@@ -232,6 +232,44 @@ pub(super) fn holders_table(leases: &[v1::Lease]) -> String {
     table.render()
 }
 
+/// Sequences of the LLM, a row each; the class stands for a client without a name.
+pub(super) fn sequences_table(sequences: &[v1::Sequence]) -> String {
+    let mut table = Table::new([
+        Column::Text("SEQ"),
+        Column::Text("STATE"),
+        Column::Figure("KV"),
+        Column::Figure("TOKENS"),
+        Column::Figure("BLOCKS"),
+        Column::Figure("PROMPT"),
+        Column::Figure("REUSED"),
+        Column::Figure("ANSWER"),
+        Column::Text("CLIENT"),
+    ]);
+    for sequence in sequences {
+        let waits = sequence.state() == v1::SequenceState::Waiting;
+        let figure = |figure: u32| if waits { String::new() } else { figure.to_string() };
+        let mut state = word(sequence.state().as_str_name(), "SEQUENCE_STATE_");
+        if let Some(waited) = &sequence.waited {
+            state = format!("{state} {}", span(waited));
+        }
+        table.row([
+            sequence.id.to_string(),
+            state,
+            if waits { String::new() } else { Bytes::new(sequence.kv_bytes).to_string() },
+            figure(sequence.kv_tokens),
+            figure(sequence.kv_blocks),
+            sequence.prompt_tokens.to_string(),
+            figure(sequence.reused_tokens),
+            figure(sequence.generated_tokens),
+            match sequence.client.as_str() {
+                "" => format!("({})", word(sequence.lease_class().as_str_name(), "LEASE_CLASS_")),
+                client => client.to_owned(),
+            },
+        ]);
+    }
+    table.render()
+}
+
 fn engine_line(engine: &v1::Engine) -> String {
     let state = word(engine.state().as_str_name(), "ENGINE_STATE_");
     if engine.model.is_empty() {

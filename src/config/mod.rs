@@ -15,6 +15,7 @@ mod raw;
 mod reload;
 mod settings;
 mod size;
+mod telemetry;
 #[cfg(test)]
 mod tests;
 mod validate;
@@ -28,8 +29,8 @@ pub use reload::reloaded;
 pub use settings::{
     BudgetConfig, Config, Confinement, FILE_MAX, FileAccess, GrpcConfig, GrpcLimits, HttpConfig, IdleConfig, IdsConfig,
     JournalConfig, Keyless, KvMemory, LeaseConfig, LeaseHolder, Listen, LlmConfig, LogConfig, LogFormat, OthersRole,
-    PeerBounds, PressureConfig, PressureWatch, Readiness, ReadyConfig, RemoteRole, Resource, RolesConfig,
-    SafeProfileConfig, SheddingConfig, SyscallFilter, TcpConfig, VocabularyConfig, Watermark, Watermarks, WorkerConfig,
-    WorkerMemory, WorkerProtocol, WorkerRole, WyomingConfig, WyomingListen,
+    OtlpConfig, PeerBounds, PressureConfig, PressureWatch, Readiness, ReadyConfig, RemoteRole, Resource, RolesConfig,
+    SafeProfileConfig, SheddingConfig, SyscallFilter, TcpConfig, TelemetryConfig, VocabularyConfig, Watermark,
+    Watermarks, WorkerConfig, WorkerMemory, WorkerProtocol, WorkerRole, WyomingConfig, WyomingListen,
 };
 pub use size::{SizeError, parse_duration, parse_size};

@@ -37,7 +37,7 @@ raw! {
     RawConfig {
         budget: RawBudget, shedding: RawShedding, leases: RawLeases, llm: Option<RawLlm>, workers: Vec<RawWorker>,
         http: RawHttp, wyoming: RawWyoming, grpc: RawGrpc, journal: RawJournal, safe_profile: RawSafeProfile,
-        state_dir, runtime_dir, log: RawLog,
+        state_dir, runtime_dir, log: RawLog, telemetry: RawTelemetry,
     }
     RawBudget {
         total, reserve, scope, watermarks: RawWatermarks, dwell, grace, hysteresis, fill_rate_max, sample_min,
@@ -84,6 +84,7 @@ raw! {
     RawJournal { path, max_size }
     RawSafeProfile { crashes, within }
     RawLog { filter, format }
+    RawTelemetry { otlp, otlp_ca }
 }
 
 /// Reads the form of a file. A file without content is an empty mapping.

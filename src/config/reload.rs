@@ -5,7 +5,8 @@
 
 use super::{
     BudgetConfig, Config, Confinement, GrpcConfig, GrpcLimits, HttpConfig, JournalConfig, LeaseConfig, LlmConfig,
-    LogConfig, RolesConfig, SafeProfileConfig, SheddingConfig, Watermarks, WorkerConfig, WyomingConfig,
+    LogConfig, RolesConfig, SafeProfileConfig, SheddingConfig, TelemetryConfig, Watermarks, WorkerConfig,
+    WyomingConfig,
 };
 use crate::policy::{compute::DeviceSettings, event::ChangedKeys, params::ClassDeadlines};
 
@@ -106,7 +107,10 @@ impl Merge {
                 }),
                 state_dir = self.fixed("state_dir", &old.state_dir, &new.state_dir),
                 runtime_dir = self.fixed("runtime_dir", &old.runtime_dir, &new.runtime_dir),
-                log = merged!(self, "log.", old.log, new.log, LogConfig { live: filter; fixed: format; });
+                log = merged!(self, "log.", old.log, new.log, LogConfig { live: filter; fixed: format; }),
+                telemetry = merged!(self, "telemetry.", old.telemetry, new.telemetry, TelemetryConfig {
+                    fixed: otlp, otlp_ca;
+                });
         })
     }
 

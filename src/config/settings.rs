@@ -46,6 +46,8 @@ pub struct Config {
     pub runtime_dir: PathBuf,
     /// What is logged and how.
     pub log: LogConfig,
+    /// Where spans of requests go.
+    pub telemetry: TelemetryConfig,
 }
 
 /// A limit, as bytes or as a part of the budget.
@@ -610,6 +612,29 @@ pub struct LogConfig {
     pub filter: String,
     /// How lines look.
     pub format: LogFormat,
+}
+
+/// Where spans of requests go.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct TelemetryConfig {
+    /// The collector; `None` for none. Default.
+    pub otlp: Option<OtlpConfig>,
+    /// Certificates of authorities that a collector with TLS is checked with, PEM. Default
+    /// `/etc/ssl/certs/ca-certificates.crt`.
+    pub otlp_ca: PathBuf,
+}
+
+/// A collector of spans.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OtlpConfig {
+    /// Whether it is sent gRPC, and not protobuf over HTTP.
+    pub grpc: bool,
+    /// Whether by TLS.
+    pub tls: bool,
+    /// `host:port`.
+    pub authority: String,
+    /// Path of requests over HTTP.
+    pub path: String,
 }
 
 /// Idle headless Orin NX: 1224 of 15 656 MiB (tegrastats).

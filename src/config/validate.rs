@@ -14,7 +14,7 @@ use super::{
     checker::{Checker, DAY, HOUR, MILLI, MILLIS_100, MINUTE, SECOND, SIZE_MAX, humane},
     confinement, grpc,
     raw::{self, RawBudget, RawConfig, RawHttp, RawJournal, RawLeases, RawLlm, RawLog, RawShedding, Text},
-    workers, wyoming,
+    telemetry, workers, wyoming,
 };
 use crate::{
     policy::{
@@ -50,6 +50,7 @@ pub(super) fn check(raw: RawConfig, text: &str) -> Result<Config, LoadErrorKind>
         state_dir,
         runtime_dir,
         log: checker.log(&raw.log),
+        telemetry: telemetry::check(&mut checker, &raw.telemetry),
     };
     let mut faults = checker.faults;
     if faults.is_empty() {

@@ -86,6 +86,7 @@ impl Llm {
             },
             max_tokens: limited(request.max_tokens, client.and_then(|client| client.tokens_max)),
             class: client.map_or(Class::Interactive, |client| client.class),
+            client: client.map(|client| Arc::clone(&client.name)),
             stop: request.stop,
             sinks: request.sinks,
             form: request.form,
@@ -192,5 +193,6 @@ fn wanted_of(request: &ChatRequest) -> Wanted {
         patience: request.meta.patience,
         whole: !request.streamed,
         context: request.context_wanted,
+        trace: request.meta.trace,
     }
 }

@@ -18,6 +18,7 @@ use tokio::sync::{
 use super::{
     clock::MonotonicClock,
     control_loop::{Clock as _, Inbound},
+    sequences::sequences,
 };
 use crate::{
     emergency::{self, Locked},
@@ -35,6 +36,7 @@ use crate::{
     rpc::{
         DeathLog,
         supervisor::{Bar, EventLog, Notice, SubmitError, Supervisor},
+        v1,
     },
     units::{Bytes, Timestamp},
     worker::handle::WorkerProcess,
@@ -321,6 +323,16 @@ impl Supervisor for ControlHandle {
     fn command_gap_max(&self) -> Option<Duration> {
         let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner);
         engine.as_ref().map(|engine| engine.snapshot().command_gap_max)
+    }
+
+    fn loading(&self) -> Option<(Bytes, Bytes)> {
+        let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner);
+        engine.as_ref().and_then(EngineHandle::loading)
+    }
+
+    fn sequences(&self) -> Vec<v1::Sequence> {
+        let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        engine.as_ref().map(sequences).unwrap_or_default()
     }
 
     fn bar(&self, tenant: &str, pid: Option<u32>) -> Option<Bar> {

@@ -15,7 +15,7 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use crate::{config::SafeProfileConfig, policy::health::SAFE_PROFILE};
+use crate::{config::SafeProfileConfig, policy::health::SAFE_PROFILE, units::TimeSpan};
 
 /// Name of the file in the state directory.
 const FILE: &str = "runs.json";
@@ -60,8 +60,8 @@ impl CrashGuard {
         let safe = enough > 0 && crashes >= enough;
         let reason = safe.then(|| {
             format!(
-                "{SAFE_PROFILE}: the daemon crashed {crashes} times within {:?}; `cotenant load` or `cotenant reload` loads the LLM",
-                limits.within
+                "{SAFE_PROFILE}: the daemon crashed {crashes} times within {}; `cotenant load` or `cotenant reload` loads the LLM",
+                TimeSpan(limits.within)
             )
         });
         (guard, reason)

@@ -398,7 +398,7 @@ pub(super) fn activity(handle: &EngineHandle) -> Event {
         (0, position.saturating_add(marks))
     };
     let (kv_droppable, kv_dropped) =
-        snapshot.running.map_or((0, 0), |running| (running.droppable.get(), running.dropped.get()));
+        snapshot.running.as_ref().map_or((0, 0), |running| (running.droppable.get(), running.dropped.get()));
     Event::EngineActivity {
         requests: u32::try_from(snapshot.queued.saturating_add(running)).unwrap_or(u32::MAX),
         kv_used,

@@ -14,19 +14,22 @@ use crate::{
         residency::{EnginePlan, ModelShape},
         snapshot::Snapshot,
     },
-    telemetry::Metrics,
+    telemetry::{Metrics, Tracer},
     units::{Bytes, Timestamp},
 };
 
 /// Counts what is decided.
 pub(super) struct Figures {
     metrics: Arc<Metrics>,
+    tracer: Tracer,
     /// Holders that were asked for memory which is not verified to be back.
     asked: BTreeMap<Holder, Asked>,
     /// The plan of the engine by the last report.
     in_force: Option<EnginePlan>,
     /// Sheds that the arbiter had counted.
     sheds: u64,
+    /// Bytes grown back that it had counted.
+    regrown: Bytes,
     /// Workers whose last end was unexpected.
     fallen: BTreeMap<String, &'static str>,
 }
@@ -50,8 +53,16 @@ struct Asked {
 
 impl Figures {
     /// Figures of a supervisor in which nothing has happened, which go into `metrics`.
-    pub(super) fn new(metrics: &Arc<Metrics>) -> Self {
-        Self { metrics: Arc::clone(metrics), asked: BTreeMap::new(), in_force: None, sheds: 0, fallen: BTreeMap::new() }
+    pub(super) fn new(metrics: &Arc<Metrics>, tracer: Tracer) -> Self {
+        Self {
+            metrics: Arc::clone(metrics),
+            tracer,
+            asked: BTreeMap::new(),
+            in_force: None,
+            sheds: 0,
+            regrown: Bytes::ZERO,
+            fallen: BTreeMap::new(),
+        }
     }
 
     /// Takes one turn of the loop: the state after it, and what is to be done. `last_end` says in one word how a worker
@@ -93,6 +104,12 @@ impl Figures {
             }
         }
         self.sheds = after.totals.sheds;
+        let regrown = after.totals.regrown_bytes;
+        if regrown > self.regrown {
+            let bytes = regrown.saturating_sub(self.regrown);
+            self.tracer.event_in_stages("cotenant.grow_back", &[("cotenant.bytes", bytes.get().into())]);
+        }
+        self.regrown = regrown;
         self.forget_unasked(after);
     }
 
@@ -175,13 +192,21 @@ impl Figures {
 
     /// Counts a shed; what the arbiter credited is what came back.
     fn count_shed(&self, asked: Option<Asked>, after: &Snapshot, parts: &[(&'static str, Bytes)]) {
-        self.metrics.shed(asked.map_or(after.pressure.level, |asked| asked.level));
+        let level = asked.map_or(after.pressure.level, |asked| asked.level);
+        self.metrics.shed(level);
         if let Some(asked) = asked {
             self.metrics.reclaimed(after.at.saturating_since(asked.at));
         }
         let reason = asked.map_or("lease", |asked| asked.reason);
         for (what, bytes) in parts.iter().filter(|(_, bytes)| *bytes > Bytes::ZERO) {
             self.metrics.shed_bytes(what, reason, *bytes);
+            let attributes = [
+                ("cotenant.shed.what", (*what).into()),
+                ("cotenant.shed.reason", reason.into()),
+                ("cotenant.pressure.level", level.to_string().to_lowercase().as_str().into()),
+                ("cotenant.bytes", bytes.get().into()),
+            ];
+            self.tracer.event_in_stages("cotenant.shed", &attributes);
         }
     }
 }
@@ -272,7 +297,7 @@ mod tests {
         fn new(params: Params) -> Self {
             let metrics = Arc::new(Metrics::new());
             Self {
-                figures: Figures::new(&metrics),
+                figures: Figures::new(&metrics, Tracer::default()),
                 arbiter: Arbiter::new(params).unwrap(),
                 metrics,
                 now: Timestamp::START,

@@ -23,6 +23,7 @@ use crate::{
         llm::{self, Generator},
         supervisor::Supervisor as _,
     },
+    telemetry::{Span, SpanContext, SpanKind, Tracer},
     units::Tokens,
 };
 
@@ -47,6 +48,8 @@ pub(super) struct Wanted {
     pub(super) context: Option<Tokens>,
     /// Name of the caller, where it has one.
     pub(super) client: Option<Arc<str>>,
+    /// The span that the answer is a part of.
+    pub(super) trace: Option<SpanContext>,
 }
 
 /// The one model as the APIs use it.
@@ -63,11 +66,17 @@ struct Model {
     answer_time_max: Duration,
     answer_time_shared: Duration,
     requests: AtomicU64,
+    tracer: Tracer,
 }
 
 impl Llm {
     /// The model that `engine` runs.
-    pub(super) fn new(control: Arc<ControlHandle>, engine: CurrentEngine, llm: &LlmConfig) -> Arc<Self> {
+    pub(super) fn new(
+        control: Arc<ControlHandle>,
+        engine: CurrentEngine,
+        llm: &LlmConfig,
+        tracer: Tracer,
+    ) -> Arc<Self> {
         Arc::new(Self(Arc::new(Model {
             control,
             engine,
@@ -77,6 +86,7 @@ impl Llm {
             answer_time_max: llm.answer_time_max,
             answer_time_shared: llm.answer_time_shared,
             requests: AtomicU64::new(1),
+            tracer,
         })))
     }
 
@@ -92,9 +102,42 @@ impl Llm {
     /// Hands a request to the engine. Rendering and encoding a long prompt takes too long for a thread that serves others.
     pub(super) async fn submit(
         &self,
-        mut request: engine::GenerateRequest,
+        request: engine::GenerateRequest,
         wanted: &Wanted,
     ) -> Result<(Guarded, AnswerStyle), Refusal> {
+        let span = self.span_of(&request, wanted);
+        let submitted = self.submit_in(&span, request, wanted).await;
+        match submitted {
+            Ok((events, engine, id, style)) => Ok((Guarded { events, engine, id, span, begun: false }, style)),
+            Err(refusal) => {
+                span.fail("refused", &refusal.to_string());
+                Err(refusal)
+            }
+        }
+    }
+
+    /// The span of an answer, by the semantic conventions of generative AI.
+    fn span_of(&self, request: &engine::GenerateRequest, wanted: &Wanted) -> Span {
+        let operation = match &request.prompt {
+            engine::Prompt::Chat(_) => "chat",
+            engine::Prompt::Text(_) | engine::Prompt::Tokens(_) => "text_completion",
+        };
+        let span = self.0.tracer.begin(&format!("{operation} {}", self.name()), SpanKind::Internal, wanted.trace);
+        span.set("gen_ai.operation.name", operation);
+        span.set("gen_ai.provider.name", "cotenant");
+        span.set("gen_ai.request.model", self.name());
+        span.set("gen_ai.request.temperature", request.sampling.temperature);
+        span.set("gen_ai.request.top_p", request.sampling.top_p);
+        span.set("gen_ai.request.max_tokens", request.max_tokens.unwrap_or(self.0.answer_tokens_max).get());
+        span
+    }
+
+    async fn submit_in(
+        &self,
+        span: &Span,
+        mut request: engine::GenerateRequest,
+        wanted: &Wanted,
+    ) -> Result<(mpsc::Receiver<engine::GenerateEvent>, EngineHandle, RequestId, AnswerStyle), Refusal> {
         request.max_tokens.get_or_insert(self.0.answer_tokens_max);
         request.time_max = Some(self.0.answer_time_max);
         request.time_shared = Some(self.0.answer_time_shared);
@@ -127,7 +170,8 @@ impl Llm {
         self.ask_for_room(&engine, prompt, wanted).await?;
         // Dropped on the way, the events go with it, and the engine notices that they are not read.
         let events = engine.submit(request, prepared).map_err(|error| self.refuse(&error))?;
-        Ok((Guarded { events, engine, id }, style))
+        span.event("queued");
+        Ok((events, engine, id, style))
     }
 
     /// Works on text or tokens away from the threads that serve others.
@@ -286,18 +330,55 @@ pub(super) struct Guarded {
     events: mpsc::Receiver<engine::GenerateEvent>,
     engine: EngineHandle,
     id: RequestId,
+    span: Span,
+    /// Whether a token has come.
+    begun: bool,
 }
 
 impl Guarded {
     /// What happens next.
     pub(super) async fn next(&mut self) -> Option<engine::GenerateEvent> {
-        self.events.recv().await
+        let event = self.events.recv().await;
+        if let Some(event) = &event {
+            self.note(event);
+        }
+        event
+    }
+
+    /// Notes in the span what happens.
+    fn note(&mut self, event: &engine::GenerateEvent) {
+        let span = &self.span;
+        match event {
+            engine::GenerateEvent::Started { .. } => span.event("started"),
+            engine::GenerateEvent::Delta { .. } => {
+                if !std::mem::replace(&mut self.begun, true) {
+                    span.event("first_token");
+                }
+            }
+            engine::GenerateEvent::Finished { reason, usage } => {
+                span.set("gen_ai.usage.input_tokens", usage.prompt_tokens.get());
+                span.set("gen_ai.usage.cache_read.input_tokens", usage.cached_tokens.get());
+                span.set("gen_ai.usage.output_tokens", usage.completion_tokens.get());
+                span.set_list("gen_ai.response.finish_reasons", reason_word(*reason));
+            }
+            engine::GenerateEvent::Failed(error) => span.fail("failed", &in_one_line(error)),
+        }
     }
 }
 
 impl Drop for Guarded {
     fn drop(&mut self) {
         self.engine.cancel(self.id);
+    }
+}
+
+/// As clients of OpenAI's API know them, and where these have none, the engine's own.
+const fn reason_word(reason: engine::FinishReason) -> &'static str {
+    match reason {
+        engine::FinishReason::Stop | engine::FinishReason::StopText(_) => "stop",
+        engine::FinishReason::Length => "length",
+        engine::FinishReason::Cancelled => "cancelled",
+        engine::FinishReason::KvReclaimed => "kv_reclaimed",
     }
 }
 
@@ -334,7 +415,7 @@ impl Generator for Llm {
                         deadline: time_left.and_then(|left| admitted.checked_add(left)),
                         ..engine::GenerateRequest::new(self.next_id(), prompt)
                     },
-                    &Wanted { patience: time_left, whole: true, context: None, client: None },
+                    &Wanted { patience: time_left, whole: true, context: None, client: None, trace: None },
                 )
                 .await?;
             let (sender, receiver) = mpsc::channel(STREAM_BUFFER);

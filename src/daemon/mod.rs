@@ -30,6 +30,7 @@ mod refusals;
 mod reload;
 mod run;
 mod sampling;
+mod sequences;
 mod shutdown;
 mod signals;
 mod socket_folder;

@@ -41,7 +41,7 @@ use super::{
 };
 use crate::{
     causes::in_one_line,
-    config::{Config, WorkerRole},
+    config::{Config, TelemetryConfig, WorkerRole},
     emergency,
     engine::{arena::trim_heap, backend, helper::THIS_PROGRAM},
     http::{
@@ -58,7 +58,7 @@ use crate::{
     probe::{ProbeRoot, Sampler, processes},
     rpc::{llm::Generator, server::BindError},
     speech::decoder::Decoder,
-    telemetry::{LinesDropped, LogFilter, Metrics},
+    telemetry::{self, Collector, LinesDropped, LogFilter, Metrics, OtlpProtocol, Tracer},
     units::Bytes,
     worker::{
         KernelRoots,
@@ -138,6 +138,7 @@ pub async fn run(
     let recorder = Recorder::open(&config, &control, &params)?;
     let metrics = Arc::new(Metrics::new());
     let (parts, losses) = Parts::new();
+    let tracer = tracer_of(&config.telemetry, &boot_id, &parts);
     let on_control = parts.on(&control_runtime);
 
     // Holders: workers, the engine, and what an earlier run has left.
@@ -149,9 +150,10 @@ pub async fn run(
     let llm = config.llm.as_ref();
     let engine = llm.map(|llm| start_engine(llm, &control, &on_control)).transpose()?;
     let current = engine.as_ref().map(EngineDriver::current);
-    let status = Arc::new(Status::new(&control, &metrics, &config, current.clone(), dropped));
+    let status = Arc::new(Status::new(&control, &metrics, &config, current.clone(), dropped, tracer.clone()));
     let access = watch::Sender::new(Arc::new(access_of(&config, keys, &Access::default())));
-    let clients = clients_of(&config, &control, &workers, current.as_ref(), (&status, &metrics), access.subscribe());
+    let shown = (&status, &metrics, &tracer);
+    let clients = clients_of(&config, &control, &workers, current.as_ref(), shown, access.subscribe());
     let reloader = Reloader {
         file: absolute(&source.file),
         log: source.log,
@@ -168,7 +170,7 @@ pub async fn run(
     let device = Device {
         measurer: Measurer::new(&control, root.clone(), workers.handles(), current.clone(), &metrics, &parts),
         watchdog: Watchdog::new(&control, current),
-        accounts: Accounts { recorder, handoff, figures: Figures::new(&metrics), metrics },
+        accounts: Accounts { recorder, handoff, figures: Figures::new(&metrics, tracer), metrics },
         upkeep: Upkeep::new(clock.now(), notify::watchdog_interval()),
         peaks: PeakStore::new(&config.state_dir, &parts),
         control: Arc::clone(&control),
@@ -227,15 +229,15 @@ fn clients_of(
     control: &Arc<ControlHandle>,
     workers: &Workers,
     engine: Option<&CurrentEngine>,
-    (status, metrics): (&Arc<Status>, &Arc<Metrics>),
+    (status, metrics, tracer): (&Arc<Status>, &Arc<Metrics>, &Tracer),
     access: watch::Receiver<Arc<Access>>,
 ) -> Clients {
     let (asr, tts) = (workers.of_role(WorkerRole::Asr), workers.of_role(WorkerRole::Tts));
     let handles = [&asr, &tts].map(|speaker| speaker.as_ref().map(|speaker| speaker.handle.clone()));
-    let speech =
-        (asr.is_some() || tts.is_some()).then(|| Voice::new(Arc::clone(control), asr, tts) as Arc<dyn SpeechBackend>);
+    let speech = (asr.is_some() || tts.is_some())
+        .then(|| Voice::new(Arc::clone(control), asr, tts, tracer.clone()) as Arc<dyn SpeechBackend>);
     let llm = config.llm.as_ref().zip(engine.cloned()).map(|(llm, engine)| {
-        let served = Llm::new(Arc::clone(control), engine, llm);
+        let served = Llm::new(Arc::clone(control), engine, llm, tracer.clone());
         (served, llm.name.clone())
     });
     let chat = llm.clone().map(|(llm, name)| (llm as Arc<dyn ChatBackend>, name));
@@ -247,11 +249,28 @@ fn clients_of(
             decoder: Decoder::new(THIS_PROGRAM.into()),
             speech: speech.clone(),
             status: Arc::clone(status) as Arc<dyn StatusBackend>,
+            tracer: tracer.clone(),
         },
         access,
-        wyoming: wyoming::Backends { speech, chat, asr, tts, metrics: Arc::clone(metrics) },
+        wyoming: wyoming::Backends { speech, chat, asr, tts, metrics: Arc::clone(metrics), tracer: tracer.clone() },
         generator: llm.map(|(llm, _)| llm as Arc<dyn Generator>),
     }
+}
+
+/// The tracer, and the exporter of its spans where a collector is configured.
+fn tracer_of(config: &TelemetryConfig, boot_id: &str, parts: &Parts) -> Tracer {
+    let Some(otlp) = config.otlp.clone() else {
+        return Tracer::default();
+    };
+    let collector = Collector {
+        protocol: if otlp.grpc { OtlpProtocol::Grpc } else { OtlpProtocol::Http },
+        ca: otlp.tls.then(|| config.otlp_ca.clone()),
+        authority: otlp.authority,
+        path: otlp.path,
+    };
+    let tracer = Tracer::recording();
+    parts.spawn_for_good("the exporter of spans", telemetry::export(tracer.clone(), collector, boot_id.to_owned()));
+    tracer
 }
 
 fn open_sampler(config: &Config, root: &ProbeRoot) -> Result<Sampler, RunError> {
@@ -279,10 +298,13 @@ async fn settle(control: Arc<ControlHandle>, has_engine: bool) {
     tokio::time::sleep(SETTLED).await;
     if !has_engine {
         tokio::time::sleep(SETTLED_WITHOUT_ENGINE).await;
-        startup_trim::drop_program();
     }
     trim_heap();
     control.note_locked(emergency::lock_program());
+    if !has_engine {
+        // Last, since each step before it is used this once.
+        startup_trim::drop_program();
+    }
 }
 
 /// Takes over the workers that the run before has left alive and ends what else it has left. Returns them as policy
@@ -346,5 +368,5 @@ fn is_ours(key: &'static str, path: &Path) -> Result<(), RunError> {
 /// A name for this run that no other run has: the kernel's random UUID, or the time where that cannot be read.
 fn boot_id() -> String {
     fs::read_to_string("/proc/sys/kernel/random/uuid")
-        .map_or_else(|_| format!("{:?}", std::time::SystemTime::now()), |text| text.trim().to_owned())
+        .map_or_else(|_| std::process::id().to_string(), |text| text.trim().to_owned())
 }

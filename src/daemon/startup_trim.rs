@@ -3,34 +3,49 @@
 use std::{ffi::c_void, ptr::NonNull};
 
 use nix::sys::mman::{MmapAdvise, madvise};
-use procfs::process::{MMPermissions, MMapPath, Process};
+use procfs::process::{MMPermissions, MMapPath, Process, VmFlags};
 
 /// Takes text and constants of the program and its libraries out of this process's memory; what is still used is mapped again.
 ///
 /// Reading the configuration, binding the listeners and starting the threads touches most of them once, which a daemon
 /// that waits does not need. Only for a daemon without an LLM: where there is one to shed, the text of the shed path
 /// has to stay, since it is locked as far as it is there, and reading it back from disk in need of memory takes long. Only
-/// mappings of which no page has been changed are dropped, so that relocated constants stay.
+/// mappings of which no page has been changed are dropped, so that relocated constants stay. A mapping that was locked as
+/// it is touched is so again.
 pub(super) fn drop_program() {
     let Ok(maps) = Process::myself().and_then(|process| process.smaps()) else {
         return;
     };
-    for map in maps {
+    // First all ranges are read, then all are dropped: what reads them is not wanted either.
+    let ranges = maps.0.into_iter().filter_map(|map| {
         let of_file = matches!(map.pathname, MMapPath::Path(_));
         let readable = map.perms.contains(MMPermissions::READ | MMPermissions::PRIVATE)
             && !map.perms.contains(MMPermissions::WRITE);
         let unchanged = map.extension.map.get("Anonymous") == Some(&0);
         if !(of_file && readable && unchanged) {
-            continue;
+            return None;
         }
         let (begin, end) = map.address;
-        let length = usize::try_from(end.saturating_sub(begin)).unwrap_or(0);
-        let Some(address) = usize::try_from(begin).ok().and_then(|begin| NonNull::new(begin as *mut c_void)) else {
-            continue;
-        };
+        let length = usize::try_from(end.saturating_sub(begin)).ok()?;
+        let address = NonNull::new(usize::try_from(begin).ok()? as *mut c_void)?;
+        Some((address, length, map.extension.vm_flags.contains(VmFlags::LO)))
+    });
+    let ranges: Vec<_> = ranges.collect();
+    for (address, length, locked) in ranges {
         // SAFETY: the range is a private, read-only mapping of a file, and none of its pages has been changed since it was
-        // mapped, so that dropping them changes no content: the next access reads them from the file again.
-        if let Err(error) = unsafe { madvise(address, length, MmapAdvise::MADV_DONTNEED) } {
+        // mapped, so that dropping them changes no content: the next access reads them from the file again. Locking
+        // changes none either.
+        let dropped = unsafe {
+            if locked {
+                let _ = libc::munlock(address.as_ptr(), length);
+            }
+            let dropped = madvise(address, length, MmapAdvise::MADV_DONTNEED);
+            if locked {
+                let _ = libc::mlock2(address.as_ptr(), length, libc::MLOCK_ONFAULT);
+            }
+            dropped
+        };
+        if let Err(error) = dropped {
             tracing::debug!(%error, "the program stays in memory");
         }
     }

@@ -13,7 +13,7 @@ use crate::{
     http::backend::{ModelInfo, ModelKind, StatusBackend, Usage, Voice},
     policy::snapshot::Snapshot,
     rpc::{json, supervisor::Supervisor as _},
-    telemetry::{LinesDropped, Metrics},
+    telemetry::{LinesDropped, Metrics, Tracer},
     units::Bytes,
 };
 
@@ -23,6 +23,7 @@ pub(super) struct Status {
     metrics: Arc<Metrics>,
     engine: Option<CurrentEngine>,
     dropped: LinesDropped,
+    tracer: Tracer,
     /// Seconds since 1970 at the start.
     created: u64,
     names: RwLock<Names>,
@@ -42,6 +43,7 @@ impl Status {
         config: &Config,
         engine: Option<CurrentEngine>,
         dropped: LinesDropped,
+        tracer: Tracer,
     ) -> Self {
         let created = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |time| time.as_secs());
         Self {
@@ -49,6 +51,7 @@ impl Status {
             metrics: Arc::clone(metrics),
             engine,
             dropped,
+            tracer,
             created,
             names: RwLock::new(Names::of(config, created)),
         }
@@ -130,6 +133,8 @@ impl StatusBackend for Status {
             self.metrics.set_heartbeat_age("sampling", age);
         }
         self.metrics.set_log_dropped(self.dropped.get());
+        let (exported, dropped) = self.tracer.counts();
+        self.metrics.set_spans(exported, dropped);
         let (served, missed) = self.control.emergency_reserve();
         self.metrics.set_standby(served, missed);
         if let Some(engine) = &self.engine {

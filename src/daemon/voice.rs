@@ -37,6 +37,7 @@ use crate::{
         server::{BAD_REQUEST, TOO_LONG},
         worker::SpeechClient,
     },
+    telemetry::{Span, SpanContext, SpanKind, Tracer},
     worker::handle::WorkerState,
 };
 
@@ -73,6 +74,7 @@ pub(super) struct Voice {
     texts: Arc<Queue>,
     /// Places of recordings that the recogniser has at once; further ones wait in the order in which they came.
     places: Semaphore,
+    tracer: Tracer,
 }
 
 /// What a worker has to do.
@@ -143,7 +145,12 @@ impl Drop for Queued {
 
 impl Voice {
     /// The speech workers of a configuration.
-    pub(super) fn new(control: Arc<ControlHandle>, asr: Option<Speaker>, tts: Option<Speaker>) -> Arc<Self> {
+    pub(super) fn new(
+        control: Arc<ControlHandle>,
+        asr: Option<Speaker>,
+        tts: Option<Speaker>,
+        tracer: Tracer,
+    ) -> Arc<Self> {
         Arc::new(Self {
             recordings: Queue::new(TRANSCRIBE, &control),
             texts: Queue::new(SPEAK, &control),
@@ -151,6 +158,7 @@ impl Voice {
             asr,
             tts,
             places: Semaphore::new(RECORDINGS_AT_ONCE),
+            tracer,
         })
     }
 
@@ -326,79 +334,119 @@ fn check_language(wanted: &str, known: &[&str]) -> Result<(), Refusal> {
 impl SpeechBackend for Voice {
     fn transcribe(&self, request: TranscribeRequest) -> BoxFuture<'_, Result<Transcript, Refusal>> {
         async move {
-            let mut queued = self.recordings.admit(request.audio.duration(), NO_REST, request.meta.patience)?;
-            // It is never closed.
-            let _place = self.places.acquire().await.ok();
-            let (client, at_work, name) =
-                self.client(self.asr.as_ref(), TRANSCRIBE, "speech recogniser", &request.meta).await?;
-            if let Some(language) = &request.language {
-                let known = client.languages().await.map_err(lost(name.clone()))?;
-                let known: Vec<&str> = known.iter().map(String::as_str).collect();
-                check_language(language, &known)?;
+            let span = self.span("transcribe", "text", self.asr.as_ref(), request.meta.trace);
+            span.set("cotenant.audio.seconds", request.audio.duration().as_secs_f64());
+            let transcribed = self.transcribe_in(&span, request).await;
+            if let Err(refusal) = &transcribed {
+                span.fail("refused", &refusal.to_string());
             }
-            let heard = client.hear(&request.audio, request.language.as_deref(), request.pieces.as_ref()).await;
-            drop(at_work);
-            if heard.is_ok() {
-                queued.outcome = Outcome::Answered;
-            }
-            drop(queued);
-            let heard = heard
-                .inspect_err(|error| {
-                    if let Some(worker) = &self.asr {
-                        worker.hangs.failed(error);
-                    }
-                })
-                .map_err(|error| refusal_of(error, name, "file"))?;
-            if let Some(ears) = &self.asr {
-                ears.hangs.answered();
-            }
-            Ok(Transcript { text: heard.text, language: heard.language.or(request.language) })
+            transcribed
         }
         .boxed()
     }
 
     fn synthesize(&self, request: SpeechRequest) -> BoxFuture<'_, Result<SpeechStream, Refusal>> {
         async move {
-            let mut sentences = Sentences::default();
-            let mut texts: VecDeque<String> = sentences.push(&request.text).into_iter().collect();
-            texts.extend(sentences.finish());
-            // Of a text without words the worker makes what it will.
-            let first = texts.pop_front().unwrap_or_else(|| request.text.clone());
-            let rest = match request.whole {
-                true => (texts.iter().map(|text| spoken(text)).sum(), u32::try_from(texts.len()).unwrap_or(u32::MAX)),
-                false => NO_REST,
-            };
-            let queued = self.texts.admit(spoken(&first), rest, request.meta.patience)?;
-            let (client, at_work, worker) = self.client(self.tts.as_ref(), SPEAK, "voice", &request.meta).await?;
-            let hurried = (request.speed - 1.0).abs() > f64::EPSILON;
-            let ignored: &[_] = if hurried && !client.takes_speed() { &["speed"] } else { &[] };
-            let mut speaking = Speaking {
-                client,
-                voice: request.voice,
-                speaker: request.speaker,
-                speed: request.speed,
-                texts,
-                queue: Arc::clone(&self.texts),
-                queued: Some(queued),
-                waited: Duration::ZERO,
-                tts: self.tts.clone(),
-                worker,
-                _at_work: at_work,
-            };
-            let speech = speaking.begin(&first).await?;
-            let rate = speech.sample_rate_hz();
-            let sound = Sound { speech, resampler: None };
-            let chunks = stream::unfold(Some((speaking, sound)), move |state| async move {
-                let (mut speaking, mut sound) = state?;
-                match speaking.next(&mut sound, rate).await {
-                    Ok(Some(samples)) => Some((Ok(samples), Some((speaking, sound)))),
-                    Ok(None) => None,
-                    Err(refusal) => Some((Err(refusal), None)),
-                }
-            });
-            Ok(SpeechStream { rate, ignored, chunks: chunks.boxed() })
+            let span = self.span("speak", "speech", self.tts.as_ref(), request.meta.trace);
+            let characters = u64::try_from(request.text.chars().count()).unwrap_or(u64::MAX);
+            span.set("cotenant.text.characters", characters);
+            self.synthesize_in(span, request).await
         }
         .boxed()
+    }
+}
+
+impl Voice {
+    /// The span of a worker's work.
+    fn span(&self, what: &str, output: &str, speaker: Option<&Speaker>, trace: Option<SpanContext>) -> Span {
+        let span = self.tracer.begin(what, SpanKind::Internal, trace);
+        span.set("gen_ai.operation.name", what);
+        span.set("gen_ai.provider.name", "cotenant");
+        span.set("gen_ai.output.type", output);
+        if let Some(speaker) = speaker {
+            span.set("gen_ai.request.model", speaker.handle.name());
+        }
+        span
+    }
+
+    async fn transcribe_in(&self, span: &Span, request: TranscribeRequest) -> Result<Transcript, Refusal> {
+        let mut queued = self.recordings.admit(request.audio.duration(), NO_REST, request.meta.patience)?;
+        // It is never closed.
+        let _place = self.places.acquire().await.ok();
+        let (client, at_work, name) =
+            self.client(self.asr.as_ref(), TRANSCRIBE, "speech recogniser", &request.meta).await?;
+        span.event("started");
+        if let Some(language) = &request.language {
+            let known = client.languages().await.map_err(lost(name.clone()))?;
+            let known: Vec<&str> = known.iter().map(String::as_str).collect();
+            check_language(language, &known)?;
+        }
+        let heard = client.hear(&request.audio, request.language.as_deref(), request.pieces.as_ref()).await;
+        drop(at_work);
+        if heard.is_ok() {
+            queued.outcome = Outcome::Answered;
+        }
+        drop(queued);
+        let heard = heard
+            .inspect_err(|error| {
+                if let Some(worker) = &self.asr {
+                    worker.hangs.failed(error);
+                }
+            })
+            .map_err(|error| refusal_of(error, name, "file"))?;
+        if let Some(ears) = &self.asr {
+            ears.hangs.answered();
+        }
+        Ok(Transcript { text: heard.text, language: heard.language.or(request.language) })
+    }
+
+    async fn synthesize_in(&self, span: Span, request: SpeechRequest) -> Result<SpeechStream, Refusal> {
+        let mut sentences = Sentences::default();
+        let mut texts: VecDeque<String> = sentences.push(&request.text).into_iter().collect();
+        texts.extend(sentences.finish());
+        // Of a text without words the worker makes what it will.
+        let first = texts.pop_front().unwrap_or_else(|| request.text.clone());
+        let rest = match request.whole {
+            true => (texts.iter().map(|text| spoken(text)).sum(), u32::try_from(texts.len()).unwrap_or(u32::MAX)),
+            false => NO_REST,
+        };
+        let refused = |refusal: Refusal| {
+            span.fail("refused", &refusal.to_string());
+            refusal
+        };
+        let queued = self.texts.admit(spoken(&first), rest, request.meta.patience).map_err(refused)?;
+        let (client, at_work, worker) =
+            self.client(self.tts.as_ref(), SPEAK, "voice", &request.meta).await.map_err(refused)?;
+        span.event("started");
+        let hurried = (request.speed - 1.0).abs() > f64::EPSILON;
+        let ignored: &[_] = if hurried && !client.takes_speed() { &["speed"] } else { &[] };
+        let mut speaking = Speaking {
+            client,
+            voice: request.voice,
+            speaker: request.speaker,
+            speed: request.speed,
+            texts,
+            queue: Arc::clone(&self.texts),
+            queued: Some(queued),
+            waited: Duration::ZERO,
+            tts: self.tts.clone(),
+            worker,
+            span,
+            _at_work: at_work,
+        };
+        let speech = speaking.begin(&first).await?;
+        speaking.span.event("first_audio");
+        let rate = speech.sample_rate_hz();
+        let sound = Sound { speech, resampler: None };
+        let chunks = stream::unfold(Some((speaking, sound)), move |state| async move {
+            let (mut speaking, mut sound) = state?;
+            match speaking.next(&mut sound, rate).await {
+                Ok(Some(samples)) => Some((Ok(samples), Some((speaking, sound)))),
+                Ok(None) => None,
+                Err(refusal) => Some((Err(refusal), None)),
+            }
+        });
+        Ok(SpeechStream { rate, ignored, chunks: chunks.boxed() })
     }
 }
 
@@ -416,6 +464,7 @@ struct Speaking {
     waited: Duration,
     tts: Option<Speaker>,
     worker: String,
+    span: Span,
     _at_work: AtWork,
 }
 
@@ -473,6 +522,7 @@ impl Speaking {
         if let Some(tts) = &self.tts {
             tts.hangs.failed(&error);
         }
+        self.span.fail("failed", &in_one_line(&error));
         refusal_of(error, self.worker.clone(), "input")
     }
 

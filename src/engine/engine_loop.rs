@@ -272,9 +272,13 @@ impl EngineLoop {
             waited: started.saturating_duration_since(queued.submitted),
         });
         self.state.running_since = Some(started);
+        self.state.last = None;
         self.state.running = Some(RunningRequest {
             id,
+            class: queued.request.class,
+            client: queued.request.client.clone(),
             prompt_tokens,
+            cached: Tokens::ZERO,
             generated: Tokens::ZERO,
             droppable: Tokens::ZERO,
             dropped: Tokens::ZERO,
@@ -287,6 +291,15 @@ impl EngineLoop {
             capacity,
             noted: false,
         });
+        self.publish();
+    }
+
+    /// Notes how much of the active request's prompt is in the KV cache already.
+    pub(super) fn reused(&mut self, cached: Tokens) {
+        if let Some(running) = self.state.running.as_mut() {
+            running.cached = cached;
+        }
+        self.state.position = cached;
         self.publish();
     }
 
@@ -326,7 +339,7 @@ impl EngineLoop {
     pub(super) fn finish(&mut self, rest: &str, outcome: Outcome) {
         self.last_point = None;
         self.shared.done();
-        self.state.running = None;
+        self.state.last = self.state.running.take();
         self.state.running_since = None;
         let Some(active) = self.active.take() else {
             return;

@@ -15,6 +15,7 @@
 
 use std::{
     fmt,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -82,6 +83,8 @@ pub struct GenerateRequest {
     pub sinks: Option<Sinks>,
     /// More urgent requests leave the queue first.
     pub class: Class,
+    /// Who asks, for those who look.
+    pub client: Option<Arc<str>>,
 }
 
 impl GenerateRequest {
@@ -100,6 +103,7 @@ impl GenerateRequest {
             form: None,
             sinks: None,
             class: Class::Interactive,
+            client: None,
         }
     }
 }

@@ -16,6 +16,7 @@ use super::{
     model::{Model, ModelOptions, Opening, Scores},
     preemption::{Checkpoint, Flow},
     protocol::{Expected, Inspected, OpenError},
+    reader::LoadProgress,
     sayable::Sayable,
     spec,
     tensor_group::TensorGroup,
@@ -73,8 +74,9 @@ impl GgufModel {
         plan: &EnginePlan,
         options: &ModelOptions,
         expected: &Expected,
+        progress: &LoadProgress,
     ) -> Result<Opened, OpenError> {
-        let opening = Opening::read(path, options)?;
+        let opening = Opening::read(path, options)?.counted_by(progress);
         let (leased, tables) = (text_bytes(opening.header()), tables_bytes(opening.header()));
         let found = with_text(opening.shape().clone(), leased);
         if !expected.is(&found) {
@@ -304,7 +306,7 @@ mod tests {
         let shape = GgufModel::inspect(&path, None, 1.into()).unwrap().shape;
         let limits = PlanLimits::new(&EngineParams::default(), Tokens::ZERO);
         let plan = shape.floor_plan(&limits);
-        let opened = GgufModel::open(&path, &plan, &options, &Expected::default()).unwrap();
+        let opened = GgufModel::open(&path, &plan, &options, &Expected::default(), &LoadProgress::default()).unwrap();
         let mut alone = Model::open(&path, &plan, &options).unwrap();
         let tables = tables_bytes(alone.header());
         assert!(tables > Bytes::from_kib(64), "{tables}");

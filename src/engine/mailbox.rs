@@ -21,14 +21,15 @@ use super::{
         FinishReason, GenerateError, GenerateEvent, GenerateRequest, PromptError, RequestId, SubmitError, Usage,
     },
     helper::FormPlace,
-    protocol::{Command, EngineOptions, EnginePhase, EngineSnapshot},
+    protocol::{Command, EngineOptions, EnginePhase, EngineSnapshot, WaitingRequest},
+    reader::LoadProgress,
     sampling::TokenMask,
     text::{Prepared, TextSide},
 };
 use crate::{
     conversation::Prompt,
     policy::{lease::Class, residency::EnginePlan},
-    units::Tokens,
+    units::{Bytes, Tokens},
 };
 
 /// A handle to ask the engine. Cheap to clone; all methods return at once.
@@ -164,6 +165,26 @@ impl EngineHandle {
         self.shared.advance(Lifecycle::Stopping);
     }
 
+    /// What a load has read, and of how much; `None` while nothing is loaded.
+    #[must_use]
+    pub fn loading(&self) -> Option<(Bytes, Bytes)> {
+        self.shared.progress.figures()
+    }
+
+    /// The requests that wait, in the order of their turns.
+    #[must_use]
+    pub fn waiting(&self) -> Vec<WaitingRequest> {
+        let mailbox = self.shared.lock();
+        let waiting = mailbox.queue.iter().map(|queued| WaitingRequest {
+            id: queued.request.id,
+            class: queued.request.class,
+            client: queued.request.client.clone(),
+            prompt_tokens: Tokens::new(u32::try_from(queued.prompt.len()).unwrap_or(u32::MAX)),
+            waited: queued.submitted.elapsed(),
+        });
+        waiting.collect()
+    }
+
     /// The state of the engine now.
     #[must_use]
     pub fn snapshot(&self) -> EngineSnapshot {
@@ -229,6 +250,7 @@ pub(super) struct Shared {
     wake: Condvar,
     state: watch::Sender<EngineSnapshot>,
     text: OnceLock<Arc<TextSide>>,
+    progress: LoadProgress,
     options: EngineOptions,
 }
 
@@ -258,8 +280,14 @@ impl Shared {
             wake: Condvar::new(),
             state: watch::Sender::new(EngineSnapshot::initial()),
             text: OnceLock::new(),
+            progress: LoadProgress::default(),
             options,
         }
+    }
+
+    /// What a load counts its reads by.
+    pub(super) const fn progress(&self) -> &LoadProgress {
+        &self.progress
     }
 
     fn command(&self, command: Command) {

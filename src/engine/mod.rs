@@ -66,9 +66,11 @@ pub use generate::{
 pub use gguf::Header;
 pub use language_model::LanguageModel;
 pub use mailbox::EngineHandle;
-pub use model::{Logits, Model, ModelOptions, Scores};
+pub use model::{Logits, Model, ModelOptions, PartTime, Scores};
 pub use preemption::{Checkpoint, Flow};
-pub use protocol::{ApplyFailure, EngineEvent, EngineOptions, EnginePhase, EngineSnapshot, Expected, RunningRequest};
+pub use protocol::{
+    ApplyFailure, EngineEvent, EngineOptions, EnginePhase, EngineSnapshot, Expected, RunningRequest, WaitingRequest,
+};
 pub use sampling::Sampling;
 pub use sayable::Sayable;
 pub use thread::Engine;

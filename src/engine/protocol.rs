@@ -17,6 +17,7 @@ use super::{
 use crate::{
     causes::in_one_line,
     policy::{
+        lease::Class,
         residency::{EnginePlan, ModelShape},
         streaming::Calibration,
     },
@@ -209,18 +210,39 @@ impl EnginePhase {
 }
 
 /// The request that is being answered.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RunningRequest {
     /// Its name.
     pub id: RequestId,
+    /// Its class.
+    pub class: Class,
+    /// Who asks, where that is known.
+    pub client: Option<Arc<str>>,
     /// Tokens of its prompt.
     pub prompt_tokens: Tokens,
+    /// Those of them that were in the KV cache already.
+    pub cached: Tokens,
     /// Tokens generated so far.
     pub generated: Tokens,
     /// Tokens of its context that may be dropped, the oldest.
     pub droppable: Tokens,
     /// Tokens of its context that were.
     pub dropped: Tokens,
+}
+
+/// A request that waits for its turn.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WaitingRequest {
+    /// Its name.
+    pub id: RequestId,
+    /// Its class.
+    pub class: Class,
+    /// Who asks, where that is known.
+    pub client: Option<Arc<str>>,
+    /// Tokens of its prompt.
+    pub prompt_tokens: Tokens,
+    /// Since it was submitted.
+    pub waited: Duration,
 }
 
 /// The state of the engine as operators, metrics and tests see it. Published after every token and command.
@@ -242,6 +264,8 @@ pub struct EngineSnapshot {
     pub breakdown: Option<Arc<Breakdown>>,
     /// The request that is being answered.
     pub running: Option<RunningRequest>,
+    /// The last request that was answered, of which the KV cache keeps what [`Self::position`] says while nothing runs.
+    pub last: Option<RunningRequest>,
     /// Tokens in the KV cache.
     pub position: Tokens,
     /// Requests waiting.
@@ -295,6 +319,7 @@ impl EngineSnapshot {
             untouched: Bytes::ZERO,
             breakdown: None,
             running: None,
+            last: None,
             position: Tokens::ZERO,
             queued: 0,
             requests_finished: 0,

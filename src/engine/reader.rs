@@ -4,11 +4,13 @@
 //! know about. Reads are `O_DIRECT` over 4 KiB-aligned supersets; where a file system refuses that (tmpfs, some network
 //! mounts) they are buffered and followed by `POSIX_FADV_DONTNEED`.
 
+mod counted;
 mod file;
 mod progress;
 mod rows;
 mod stream;
 
+pub use counted::LoadProgress;
 pub use file::{Extent, Source, WeightFile};
 pub use progress::ReadProgress;
 pub use rows::{RowReader, WantedRows};

@@ -79,8 +79,10 @@ impl Engine {
         expected: Expected,
         sink: mpsc::Sender<EngineEvent>,
     ) -> io::Result<Self> {
-        let opener = move |path: &Path, plan: &EnginePlan| GgufModel::open(path, plan, &model, &expected);
-        Self::start_with(options, Box::new(opener), sink)
+        let shared = Arc::new(Shared::new(options));
+        let progress = shared.progress().clone();
+        let opener = move |path: &Path, plan: &EnginePlan| GgufModel::open(path, plan, &model, &expected, &progress);
+        Self::start_on(shared, Box::new(opener), sink)
     }
 
     /// What the model of a GGUF file occupies piece by piece, tokenizer included, so that a first plan can be made; no
@@ -122,7 +124,10 @@ impl Engine {
     /// # Errors
     /// When the system gives no thread.
     pub fn start_with(options: EngineOptions, opener: Opener, sink: mpsc::Sender<EngineEvent>) -> io::Result<Self> {
-        let shared = Arc::new(Shared::new(options));
+        Self::start_on(Arc::new(Shared::new(options)), opener, sink)
+    }
+
+    fn start_on(shared: Arc<Shared>, opener: Opener, sink: mpsc::Sender<EngineEvent>) -> io::Result<Self> {
         let loop_shared = Arc::clone(&shared);
         let thread = std::thread::Builder::new().name("engine".to_owned()).spawn(move || {
             emergency::lock_stack();
@@ -540,6 +545,7 @@ impl Worker {
         model.mark_at(mark_at(prompt.len()));
         active.usage.cached_tokens = Tokens::new(position_of(&self.sequence));
         active.queued.reply.started(tokens, active.usage.cached_tokens);
+        self.engine_loop.reused(Tokens::new(position_of(&self.sequence)));
         let fresh = prompt.get(cached..).unwrap_or_default();
         let began = Instant::now();
         match self.forward(fresh, greedy) {

@@ -16,6 +16,7 @@ pub use crate::conversation::{
 use crate::{
     policy::{refusal::Refusal, sinks::Sinks, snapshot::Snapshot},
     speech::{audio::MonoAudio, decoder::Decoder},
+    telemetry::{SpanContext, Tracer},
     units::{Bytes, Tokens},
 };
 
@@ -32,6 +33,8 @@ pub struct Backends {
     pub speech: Option<Arc<dyn SpeechBackend>>,
     /// State and metrics.
     pub status: Arc<dyn StatusBackend>,
+    /// Begins the spans of requests.
+    pub tracer: Tracer,
 }
 
 /// What every request carries besides its content.
@@ -47,6 +50,8 @@ pub struct RequestMeta {
     pub retries: u32,
     /// Who it is by its key; `None` where no key is needed.
     pub client: Option<Arc<Client>>,
+    /// The span that this is a part of: at first the caller's, from its header `traceparent`.
+    pub trace: Option<SpanContext>,
 }
 
 /// The LLM.

@@ -26,6 +26,7 @@ use super::{
     hosts::{self, Reach},
     messages, ollama, realtime, responses, speech, status, tokens, transcription,
 };
+use crate::telemetry::{Span, SpanContext, SpanKind};
 
 /// All routes, with the middleware around them.
 pub(super) fn router(api: &Api) -> Router {
@@ -134,7 +135,34 @@ async fn admit(State(api): State<Api>, mut request: Request, next: Next) -> Resp
     };
     // a connection that becomes a session outlives its answer
     request.extensions_mut().insert(Arc::clone(&permit));
-    held_by_body(next.run(request).await, |_status| permit)
+    let span = span_of(&api, &mut request);
+    held_by_body(next.run(request).await, |status| {
+        span.set("http.response.status_code", status.as_u16());
+        if status.is_server_error() {
+            span.fail("http", status.canonical_reason().unwrap_or_default());
+        }
+        (permit, span)
+    })
+}
+
+/// The span of a request, which the spans of its stages are below.
+fn span_of(api: &Api, request: &mut Request) -> Span {
+    let route = request.extensions().get::<MatchedPath>().map(|path| path.as_str().to_owned()).unwrap_or_default();
+    let method = request.method().as_str().to_owned();
+    let Some(meta) = request.extensions_mut().get_mut::<RequestMeta>() else {
+        return Span::default();
+    };
+    let span = api.backends().tracer.begin(&format!("{method} {route}"), SpanKind::Server, meta.trace);
+    meta.trace = span.context();
+    span.set("http.request.method", method.as_str());
+    span.set("http.route", route.as_str());
+    span.set("url.path", route.as_str());
+    span.set("url.scheme", "http");
+    span.set("cotenant.request.id", meta.id.as_str());
+    if let Some(client) = &meta.client {
+        span.set("cotenant.client", &*client.name);
+    }
+    span
 }
 
 async fn unknown_route(method: Method, uri: Uri) -> Response {
@@ -187,6 +215,7 @@ fn request_meta(api: &Api, headers: &HeaderMap) -> RequestMeta {
             .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()),
         retries: text(&RETRY_COUNT).and_then(|count| count.trim().parse().ok()).unwrap_or(0),
         client: None,
+        trace: text(&TRACEPARENT).and_then(SpanContext::parse),
     }
 }
 
@@ -249,6 +278,8 @@ const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 const READ_TIMEOUT: HeaderName = HeaderName::from_static("x-stainless-read-timeout");
 /// Sent by browsers only; pages cannot set it.
 const FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
+/// The caller's span, as W3C Trace Context has it.
+const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 const RETRY_COUNT: HeaderName = HeaderName::from_static("x-stainless-retry-count");
 /// Our choice: three UUIDs; it goes into logs.
 const REQUEST_ID_MAX: usize = 128;

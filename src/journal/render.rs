@@ -17,7 +17,7 @@ use crate::{
         pressure::Sample,
         residency::EnginePlan,
     },
-    units::Bytes,
+    units::{Bytes, TimeSpan},
 };
 
 /// Which event or action a line has, as the journal writes it: `sampled`, `apply_plan`.
@@ -118,7 +118,7 @@ fn render_event(event: &Event) -> String {
             if request.validate_only {
                 line.push_str(", to know only");
             } else if !request.wait.is_zero() {
-                let _ = write!(line, ", waits up to {:?}", request.wait);
+                let _ = write!(line, ", waits up to {}", TimeSpan(request.wait));
             }
             line
         }

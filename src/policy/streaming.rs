@@ -40,6 +40,12 @@ impl Calibration {
     /// Time for one token of an answer while only `resident` parts are in memory, ns.
     #[must_use]
     pub fn token_ns(&self, shape: &ModelShape, resident: &BTreeSet<u32>) -> u64 {
+        self.token_ns_by(shape, resident, &|_| MEAN)
+    }
+
+    /// The same where part `n` takes `cost(n)` thousandths of the mean time for each MiB.
+    #[must_use]
+    pub fn token_ns_by(&self, shape: &ModelShape, resident: &BTreeSet<u32>, cost: &dyn Fn(u32) -> u64) -> u64 {
         let mut passage = Passage { by: self, ring: shape.ring_bytes.get().max(1), ahead: 0, now_ns: 0 };
         let mut before = 0;
         // The ring is in its rhythm after one token; the first starts with an empty one.
@@ -47,9 +53,9 @@ impl Calibration {
             before = passage.now_ns;
             for (part, index) in shape.layers.iter().zip(0u32..) {
                 if resident.contains(&index) {
-                    passage.compute(part.resident_bytes.get());
+                    passage.compute(part.resident_bytes.get(), cost(index));
                 } else {
-                    passage.stream(part.resident_bytes.get());
+                    passage.stream(part.resident_bytes.get(), cost(index));
                 }
             }
         }
@@ -90,14 +96,25 @@ impl Calibration {
     /// Tokens per second, in thousandths.
     #[must_use]
     pub fn milli_tokens_per_s(&self, shape: &ModelShape, resident: &BTreeSet<u32>) -> u64 {
-        1_000_000_000_000 / self.token_ns(shape, resident).max(1)
+        self.milli_tokens_per_s_by(shape, resident, &|_| MEAN)
+    }
+
+    /// The same, with costs as [`Self::token_ns_by`] has them.
+    #[must_use]
+    pub fn milli_tokens_per_s_by(
+        &self,
+        shape: &ModelShape,
+        resident: &BTreeSet<u32>,
+        cost: &dyn Fn(u32) -> u64,
+    ) -> u64 {
+        1_000_000_000_000 / self.token_ns_by(shape, resident, cost).max(1)
     }
 }
 
 impl Passage<'_> {
     /// Kernels compute on so many bytes; readers go on as far as there is room.
-    fn compute(&mut self, bytes: u64) {
-        let alone = time_of(bytes, self.by.compute_ns_per_mib);
+    fn compute(&mut self, bytes: u64, cost: u64) {
+        let alone = scaled(time_of(bytes, self.by.compute_ns_per_mib), cost, MEAN);
         let room = self.ring.saturating_sub(self.ahead);
         let (busy, slowed) = (self.by.read_busy_ns_per_mib.max(1), self.by.slowed_ns_per_mib);
         // With readers all the while, each ns of computing takes busy / (busy − slowed).
@@ -113,7 +130,7 @@ impl Passage<'_> {
     }
 
     /// Kernels compute on so many bytes that come through the ring.
-    fn stream(&mut self, bytes: u64) {
+    fn stream(&mut self, bytes: u64, cost: u64) {
         let mut left = bytes;
         while left > 0 {
             let piece = left.min(PIECE).min(self.ring);
@@ -121,7 +138,7 @@ impl Passage<'_> {
                 self.now_ns += time_of(piece - self.ahead, self.by.read_ns_per_mib);
                 self.ahead = piece;
             }
-            self.compute(piece);
+            self.compute(piece, cost);
             self.ahead -= piece;
             left -= piece;
         }
@@ -137,6 +154,8 @@ fn scaled(value: u64, by: u64, of: u64) -> u64 {
     u64::try_from(u128::from(value) * u128::from(by) / u128::from(of.max(1))).unwrap_or(u64::MAX)
 }
 
+/// Cost of a part that takes as long as the mean for each MiB.
+const MEAN: u64 = 1000;
 const MIB: u64 = Bytes::from_mib(1).get();
 /// Pieces of streamed parts: 2 MiB is between those of small and of large models.
 const PIECE: u64 = 2 * MIB;

@@ -31,6 +31,7 @@ use super::{
     ParseError, ProbeError, ProbeRoot,
     source::{lines, number, read_bytes, words},
 };
+use crate::units::TimeSpan;
 
 /// One line of a pressure file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -156,7 +157,7 @@ impl PsiWatch {
                 Ok(trigger) => {
                     return Self { rung, reason, trigger: Some(trigger) };
                 }
-                Err(error) => reason = Some(format!("{window:?} window: {error}")),
+                Err(error) => reason = Some(format!("{} window: {error}", TimeSpan(window))),
             }
         }
         Self { rung: PsiRung::ReadOnly, reason, trigger: None }

@@ -100,7 +100,9 @@ pub(super) fn target(target: &Target, reason: String, clock: Clock) -> v1::Targe
     }
 }
 
-const fn class(class: Class) -> v1::LeaseClass {
+/// A class on the wire.
+#[must_use]
+pub const fn class(class: Class) -> v1::LeaseClass {
     match class {
         Class::AudioRealtime => v1::LeaseClass::AudioRealtime,
         Class::Interactive => v1::LeaseClass::Interactive,
@@ -122,6 +124,10 @@ pub(super) fn full_status(supervisor: &dyn Supervisor) -> v1::GetStatusResponse 
     if let Some(engine) = &mut status.engine {
         let gap = supervisor.command_gap_max().filter(|gap| !gap.is_zero());
         engine.command_gap_max = gap.and_then(|gap| gap.try_into().ok());
+        engine.sequences = supervisor.sequences();
+        if let Some((read, whole)) = supervisor.loading() {
+            (engine.load_read_bytes, engine.load_bytes) = (read.get(), whole.get());
+        }
     }
     for worker in &mut status.workers {
         worker.confinement = supervisor.confinement(&worker.name);
@@ -251,6 +257,10 @@ fn engine(snapshot: &Snapshot) -> v1::Engine {
         prefill_chunk_tokens: in_force.as_ref().map_or(0, |plan| plan.prefill_chunk.get()),
         command_gap_max: None,
         growth_waits: waits.map_or_else(String::new, |wait| wait.to_string()),
+        sequences: Vec::new(),
+        load_read_bytes: 0,
+        load_bytes: 0,
+        kv_block_tokens: shape.as_ref().map_or(0, |shape| shape.kv.block_tokens.get()),
     }
 }
 

@@ -186,10 +186,30 @@ fn engine_json(engine: &v1::Engine) -> Value {
         ("changing", Some(json!(engine.changing))),
         ("milliTokensPerSecond", (engine.milli_tokens_per_second > 0).then(|| json!(engine.milli_tokens_per_second))),
         ("growthWaits", text(&engine.growth_waits)),
+        ("loadReadBytes", (engine.load_bytes > 0).then(|| json!(engine.load_read_bytes))),
+        ("loadBytes", (engine.load_bytes > 0).then(|| json!(engine.load_bytes))),
+        ("kvBlockTokens", Some(json!(engine.kv_block_tokens))),
+        ("sequences", Some(engine.sequences.iter().map(sequence_json).collect())),
         ("failure", text(&engine.failure)),
         ("sheds", Some(json!(engine.sheds))),
         ("shedBytes", Some(json!(engine.shed_bytes))),
         ("regrownBytes", Some(json!(engine.regrown_bytes))),
+    ])
+}
+
+fn sequence_json(sequence: &v1::Sequence) -> Value {
+    object([
+        ("id", Some(json!(sequence.id))),
+        ("state", Some(json!(sequence.state().as_str_name()))),
+        ("client", text(&sequence.client)),
+        ("class", text(&word(sequence.lease_class().as_str_name(), "LEASE_CLASS_"))),
+        ("promptTokens", Some(json!(sequence.prompt_tokens))),
+        ("reusedTokens", Some(json!(sequence.reused_tokens))),
+        ("generatedTokens", Some(json!(sequence.generated_tokens))),
+        ("kvTokens", Some(json!(sequence.kv_tokens))),
+        ("kvBytes", Some(json!(sequence.kv_bytes))),
+        ("kvBlocks", Some(json!(sequence.kv_blocks))),
+        ("waited", sequence.waited.as_ref().map(seconds)),
     ])
 }
 

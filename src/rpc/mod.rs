@@ -42,6 +42,7 @@ pub mod status;
 pub mod supervisor;
 
 pub use client::Endpoint;
+pub use convert::class as lease_class;
 pub use deaths::DeathLog;
 pub use health::Health;
 pub use llm::{GenerateEvent, GenerateRequest, Generator};

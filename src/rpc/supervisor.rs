@@ -8,7 +8,7 @@ use std::{
 
 use tokio::sync::{broadcast, oneshot, watch};
 
-use super::deaths::DeathLog;
+use super::{deaths::DeathLog, v1};
 use crate::{
     policy::{
         event::{Answer, ChangedKeys, Event},
@@ -81,6 +81,16 @@ pub trait Supervisor: Send + Sync + 'static {
     /// The longest time, while the engine worked, in which it could take no command; `None` while there is no engine.
     fn command_gap_max(&self) -> Option<Duration> {
         None
+    }
+
+    /// What the load of a model has read, and of how much; `None` while nothing is loaded.
+    fn loading(&self) -> Option<(Bytes, Bytes)> {
+        None
+    }
+
+    /// The sequences of the LLM: the running or the kept one, then those that wait.
+    fn sequences(&self) -> Vec<v1::Sequence> {
+        Vec::new()
     }
 
     /// What would be shed first, and why, in words; empty while that is not known.

@@ -83,6 +83,8 @@ pub struct Metrics {
     heartbeat_age: Family<Component, Gauge<f64, AtomicU64>>,
     journal_lost: Counter,
     log_dropped: Counter,
+    spans_exported: Counter,
+    spans_dropped: Counter,
     standby_served: Counter,
     standby_missed: Counter,
 }
@@ -162,6 +164,9 @@ impl Metrics {
             heartbeat_age: table.add("watchdog_heartbeat_age_seconds", "Time since a loop last advanced"),
             journal_lost: table.add("journal_lines_lost", "Lines of the journal that did not get into its file"),
             log_dropped: table.add("log_lines_dropped", "Log lines lost because their reader was slow"),
+            spans_exported: table.add("spans_exported", "Spans that their collector has taken"),
+            spans_dropped: table
+                .add("spans_dropped", "Spans lost because their collector was away, slow or refused them"),
             standby_served: table.add("standby_served", "Memory that sheds needed and that was set aside for them"),
             standby_missed: table.add("standby_missed", "Memory that sheds needed and had to ask the system for"),
             registry: table.0,
@@ -294,6 +299,12 @@ impl Metrics {
     pub fn set_standby(&self, served: u64, missed: u64) {
         raise(&self.standby_served, served);
         raise(&self.standby_missed, missed);
+    }
+
+    /// Spans that a collector has taken, and spans that were lost, so far.
+    pub fn set_spans(&self, exported: u64, dropped: u64) {
+        raise(&self.spans_exported, exported);
+        raise(&self.spans_dropped, dropped);
     }
 
     /// Log lines lost so far.
@@ -608,6 +619,7 @@ mod tests {
         metrics.tokens("completion", 42);
         metrics.set_heartbeat_age("arbiter", Duration::from_millis(20));
         metrics.set_log_dropped(5);
+        metrics.set_spans(9, 4);
         metrics.set_journal_lost(2);
         metrics.set_standby(151, 1);
         metrics.set_command_gap(Duration::from_micros(1500));

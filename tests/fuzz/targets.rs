@@ -434,6 +434,7 @@ pub(crate) async fn serving() -> (SocketAddr, CancellationToken) {
         decoder: decoder(),
         speech: Some(Arc::clone(&backend) as Arc<dyn SpeechBackend>),
         status: backend,
+        tracer: cotenant::telemetry::Tracer::default(),
     };
     let stop = CancellationToken::new();
     tokio::spawn(http::serve(listener, Api::new(backends, Limits::default()), stop.clone()));

@@ -23,6 +23,7 @@ mod promises;
 mod python;
 mod rough;
 mod servers;
+mod spans;
 mod survival;
 mod talk;
 mod workers;

@@ -22,8 +22,12 @@ use crate::{
         output,
         progress::Progress,
     },
-    engine::{Engine, Model, ModelOptions, protocol::Inspected},
-    policy::{params::EngineParams, residency::PlanLimits, streaming::Calibration},
+    engine::{Engine, Model, ModelOptions, PartTime, protocol::Inspected},
+    policy::{
+        params::EngineParams,
+        residency::{ModelShape, PlanLimits},
+        streaming::Calibration,
+    },
     probe::host::Host,
     units::Tokens,
 };
@@ -54,6 +58,59 @@ pub(crate) struct Coefficients {
     pub error_percent: u64,
     /// What was measured with.
     pub setting: Setting,
+    /// What each part of the model takes; absent in files of before.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub layers: Option<LayerCosts>,
+}
+
+/// What the parts of one model take of a token of an answer. They hold for that model alone; others have the mean.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub(crate) struct LayerCosts {
+    /// How far rounds were apart for the layer in which they were farthest, in percent.
+    pub error_percent: u64,
+    /// Bytes of each part, and ns for each MiB of them.
+    pub parts: Vec<(u64, u64)>,
+}
+
+impl LayerCosts {
+    /// The middle of rounds, part by part; `None` without a round.
+    pub(crate) fn of(rounds: &[Vec<PartTime>]) -> Option<Self> {
+        let first = rounds.first()?;
+        let mut error_percent = 0;
+        let parts = first.iter().enumerate().map(|(place, part)| {
+            let mut times: Vec<u64> = rounds.iter().filter_map(|round| Some(round.get(place)?.ns_per_mib)).collect();
+            times.sort_unstable();
+            let (least, most) = (times.first().copied().unwrap_or(1).max(1), times.last().copied().unwrap_or(1));
+            error_percent = error_percent.max(most.saturating_sub(least).saturating_mul(100) / least);
+            (part.bytes.get(), times.get(times.len() / 2).copied().unwrap_or(0))
+        });
+        let parts = parts.collect();
+        Some(Self { error_percent, parts })
+    }
+
+    /// Whether they are those of this model.
+    pub(crate) fn are_of(&self, shape: &ModelShape) -> bool {
+        self.parts.len() == shape.layers.len()
+            && self.parts.iter().zip(&shape.layers).all(|((bytes, _), part)| *bytes == part.resident_bytes.get())
+    }
+
+    /// What a part takes for each MiB, in thousandths of the mean.
+    pub(crate) fn cost(&self, part: u32) -> u64 {
+        let (mut bytes, mut time) = (0u128, 0u128);
+        for (size, ns) in &self.parts {
+            bytes += u128::from(*size);
+            time += u128::from(*size) * u128::from(*ns);
+        }
+        let ns = usize::try_from(part).ok().and_then(|part| self.parts.get(part)).map_or(0, |(_, ns)| *ns);
+        u64::try_from(u128::from(ns) * 1000 * bytes / time.max(1)).unwrap_or(u64::MAX)
+    }
+
+    /// The slowest and the fastest part, MiB per second.
+    fn range(&self) -> (u64, u64) {
+        let rates = || self.parts.iter().map(|(_, ns)| 1_000_000_000 / ns.max(&1));
+        (rates().min().unwrap_or(0), rates().max().unwrap_or(0))
+    }
 }
 
 /// What a measurement of computing holds for.
@@ -116,6 +173,7 @@ impl Coefficients {
             disk,
             error_percent: spread(&rounds).max(ERROR_MIN),
             setting,
+            layers: None,
         })
     }
 }
@@ -183,18 +241,20 @@ pub(crate) fn run(global: &Global, args: &CalibrateArgs) -> Result<(), CliError>
     let engine = EngineParams { kv_wanted: Tokens::new(512), kv_floor: Tokens::new(512), ..EngineParams::default() };
     let plan = inspected.shape.full_plan(&PlanLimits::new(&engine, Tokens::ZERO));
     let mut model = Model::open(&args.model, &plan, &ModelOptions::for_threads(threads)).map_err(failed)?;
-    let mut rounds = Vec::new();
+    let (mut rounds, mut layers) = (Vec::new(), Vec::new());
     for round in 0..ROUNDS {
         show(READING_TIME.as_secs() + u64::from(round), "computing");
         let measured = model.calibrate(&mut || true);
         let measured = measured.map_err(|error| CliError::failed(cannot("measure with"), error))?;
         rounds.extend(measured);
+        layers.extend(model.part_times(&mut || true));
     }
     drop(progress);
     let taken = rounds.len();
-    let Some(coefficients) = Coefficients::of(rounds, disk, Setting::here(&inspected, threads)) else {
+    let Some(mut coefficients) = Coefficients::of(rounds, disk, Setting::here(&inspected, threads)) else {
         return Err(CliError::plain(cannot("measure with"), exit::FAILED));
     };
+    coefficients.layers = LayerCosts::of(&layers);
     let text = serde_json::to_string_pretty(&coefficients)
         .map_err(|error| CliError::failed("cannot write the coefficients", error))?;
     kept.keep(&(text + "\n"))?;
@@ -202,12 +262,18 @@ pub(crate) fn run(global: &Global, args: &CalibrateArgs) -> Result<(), CliError>
     match global.output {
         Output::Table => output::write(&format!(
             "computing: {} MiB/s of {} on {threads} threads of {}, ± {} % over {taken} rounds\n\
+             {}\
              reading: {} MiB/s at first, {} MiB/s sustained; 95 % of the time {} to {} MiB/s\n\
              kept in {}\n",
             per_s(coefficients.calibration.compute_ns_per_mib),
             coefficients.setting.weights,
             coefficients.setting.processor,
             coefficients.error_percent,
+            coefficients.layers.as_ref().map_or_else(String::new, |layers| {
+                let (slow, fast) = layers.range();
+                let parts = layers.parts.len();
+                format!("layers: {parts} parts of {slow} to {fast} MiB/s, ± {} %\n", layers.error_percent)
+            }),
             disk.burst_mib_per_s,
             disk.sustained_mib_per_s,
             disk.slow_mib_per_s,

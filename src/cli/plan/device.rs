@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     cli::{
         exit::{self, CliError},
-        plan::calibrate::{Coefficients, Setting},
+        plan::calibrate::{Coefficients, LayerCosts, Setting},
     },
     config::parse_size,
     policy::{speed::Speed, streaming::Calibration},
@@ -30,6 +30,9 @@ pub(crate) struct Device {
     /// What the engine measured on it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub calibration: Option<Calibration>,
+    /// What the parts of the model that was measured take.
+    #[serde(skip)]
+    pub layers: Option<LayerCosts>,
     /// What it was measured with.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub measured_with: Option<Setting>,
@@ -130,6 +133,7 @@ impl Device {
             cma: Bytes::from_mib(board.cma_mib),
             rates: Rates::within(board.memory_mib_per_s, board.disk_mib_per_s, UNMEASURED_PERCENT),
             calibration: None,
+            layers: None,
             measured_with: None,
             doubts: Vec::new(),
         })
@@ -181,6 +185,7 @@ impl Device {
                 file.error_percent.min(99),
             ),
             calibration: None,
+            layers: None,
             measured_with: None,
             doubts: Vec::new(),
         })
@@ -203,6 +208,7 @@ impl Device {
             cma: cma.unwrap_or(Bytes::ZERO).min(memory),
             rates: kept.as_ref().map_or(assumed, Coefficients::rates),
             calibration: kept.as_ref().map(|kept| kept.calibration),
+            layers: kept.as_ref().and_then(|kept| kept.layers.clone()),
             measured_with: kept.map(|kept| kept.setting),
             doubts: Vec::new(),
         })

@@ -236,7 +236,11 @@ pub(crate) fn speeds(shape: &ModelShape, resident: &BTreeSet<u32>, device: &Devi
     let most = expected
         .with_reading(reading(fast).min(expected.read_ns_per_mib))
         .with_computing(computing(100 + rates.error_percent));
-    [least, expected, most].map(|by| by.milli_tokens_per_s(shape, resident))
+    let layers = device.layers.as_ref().filter(|layers| layers.are_of(shape));
+    [least, expected, most].map(|by| match layers {
+        Some(layers) => by.milli_tokens_per_s_by(shape, resident, &|part| layers.cost(part)),
+        None => by.milli_tokens_per_s(shape, resident),
+    })
 }
 
 #[cfg(test)]
@@ -249,9 +253,10 @@ mod tests {
     use super::*;
     use crate::{
         cli::plan::{
-            calibrate::{Coefficients, Setting},
+            calibrate::{Coefficients, LayerCosts, Setting},
             disk::{DiskRates, Mark},
         },
+        engine::PartTime,
         policy::residency::sample_shape,
     };
 
@@ -261,6 +266,8 @@ mod tests {
         /// MiB per second of the disk, each for so long; repeated.
         disk: Vec<(u64, Duration)>,
         now: Duration,
+        /// Time of each part for a MiB, in percent of that.
+        costs: fn(u64) -> u64,
     }
 
     const MIB: u64 = 1 << 20;
@@ -297,8 +304,9 @@ mod tests {
         fn token(&mut self, resident: &BTreeSet<u32>, jobs: &mut Vec<(Duration, Duration)>) -> Duration {
             let began = self.now;
             let ring_pieces = 24 / PIECE_MIB;
-            let compute = Duration::from_nanos(self.compute_ns_per_mib * PIECE_MIB);
             for part in 0..40 {
+                let ns = self.compute_ns_per_mib * (self.costs)(u64::from(part)) / 100;
+                let compute = Duration::from_nanos(ns * PIECE_MIB);
                 for _ in 0..10 / PIECE_MIB {
                     if !resident.contains(&part) {
                         let free = jobs.len().checked_sub(usize::try_from(ring_pieces).unwrap());
@@ -346,10 +354,21 @@ mod tests {
             };
             let rounds = [98, 100, 103, 99, 101].map(round).to_vec();
             let setting = Setting { processor: String::new(), threads: 1, weights: String::new() };
-            let kept = Coefficients::of(rounds, disk, setting).unwrap();
+            // Layer by layer, as a round measures it.
+            let part_of = |part: u64, percent: u64| PartTime {
+                bytes: Bytes::from_mib(10),
+                ns_per_mib: self.compute_ns_per_mib * (self.costs)(part) / 100 * percent / 100,
+            };
+            let layers = [97, 100, 102].map(|percent| (0..40).map(|part| part_of(part, percent)).collect());
+            let mut kept = Coefficients::of(rounds, disk, setting).unwrap();
+            kept.layers = LayerCosts::of(&layers);
             let board = Device::boards().next().unwrap();
-            Device { rates: kept.rates(), calibration: Some(kept.calibration), ..board }
+            Device { rates: kept.rates(), calibration: Some(kept.calibration), layers: kept.layers, ..board }
         }
+    }
+
+    fn machine(disk: Vec<(u64, Duration)>, costs: fn(u64) -> u64) -> Machine {
+        Machine { compute_ns_per_mib: 25_000, disk, now: Duration::ZERO, costs }
     }
 
     const PIECE_MIB: u64 = 2;
@@ -364,8 +383,7 @@ mod tests {
     #[test]
     fn a_calibrated_plan_is_within_a_tenth_of_what_is_measured_at_each_residency() {
         for rate in [300, 1000, 3000] {
-            let mut machine =
-                Machine { compute_ns_per_mib: 25_000, disk: vec![(rate, Duration::from_secs(1))], now: Duration::ZERO };
+            let mut machine = machine(vec![(rate, Duration::from_secs(1))], |_| 100);
             let device = machine.calibrated();
             for parts in [0, 10, 20, 30, 36, 40] {
                 let resident = spread(parts);
@@ -382,6 +400,36 @@ mod tests {
     }
 
     #[test]
+    fn layers_that_differ_are_planned_within_a_tenth_which_their_mean_is_not() {
+        // The first half takes 1.6 of the mean, the second 0.4, and the disk is in between.
+        let costs = |part| if part < 20 { 160 } else { 40 };
+        let mut off = Vec::new();
+        for rate in [40_000, 45_000] {
+            let mut machine = machine(vec![(rate, Duration::from_secs(1))], costs);
+            let device = machine.calibrated();
+            let by_the_mean = Device { layers: None, ..device.clone() };
+            for resident in [0, 5, 10, 15, 20, 40].map(|parts| (0..parts).collect::<BTreeSet<u32>>()) {
+                let measured = machine.answer(&resident, 16).iter().sum::<u64>() / 16;
+                let [_, expected, _] = speeds(&Machine::shape(), &resident, &device);
+                assert!(
+                    measured.abs_diff(expected) * 10 <= measured,
+                    "{rate} MiB/s, {} of 40: {measured} measured, {expected} planned",
+                    resident.len()
+                );
+                let [_, mean, _] = speeds(&Machine::shape(), &resident, &by_the_mean);
+                off.push(measured.abs_diff(mean) * 100 / measured);
+            }
+        }
+        assert!(off.iter().any(|percent| *percent > 10), "{off:?}");
+        // Of another model nothing but the mean is known.
+        let device = machine(vec![(40_000, Duration::from_secs(1))], costs).calibrated();
+        let other = ModelShape { layers: Machine::shape().layers.into_iter().skip(1).collect(), ..Machine::shape() };
+        let by_the_mean = Device { layers: None, ..device.clone() };
+        let nothing = BTreeSet::new();
+        assert_eq!(speeds(&other, &nothing, &device), speeds(&other, &nothing, &by_the_mean));
+    }
+
+    #[test]
     fn the_interval_on_a_disk_that_wanders_holds_95_percent_of_the_time() {
         let mut random = ChaCha8Rng::seed_from_u64(19);
         // Two rates, and five, by chance and each for some tenths of a second.
@@ -395,7 +443,7 @@ mod tests {
         let two = by_chance(&[400, 2000, 2000]);
         let five = by_chance(&[400, 700, 1000, 1500, 2000]);
         for disk in [two, five] {
-            let mut machine = Machine { compute_ns_per_mib: 25_000, disk, now: Duration::ZERO };
+            let mut machine = machine(disk, |_| 100);
             let device = machine.calibrated();
             assert!(device.rates.disk_interval_mib_per_s[0] * 2 < device.rates.disk_interval_mib_per_s[1]);
             for parts in [0, 10, 20, 30, 36, 40] {

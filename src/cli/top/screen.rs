@@ -92,6 +92,16 @@ impl Screen {
         if let Some(engine) = &self.status.engine {
             lines.push(Line::default());
             lines.extend(self.engine(engine, columns));
+            if !engine.sequences.is_empty() {
+                lines.push(Line::default());
+                // More than these leave no row for the rest.
+                let shown = engine.sequences.len().min(SEQUENCES_SHOWN);
+                lines.extend(plain(&show::sequences_table(engine.sequences.get(..shown).unwrap_or_default())));
+                let more = engine.sequences.len() - shown;
+                if more > 0 {
+                    lines.push(Line::from(format!("and {more} more")));
+                }
+            }
         }
         if !self.status.workers.is_empty() {
             lines.push(Line::default());
@@ -404,6 +414,8 @@ const OWNER_COLOURS: [Color; 6] = [Color::Blue, Color::Magenta, Color::Cyan, Col
 const BAR_MAX: usize = 60;
 /// Narrower bars show nothing.
 const BAR_MIN: usize = 8;
+/// Sequences that are listed (our choice).
+const SEQUENCES_SHOWN: usize = 6;
 /// More rows than any terminal has.
 const EVENTS_KEPT: usize = 300;
 
@@ -412,7 +424,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::rpc::v1::{Budget, KvType, LeaseKind, Worker, WorkerState};
+    use crate::rpc::v1::{Budget, KvType, LeaseClass, LeaseKind, Sequence, SequenceState, Worker, WorkerState};
 
     fn lease(tenant: &str, kind: LeaseKind, mib: u64) -> Lease {
         Lease {
@@ -423,6 +435,32 @@ mod tests {
             used_bytes: Some(mib << 19),
             ..Lease::default()
         }
+    }
+
+    fn sequences() -> Vec<Sequence> {
+        let waiting = |id, client: &str| Sequence {
+            id,
+            state: SequenceState::Waiting.into(),
+            client: client.to_owned(),
+            lease_class: LeaseClass::Batch.into(),
+            prompt_tokens: 812,
+            waited: Some(prost_types::Duration { seconds: 3, nanos: 0 }),
+            ..Sequence::default()
+        };
+        let running = Sequence {
+            id: 17,
+            state: SequenceState::Answer.into(),
+            client: "kitchen".to_owned(),
+            lease_class: LeaseClass::Interactive.into(),
+            prompt_tokens: 1150,
+            reused_tokens: 1024,
+            generated_tokens: 50,
+            kv_tokens: 1200,
+            kv_bytes: 133 << 20,
+            kv_blocks: 19,
+            waited: None,
+        };
+        [running].into_iter().chain((18..26).map(|id| waiting(id, "reports"))).collect()
     }
 
     fn busy() -> Screen {
@@ -463,6 +501,8 @@ mod tests {
                 kv_kept_tokens: 100,
                 kv_type: KvType::F16.into(),
                 milli_tokens_per_second: 31_500,
+                sequences: sequences(),
+                kv_block_tokens: 64,
                 growth_waits: "needs 92.7 MiB headroom, has 84.1 MiB".to_owned(),
                 ..Engine::default()
             }),
@@ -497,9 +537,9 @@ mod tests {
     #[test]
     fn a_busy_device_on_terminals_of_80_and_40_columns() {
         let mut screen = busy();
-        insta::assert_snapshot!("top_80", drawn(&screen, 80, 30));
+        insta::assert_snapshot!("top_80", drawn(&screen, 80, 40));
         screen.silent_for = Some(Duration::from_secs(12));
-        insta::assert_snapshot!("top_40", drawn(&screen, 40, 24));
+        insta::assert_snapshot!("top_40", drawn(&screen, 40, 32));
     }
 
     #[test]

@@ -44,6 +44,7 @@ use crate::{
             },
         },
     },
+    telemetry::{Span, SpanKind},
     units::Tokens,
 };
 
@@ -151,6 +152,7 @@ pub(super) struct Run {
     reply: Reply,
     unwanted: CancellationToken,
     began: Instant,
+    span: Span,
 }
 
 /// Why a run ends early.
@@ -198,13 +200,16 @@ struct Spoken {
 impl Run {
     /// A run that answers by `reply`, until it is cancelled by `unwanted`.
     pub(super) fn new(api: Api, reply: Reply, unwanted: CancellationToken) -> Self {
-        Self { api, reply, unwanted, began: Instant::now() }
+        Self { api, reply, unwanted, began: Instant::now(), span: Span::default() }
     }
 
     /// Runs all stages up to `last`.
-    pub(super) async fn run(self, begin: Input, last: LastStage) -> Result<(), SessionError> {
+    pub(super) async fn run(mut self, begin: Input, last: LastStage) -> Result<(), SessionError> {
         let api = self.api.clone();
-        let counted = Counted::begin(&api.0.metrics, name_of(&begin, last));
+        let what = name_of(&begin, last);
+        let counted = Counted::begin(&api.0.metrics, what);
+        self.span = api.0.tracer.begin(what, SpanKind::Server, None);
+        self.span.set("network.protocol.name", "wyoming");
         let done = match begin {
             Input::Audio { audio, held, language } => self.hear_and_go_on(audio, held, language, last).await,
             Input::Text { text, context } => self.reply_to(text, context, last).await,
@@ -218,6 +223,7 @@ impl Run {
             Input::Pieces { written, voice } => self.speak_text(written, voice, true).await,
         };
         if self.unwanted.is_cancelled() {
+            self.span.event("interrupted");
             // The result was not waited for.
             return match done {
                 Err(Failure::Session(lost)) => Err(lost),
@@ -226,16 +232,24 @@ impl Run {
         }
         match done {
             Ok(()) => counted.ended(DONE),
-            Err(Failure::Session(_)) => {}
-            Err(Failure::Refused(ref refusal)) => counted.ended(match refusal.retry_after() {
-                Some(_) => NOT_NOW,
-                None => WRONG,
-            }),
+            Err(Failure::Session(_)) => self.span.event("client_gone"),
+            Err(Failure::Refused(ref refusal)) => {
+                self.span.fail("refused", &refusal.to_string());
+                counted.ended(match refusal.retry_after() {
+                    Some(_) => NOT_NOW,
+                    None => WRONG,
+                });
+            }
         }
         done.map_err(|failure| match failure {
             Failure::Session(error) => error,
             Failure::Refused(refusal) => error_of(&refusal).into(),
         })
+    }
+
+    /// What a stage is asked with: its span is below that of the turn.
+    fn meta(&self) -> RequestMeta {
+        RequestMeta { trace: self.span.context(), ..RequestMeta::default() }
     }
 
     async fn hear_and_go_on(
@@ -296,7 +310,7 @@ impl Run {
         self.patiently(|| {
             let (sender, mut pieces) = mpsc::channel(PIECES_AHEAD);
             let mut hearing = speech.transcribe(TranscribeRequest {
-                meta: RequestMeta::default(),
+                meta: self.meta(),
                 model: String::new(),
                 audio: Arc::clone(&audio),
                 language: language.clone(),
@@ -456,6 +470,7 @@ impl Run {
                         .collect::<Vec<_>>()
                         .into(),
                 ),
+                meta: self.meta(),
                 max_tokens: Some(ANSWER_TOKENS_MAX),
                 streamed: true,
                 ..ChatRequest::default()
@@ -565,7 +580,7 @@ impl Run {
             let mut stream = self
                 .patiently(|| {
                     speech.synthesize(SpeechRequest {
-                        meta: RequestMeta::default(),
+                        meta: self.meta(),
                         model: String::new(),
                         text: text.clone(),
                         voice: choice.voice.clone(),

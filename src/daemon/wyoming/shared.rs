@@ -17,7 +17,7 @@ use super::{
 use crate::{
     http::backend::{ChatBackend, SpeechBackend},
     speech::wyoming::Info,
-    telemetry::Metrics,
+    telemetry::{Metrics, Tracer},
     worker::handle::WorkerHandle,
 };
 
@@ -33,6 +33,8 @@ pub(in crate::daemon) struct Backends {
     pub(in crate::daemon) tts: Option<WorkerHandle>,
     /// Where requests are counted.
     pub(in crate::daemon) metrics: Arc<Metrics>,
+    /// Begins the spans of turns.
+    pub(in crate::daemon) tracer: Tracer,
 }
 
 /// The API; clones share their state.
@@ -49,6 +51,7 @@ pub(super) struct Inner {
     pub(super) audio: Arc<Semaphore>,
     pub(super) settings: Settings,
     pub(super) metrics: Arc<Metrics>,
+    pub(super) tracer: Tracer,
 }
 
 impl Api {
@@ -66,6 +69,7 @@ impl Api {
             audio: Arc::new(Semaphore::new(AUDIO_KIB_MAX)),
             settings,
             metrics: backends.metrics,
+            tracer: backends.tracer,
         };
         (Self(Arc::new(inner)), known)
     }

@@ -74,6 +74,72 @@ impl Model {
         })
     }
 
+    /// Measures what each part of the model takes of one token, in the order of the parts; all of them have to be resident. On a
+    /// device that computes behind queues, times are those of queueing.
+    ///
+    /// Commands are taken before each layer, which tells its end from the next one's beginning. The last layer is taken to be
+    /// as fast for each MiB as the middle of the others, and the head to have the rest.
+    ///
+    /// `None` as for [`Self::calibrate`], and where a part is streamed.
+    pub fn part_times(&mut self, go_on: &mut dyn FnMut() -> bool) -> Option<Vec<PartTime>> {
+        let streams = self.plan.resident.len() < self.layout.parts.len();
+        if streams || self.position != 0 || self.lost || self.plan.kv_capacity.get() < TOKENS_LEAST {
+            return None;
+        }
+        let mut passes = Vec::new();
+        let begun = Instant::now();
+        for turn in 0..TOKENS_MAX.min(self.plan.kv_capacity.get()) {
+            let mut marks = Vec::with_capacity(self.spec.layers.len() + 1);
+            let mut checkpoint = || {
+                marks.push(Instant::now());
+                if go_on() { Flow::Continue } else { Flow::Stop }
+            };
+            let result = self.forward(&[1], &mut checkpoint).map(drop);
+            if result.is_err() {
+                self.reset();
+                return None;
+            }
+            marks.push(Instant::now());
+            // Memory is touched for the first time in the first.
+            if turn > 0 && marks.len() == self.spec.layers.len() + 1 {
+                passes.push(marks.windows(2).map(between).collect::<Vec<_>>());
+            }
+            if turn > TOKENS_MIN && begun.elapsed() > TOKENS_TIME {
+                break;
+            }
+        }
+        self.reset();
+        let layers: Vec<Duration> = (0..self.spec.layers.len()).filter_map(|layer| middle_of(&passes, layer)).collect();
+        (layers.len() == self.spec.layers.len()).then(|| self.split(&layers))
+    }
+
+    /// Times of layers as those of parts; that of the last layer has the head in it.
+    fn split(&self, layers: &[Duration]) -> Vec<PartTime> {
+        let parts = &self.layout.parts;
+        let bytes_of = |layer: Option<usize>| -> Bytes {
+            parts.iter().filter(|part| part.layer == layer).map(|part| part.arena).sum()
+        };
+        let rates = layers.iter().enumerate().map(|(layer, time)| per_mib(*time, bytes_of(Some(layer))));
+        let mut rates: Vec<u64> = rates.collect();
+        let last = layers.len().saturating_sub(1);
+        let mut others: Vec<u64> = rates.iter().copied().take(last).collect();
+        others.sort_unstable();
+        if let (Some(middle), Some(rate)) = (others.get(others.len() / 2), rates.get_mut(last)) {
+            *rate = *middle;
+        }
+        let with_head = layers.last().copied().unwrap_or_default();
+        let alone = rates.get(last).map_or(0, |rate| {
+            let ns = u128::from(*rate) * u128::from(bytes_of(Some(last)).get()) / u128::from(MIB.get());
+            u64::try_from(ns).unwrap_or(u64::MAX)
+        });
+        let head = per_mib(with_head.saturating_sub(Duration::from_nanos(alone)), bytes_of(None));
+        let times = parts.iter().map(|part| PartTime {
+            bytes: part.arena,
+            ns_per_mib: part.layer.and_then(|layer| rates.get(layer).copied()).unwrap_or(head),
+        });
+        times.collect()
+    }
+
     /// `plan` without parts, spread through the depth, that hold at least `wanted`.
     fn without(&self, plan: &EnginePlan, wanted: Bytes) -> EnginePlan {
         let mut fewer = plan.clone();
@@ -136,6 +202,30 @@ impl Model {
         let (tokens, waits): (Vec<Duration>, Vec<Duration>) = middle.iter().copied().unzip();
         Some((tokens.into_iter().sum::<Duration>() / count, waits.into_iter().sum::<Duration>() / count))
     }
+}
+
+/// What one part of a model takes of a token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PartTime {
+    /// Its weights.
+    pub bytes: Bytes,
+    /// Time for each MiB of them, ns.
+    pub ns_per_mib: u64,
+}
+
+fn between(pair: &[Instant]) -> Duration {
+    match pair {
+        [from, to] => to.saturating_duration_since(*from),
+        _ => Duration::ZERO,
+    }
+}
+
+/// The mean of the middle half of what passes have at this place.
+fn middle_of(passes: &[Vec<Duration>], place: usize) -> Option<Duration> {
+    let mut times: Vec<Duration> = passes.iter().filter_map(|pass| pass.get(place).copied()).collect();
+    times.sort_unstable();
+    let middle = times.get(times.len() / 4..times.len() - times.len() / 4)?;
+    middle.iter().sum::<Duration>().checked_div(u32::try_from(middle.len()).ok()?)
 }
 
 /// Bytes in `time`.

@@ -17,6 +17,7 @@ mod tests;
 mod weights;
 mod workspace;
 
+pub use calibrate::PartTime;
 pub use growth::{GROWERS, raw_read};
 pub use loaded::{Logits, Model, ModelOptions, Scores};
 pub use opening::Opening;

@@ -23,7 +23,7 @@ use crate::{
         gguf::Header,
         kv::KvCache,
         preemption::SliceEstimators,
-        reader::{Extent, STALL_MAX, Source, Stream, WeightFile},
+        reader::{Extent, LoadProgress, STALL_MAX, Source, Stream, WeightFile},
         sayable::Sayable,
         shape::{self, FLAGS, Layout},
         spec::Spec,
@@ -50,6 +50,7 @@ pub struct Opening {
     layout: Layout,
     shape: ModelShape,
     options: ModelOptions,
+    progress: LoadProgress,
 }
 
 /// How a disk is asked while a model is opened, and for how long it may not answer.
@@ -145,8 +146,14 @@ impl Opening {
                 layout,
                 shape,
                 options,
+                progress: LoadProgress::default(),
             })
         })
+    }
+
+    /// Counts what is read while this begins.
+    pub(in crate::engine) fn counted_by(self, progress: &LoadProgress) -> Self {
+        Self { progress: progress.clone(), ..self }
     }
 
     /// The file's header. Drop copies of it before [`Model::forget_lists`], which copies it otherwise.
@@ -175,14 +182,16 @@ impl Opening {
 
     /// Notes what readers may keep in `left`.
     fn assemble(self, plan: &EnginePlan, left: &mut Retained) -> Result<Model, LoadErrorKind> {
-        let Self { disk, device, needs, file, vectors, header, spec, layout, shape, options } = self;
+        let Self { disk, device, needs, file, vectors, header, spec, layout, shape, options, progress } = self;
         let began = Instant::now();
         let mut backend = device.start(&Limits::of(&spec))?;
         let chunk = residency::check(&shape, plan).map_err(|error| LoadErrorKind::Plan(error.to_string()))?;
         // The first token waits for the disk, so the disk goes on at once: with the vectors, and with what is streamed, while
         // memory is found for everything else.
         let vectors = Vectors::begin(&file, vectors, &disk.watch).map_err(LoadErrorKind::Threads)?;
-        let source = disk.source(&file);
+        let source = progress.counting(disk.source(&file));
+        let parts = (0u32..).zip(&shape.layers).filter(|(part, _)| plan.resident.contains(part));
+        progress.begin(parts.fold(Bytes::ZERO, |sum, (_, part)| sum.saturating_add(part.resident_bytes)));
         let resident = |part: usize| u32::try_from(part).is_ok_and(|part| plan.resident.contains(&part));
         let stream = weights::begin(backend.as_ref(), Arc::clone(&source), &layout, resident, disk.stall)
             .map_err(refuse("the staging ring", layout.ring))?;
@@ -226,6 +235,7 @@ impl Opening {
             estimators: SliceEstimators::new(),
         };
         let applied = model.apply(plan);
+        progress.end();
         applied.map_err(|error| {
             left.add(Retained::of(model.weights.marks(), began));
             match error {

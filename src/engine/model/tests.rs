@@ -197,6 +197,12 @@ fn a_calibration_leaves_everything_as_it_was_also_when_it_is_broken_off() {
         let by = model.calibrate(&mut || true).unwrap().unwrap();
         assert!(by.compute_ns_per_mib > 0 && by.read_ns_per_mib > 0, "{by:?}");
         assert!(by.token_ns(model.shape(), &resident.clone().collect()) > 0);
+        let times = model.part_times(&mut || true);
+        assert_eq!(times.is_some(), resident.len() == model.shape().layers.len(), "only where no disk is waited for");
+        let sizes = |times: Vec<PartTime>| times.iter().map(|part| part.bytes).collect::<Vec<_>>();
+        let parts: Vec<Bytes> = model.shape().layers.iter().map(|part| part.resident_bytes).collect();
+        assert_eq!(times.map_or_else(|| parts.clone(), sizes), parts);
+        assert!(model.part_times(&mut || false).is_none(), "broken off");
         for asked in [0, 1, 7, 60] {
             let mut left = asked;
             let mut go_on = || {

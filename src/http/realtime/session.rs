@@ -40,6 +40,7 @@ use super::{
 use crate::{
     policy::refusal::{RETRY_AFTER_DEFAULT, Refusal},
     speech::audio::{ASR_RATE_HZ, MonoAudio},
+    telemetry::{Span, SpanKind},
 };
 
 /// One session.
@@ -56,6 +57,8 @@ pub(super) struct Session {
     hearing: Option<Heard>,
     /// What is to be recognised then.
     said: VecDeque<Said>,
+    /// The span of the last turn, which the response to it continues.
+    turn_span: Option<Span>,
     active: Option<Active>,
     outbox: Outbox,
     shutdown: CancellationToken,
@@ -76,6 +79,7 @@ struct Heard {
     respond: bool,
     duration: Duration,
     hearing: Hearing,
+    span: Span,
     _memory: Option<OwnedSemaphorePermit>,
     _place: OwnedSemaphorePermit,
 }
@@ -89,6 +93,7 @@ struct Active {
     input: Vec<Value>,
     /// `None` until what was said before it is recognised.
     run: Option<Run>,
+    span: Span,
     finished: Option<(FinishReason, Usage)>,
 }
 
@@ -132,6 +137,7 @@ impl Session {
             turn: None,
             hearing: None,
             said: VecDeque::new(),
+            turn_span: None,
             active: None,
             outbox: Outbox::new(api.clone()),
             shutdown,
@@ -443,13 +449,15 @@ impl Session {
         while self.hearing.is_none()
             && let Some(said) = self.said.pop_front()
         {
-            match self.heard_by_recogniser(&said.utterance) {
+            let span = self.turn_begins();
+            match self.heard_by_recogniser(&said.utterance, &span) {
                 Ok((hearing, place)) => {
                     self.hearing = Some(Heard {
                         item: said.item,
                         respond: said.respond,
                         duration: said.utterance.duration(),
                         hearing,
+                        span,
                         _memory: said.utterance.memory,
                         _place: place,
                     });
@@ -460,7 +468,11 @@ impl Session {
         self.start();
     }
 
-    fn heard_by_recogniser(&self, utterance: &Utterance) -> Result<(Hearing, OwnedSemaphorePermit), Refusal> {
+    fn heard_by_recogniser(
+        &self,
+        utterance: &Utterance,
+        span: &Span,
+    ) -> Result<(Hearing, OwnedSemaphorePermit), Refusal> {
         let backend = self
             .api
             .backends()
@@ -474,7 +486,7 @@ impl Session {
         };
         let (pieces, heard) = mpsc::channel(PIECES_AHEAD);
         let request = TranscribeRequest {
-            meta: self.part_meta(),
+            meta: self.part_meta(span),
             model: how("model").unwrap_or_default(),
             audio: Arc::new(MonoAudio::new(ASR_RATE_HZ, utterance.samples.clone())),
             language: how("language"),
@@ -487,8 +499,17 @@ impl Session {
     }
 
     /// What a part of the session is asked with.
-    fn part_meta(&self) -> RequestMeta {
-        RequestMeta { id: self.meta.id.clone(), ..RequestMeta::default() }
+    fn part_meta(&self, span: &Span) -> RequestMeta {
+        RequestMeta { id: self.meta.id.clone(), trace: span.context(), ..RequestMeta::default() }
+    }
+
+    /// The span of a turn: a trace of its own, unless the client has begun one for the session.
+    fn turn_begins(&self) -> Span {
+        let parent = self.meta.trace.filter(|trace| trace.from_caller);
+        let span = self.api.backends().tracer.begin("realtime/turn", SpanKind::Server, parent);
+        span.set("cotenant.request.id", self.meta.id.as_str());
+        span.set("gen_ai.conversation.id", self.conversation.as_str());
+        span
     }
 
     fn recognised(&mut self, recognised: Option<Recognised>, closing: bool) {
@@ -519,7 +540,10 @@ impl Session {
                         }),
                     );
                 }
-                self.hearing = None;
+                self.turn_span = self.hearing.take().map(|heard| heard.span);
+                if let Some(span) = &self.turn_span {
+                    span.pause();
+                }
                 // a noise without words asks nothing
                 if respond
                     && !text.trim().is_empty()
@@ -598,7 +622,7 @@ impl Session {
         let conversation = kept.then_some(self.conversation.as_str());
         let id = self.api.fresh_id("resp_");
         let output = Output::begin(id, &settings, metadata, conversation, &mut self.outbox);
-        self.active = Some(Active { output, settings, own, input, run: None, finished: None });
+        self.active = Some(Active { output, settings, own, input, run: None, span: Span::default(), finished: None });
         Ok(())
     }
 
@@ -607,7 +631,15 @@ impl Session {
         if self.hearing.is_some() || !self.said.is_empty() {
             return;
         }
-        let Some(active) = self.active.as_ref().filter(|active| active.run.is_none()) else {
+        if self.active.as_ref().is_none_or(|active| active.run.is_some()) {
+            return;
+        }
+        let span = self.turn_span.take().unwrap_or_else(|| self.turn_begins());
+        span.resume();
+        if let Some(active) = &mut self.active {
+            active.span = span;
+        }
+        let Some(active) = &self.active else {
             return;
         };
         match self.asked(active) {
@@ -640,7 +672,7 @@ impl Session {
             }
         };
         let request = ChatRequest {
-            meta: self.part_meta(),
+            meta: self.part_meta(&active.span),
             model: settings.model.clone(),
             prompt: Prompt::Chat(Conversation { messages, tools, variables: Map::new() }),
             max_tokens: settings.max_tokens,
@@ -699,6 +731,11 @@ impl Session {
     fn end(&mut self, end: End) {
         if let Some(active) = self.active.take() {
             drop(active.run);
+            match &end {
+                End::Failed(fault) => active.span.fail("failed", fault.message()),
+                End::Cancelled(_) => active.span.event("interrupted"),
+                End::Finished(..) => {}
+            }
             self.times.used = Instant::now();
             active.output.end(end, &mut Place { outbox: &mut self.outbox, items: &mut self.items });
             self.evict();

@@ -7,7 +7,7 @@ use crate::{
         denial::{Denial, Holders, NotHolder, Problem, Quota},
         growth_wait::GrowthWait,
     },
-    units::Bytes,
+    units::{Bytes, TimeSpan},
 };
 
 impl Display for Denial {
@@ -116,8 +116,10 @@ impl Display for Problem {
         match self {
             Self::Zero => f.write_str("is zero"),
             Self::BelowMin { min } => write!(f, "is below min of {min}"),
-            Self::NotBetween { least, most } => write!(f, "is not between {least:?} and {most:?}"),
-            Self::AboveLimit { limit } => write!(f, "is above the limit of {limit:?}"),
+            Self::NotBetween { least, most } => {
+                write!(f, "is not between {} and {}", TimeSpan(*least), TimeSpan(*most))
+            }
+            Self::AboveLimit { limit } => write!(f, "is above the limit of {}", TimeSpan(*limit)),
             Self::TooLong { bytes, limit } => write!(f, "has {bytes} bytes and may have {limit}"),
             Self::Unprintable => f.write_str("is empty or has control characters"),
             Self::OwnHolder => f.write_str("is the name of a holder of ours"),
@@ -222,7 +224,7 @@ mod tests {
         let invalid = |field, problem| Denial::invalid("a", field, &"1h", problem);
         let (least, most) = (std::time::Duration::from_secs(2), std::time::Duration::from_secs(300));
         let term = invalid("term", Problem::NotBetween { least, most });
-        assert_eq!(term.to_string(), "cannot take the request of `a`: term: `1h` is not between 2s and 300s");
+        assert_eq!(term.to_string(), "cannot take the request of `a`: term: `1h` is not between 2 s and 5 min");
         assert!(term.hint().is_some_and(|hint| hint.contains("leases.term_max")));
         let wait = invalid("wait", Problem::AboveLimit { limit: most });
         assert!(wait.hint().is_some_and(|hint| hint.contains("leases.wait_max")));

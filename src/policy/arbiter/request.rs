@@ -18,7 +18,7 @@ use crate::{
         reclaim,
         residency::EnginePlan,
     },
-    units::Bytes,
+    units::{Bytes, TimeSpan},
 };
 
 impl Arbiter {
@@ -183,7 +183,7 @@ impl Arbiter {
             return Err(Denial::invalid(tenant, "tenant", tenant, problem));
         }
         self.check_sizes(tenant, request.min, request.max)?;
-        let time = |field, value, problem| Err(Denial::invalid(tenant, field, &format!("{value:?}"), problem));
+        let time = |field, value, problem| Err(Denial::invalid(tenant, field, &TimeSpan(value).to_string(), problem));
         let (least, most, limit) = (limits.term_min, limits.term_max, limits.wait_max);
         if request.term < least || request.term > most {
             return time("term", request.term, Problem::NotBetween { least, most });

@@ -5,7 +5,7 @@ use std::{collections::BTreeSet, time::Duration};
 use super::{ENGINE_TENANT, EngineParams, FILL_RATE_MIB_PER_S, ParamFault, Params, ParamsError, RestartParams};
 use crate::{
     policy::{kv_type::KvType, lease::Class},
-    units::{Bytes, Tokens},
+    units::{Bytes, TimeSpan, Tokens},
 };
 
 /// Adds a fault for each line whose condition holds: `wrong => "setting" = value, "problem with its {limit}";`.
@@ -60,12 +60,12 @@ impl Params {
             it.hysteresis > reclaim =>
                 "pressure.hysteresis", it.hysteresis,
                 "is above the minimum reclaim of {reclaim}: one shed would not end the level";
-            it.dwell > DWELL_MAX => "pressure.dwell", it.dwell, "is above {DWELL_MAX:?}";
-            it.grace > GRACE_MAX => "pressure.grace", it.grace, "is above {GRACE_MAX:?}";
+            it.dwell > DWELL_MAX => "pressure.dwell", it.dwell, "is above {}", TimeSpan(DWELL_MAX);
+            it.grace > GRACE_MAX => "pressure.grace", it.grace, "is above {}", TimeSpan(GRACE_MAX);
             it.sample_min < SAMPLE_LEAST || it.sample_min > it.sample_max =>
                 "pressure.sample_min", it.sample_min,
-                "is not between {SAMPLE_LEAST:?} and sample_max of {:?}", it.sample_max;
-            it.sample_max > SAMPLE_MOST => "pressure.sample_max", it.sample_max, "is above {SAMPLE_MOST:?}";
+                "is not between {} and sample_max of {}", TimeSpan(SAMPLE_LEAST), TimeSpan(it.sample_max);
+            it.sample_max > SAMPLE_MOST => "pressure.sample_max", it.sample_max, "is above {}", TimeSpan(SAMPLE_MOST);
             it.fill_rate_mib_per_s == 0 =>
                 "pressure.fill_rate_mib_per_s", it.fill_rate_mib_per_s,
                 "is zero; {FILL_RATE_MIB_PER_S} fits most machines";
@@ -79,10 +79,10 @@ impl Params {
             it.minimum_reclaim >= left =>
                 "shed.minimum_reclaim", it.minimum_reclaim,
                 "is not below the {left} that the upper watermark leaves of the budget";
-            it.settle > SETTLE_MAX => "shed.settle", it.settle, "is above {SETTLE_MAX:?}";
-            it.verify_poll < SAMPLE_LEAST => "shed.verify_poll", it.verify_poll, "is below {SAMPLE_LEAST:?}";
+            it.settle > SETTLE_MAX => "shed.settle", it.settle, "is above {}", TimeSpan(SETTLE_MAX);
+            it.verify_poll < SAMPLE_LEAST => "shed.verify_poll", it.verify_poll, "is below {}", TimeSpan(SAMPLE_LEAST);
             it.verify_timeout < it.verify_poll =>
-                "shed.verify_timeout", it.verify_timeout, "is below verify_poll of {:?}", it.verify_poll;
+                "shed.verify_timeout", it.verify_timeout, "is below verify_poll of {}", TimeSpan(it.verify_poll);
             it.verify_per_mille == 0 || it.verify_per_mille > 1000 =>
                 "shed.verify_per_mille", it.verify_per_mille, "is not between 1 and 1000";
         }
@@ -90,7 +90,7 @@ impl Params {
             let deadline = it.deadlines.of(class);
             faults! { faults:
                 deadline.is_zero() || deadline > DEADLINE_MAX =>
-                    format!("shed.deadlines.{class}"), deadline, "is not above zero and up to {DEADLINE_MAX:?}";
+                    format!("shed.deadlines.{class}"), deadline, "is not above zero and up to {}", TimeSpan(DEADLINE_MAX);
             }
         }
     }
@@ -99,7 +99,7 @@ impl Params {
         let it = &self.lease;
         faults! { faults:
             it.term_min.is_zero() || it.term_min > it.term_max =>
-                "lease.term_min", it.term_min, "is not above zero and up to term_max of {:?}", it.term_max;
+                "lease.term_min", it.term_min, "is not above zero and up to term_max of {}", TimeSpan(it.term_max);
         }
         for (setting, value) in [
             ("lease.queue_max", it.queue_max),
@@ -169,7 +169,7 @@ fn check_restart(at: &str, it: &RestartParams, faults: &mut Vec<ParamFault>) {
     faults! { faults:
         it.backoff_min.is_zero() || it.backoff_min > it.backoff_max =>
             format!("{at}.backoff_min"), it.backoff_min,
-            "is not above zero and up to backoff_max of {:?}", it.backoff_max;
+            "is not above zero and up to backoff_max of {}", TimeSpan(it.backoff_max);
         it.window.is_zero() => format!("{at}.window"), it.window, "is zero";
         it.intensity > INTENSITY_MAX => format!("{at}.intensity"), it.intensity, "is above {INTENSITY_MAX}";
     }
@@ -182,7 +182,7 @@ trait Shown {
 
 impl Shown for Duration {
     fn shown(&self) -> String {
-        format!("{self:?}")
+        TimeSpan(*self).to_string()
     }
 }
 

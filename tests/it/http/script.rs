@@ -21,6 +21,7 @@ use cotenant::{
     },
     policy::{pressure::PressureLevel, refusal::Refusal, snapshot::Snapshot},
     speech::decoder::Decoder,
+    telemetry::Tracer,
     units::{Bytes, Tokens},
 };
 use futures_util::{FutureExt, StreamExt, future::BoxFuture, stream};
@@ -365,6 +366,7 @@ pub(super) async fn open_to(limits: Limits, with_models: bool, access: Access) -
         decoder: Decoder::new(env!("CARGO_BIN_EXE_cotenant").into()),
         speech: with_models.then_some(scripted as Arc<dyn SpeechBackend>),
         status: Arc::new(ScriptedStatus { script: Arc::clone(&script) }),
+        tracer: Tracer::default(),
     };
     let api = Api::with_access(backends, limits, watch::Sender::new(Arc::new(access)).subscribe());
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();

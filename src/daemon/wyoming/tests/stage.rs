@@ -43,7 +43,7 @@ use crate::{
             write_frame,
         },
     },
-    telemetry::Metrics,
+    telemetry::{Metrics, Tracer},
     units::{Bytes, Tokens},
 };
 
@@ -189,6 +189,7 @@ pub(super) async fn served(settings: Settings) -> Served {
         asr: None,
         tts: None,
         metrics: Arc::clone(&metrics),
+        tracer: Tracer::default(),
     };
     let folder = tempfile::tempdir().unwrap();
     // What the voice said of itself in an earlier run.

@@ -1,0 +1,227 @@
+//! Spans of requests, as a collector gets them.
+
+use std::{
+    collections::BTreeMap,
+    net::{Ipv4Addr, SocketAddr},
+    time::{Duration, Instant},
+};
+
+use cotenant::telemetry::otlp::v1::{
+    ExportTraceServiceRequest, ExportTraceServiceResponse, Span,
+    any_value::Value,
+    span::SpanKind,
+    trace_service_server::{TraceService, TraceServiceServer},
+};
+use prost::Message as _;
+use serde_json::json;
+use tokio::{
+    io::{AsyncReadExt as _, AsyncWriteExt as _},
+    net::{TcpListener, TcpStream},
+    sync::mpsc,
+    time::timeout,
+};
+use tokio_stream::wrappers::TcpListenerStream;
+use tonic::{Request, Response, Status};
+
+use super::house::{Daemon, House, budget, chat_body, demo_model};
+use crate::{
+    http::client::{Connection, request},
+    support::PATIENCE,
+};
+
+/// Passes on what it gets.
+struct Collector(mpsc::UnboundedSender<ExportTraceServiceRequest>);
+
+#[tonic::async_trait]
+impl TraceService for Collector {
+    async fn export(
+        &self,
+        request: Request<ExportTraceServiceRequest>,
+    ) -> Result<Response<ExportTraceServiceResponse>, Status> {
+        self.0.send(request.into_inner()).unwrap();
+        Ok(Response::new(ExportTraceServiceResponse::default()))
+    }
+}
+
+fn spans_of(batch: &ExportTraceServiceRequest) -> Vec<Span> {
+    let scopes = batch.resource_spans.iter().flat_map(|resource| &resource.scope_spans);
+    scopes.flat_map(|scope| scope.spans.clone()).collect()
+}
+
+/// Attributes as text.
+fn attributes(attributes: &[cotenant::telemetry::otlp::v1::KeyValue]) -> BTreeMap<String, String> {
+    let text = |value: &Value| match value {
+        Value::StringValue(text) => text.clone(),
+        Value::IntValue(number) => number.to_string(),
+        Value::DoubleValue(number) => number.to_string(),
+        Value::BoolValue(yes) => yes.to_string(),
+        Value::ArrayValue(list) => format!("{} values", list.values.len()),
+    };
+    let known = attributes.iter().filter_map(|pair| {
+        let value = pair.value.as_ref()?.value.as_ref()?;
+        Some((pair.key.clone(), text(value)))
+    });
+    known.collect()
+}
+
+fn spoken_to(listener: &TcpListener, scheme: &str) -> (House, SocketAddr) {
+    let address = listener.local_addr().unwrap();
+    let sections = format!("{}{}telemetry: {{otlp: \"{scheme}://{address}\"}}\n", budget(128), demo_model(16_384));
+    (House::new(&sections), address)
+}
+
+/// Waits until a metric has at least this value.
+async fn until_metric(daemon: &Daemon<'_>, name: &str, least: f64) {
+    let deadline = Instant::now() + PATIENCE;
+    while daemon.metric(name).await.unwrap() < least {
+        assert!(Instant::now() < deadline, "{name} does not come to {least}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_chat_is_a_trace_with_the_sheds_that_happen_in_it() {
+    let (sender, mut batches) = mpsc::unbounded_channel();
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let (house, _) = spoken_to(&listener, "grpc");
+    let server = tonic::transport::Server::builder().add_service(TraceServiceServer::new(Collector(sender)));
+    let serving = tokio::spawn(server.serve_with_incoming(TcpListenerStream::new(listener)));
+    let daemon = house.start().await;
+    daemon.whole().await;
+
+    let trace = "4bf92f3577b34da6a3ce929d0e0e4736";
+    let parent = format!("00-{trace}-00f067aa0ba902b7-01");
+    let body = chat_body(json!({
+        "messages": [{"role": "user", "content": "tell me all about the house"}], "stream": true, "max_tokens": 400,
+    }));
+    let headers = [("content-type", "application/json"), ("traceparent", parent.as_str())];
+    let mut spans: Vec<Span> = Vec::new();
+    // An answer may be over before the shed is.
+    let chat = 'shed: loop {
+        let mut connection = Connection::open(daemon.http).await;
+        connection.send(&request("POST", "/v1/chat/completions", &headers, body.to_string().as_bytes())).await;
+        connection.wait_for("data: ").await;
+        house.tell(&["shed", "1MiB"]);
+        assert_eq!(connection.answer().await.status, 200);
+        loop {
+            let batch = timeout(PATIENCE, batches.recv()).await.expect("no spans come").unwrap();
+            let resource = batch.resource_spans[0].resource.clone().unwrap();
+            assert_eq!(attributes(&resource.attributes)["service.name"], "cotenant");
+            spans.extend(spans_of(&batch));
+            let chats = spans.iter().filter(|span| span.name == "chat demo");
+            let Some(chat) = chats.last() else { continue };
+            if chat.events.iter().any(|event| event.name == "cotenant.shed") {
+                break 'shed chat.clone();
+            }
+            if spans.iter().any(|span| span.span_id == chat.parent_span_id) {
+                spans.clear();
+                daemon.whole().await;
+                break;
+            }
+        }
+    };
+    while !spans.iter().any(|span| span.span_id == chat.parent_span_id) {
+        spans.extend(spans_of(&timeout(PATIENCE, batches.recv()).await.expect("no spans come").unwrap()));
+    }
+    let root = spans.iter().find(|span| span.span_id == chat.parent_span_id).unwrap();
+    let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+    assert_eq!((hex(&root.trace_id), hex(&chat.trace_id)), (trace.to_owned(), trace.to_owned()));
+    assert_eq!(hex(&root.parent_span_id), "00f067aa0ba902b7");
+    assert_eq!((root.name.as_str(), root.kind()), ("POST /v1/chat/completions", SpanKind::Server));
+    assert_eq!(attributes(&root.attributes)["http.response.status_code"], "200");
+    assert!(root.start_time_unix_nano <= chat.start_time_unix_nano);
+    assert!(chat.end_time_unix_nano <= root.end_time_unix_nano);
+
+    let known = attributes(&chat.attributes);
+    assert_eq!(known["gen_ai.operation.name"], "chat");
+    assert_eq!(known["gen_ai.request.model"], "demo");
+    assert_eq!(known["gen_ai.response.finish_reasons"], "1 values");
+    assert!(known["gen_ai.usage.input_tokens"].parse::<u32>().unwrap() > 5, "{known:?}");
+    assert!(known["gen_ai.usage.output_tokens"].parse::<u32>().unwrap() > 1, "{known:?}");
+    let names: Vec<&str> = chat.events.iter().map(|event| event.name.as_str()).collect();
+    let at = |name: &str| names.iter().position(|known| *known == name).unwrap_or_else(|| panic!("{name}: {names:?}"));
+    assert!(at("started") < at("first_token") && at("first_token") < at("cotenant.shed"), "{names:?}");
+    let shed = attributes(&chat.events[at("cotenant.shed")].attributes);
+    assert_eq!(shed["cotenant.shed.reason"], "operator");
+    assert!(shed["cotenant.bytes"].parse::<u64>().unwrap() >= 1 << 16, "{shed:?}");
+    // Another client's trace is another one, and what only looks is none.
+    assert_eq!(daemon.ask("hello").await.status, 200);
+    let mut later = Vec::new();
+    while !later.iter().any(|span: &Span| span.parent_span_id.is_empty()) {
+        later.extend(spans_of(&timeout(PATIENCE, batches.recv()).await.expect("no spans come").unwrap()));
+    }
+    assert!(later.iter().all(|span| hex(&span.trace_id) != trace));
+    assert!(later.iter().chain(&spans).all(|span| !span.name.starts_with("GET ")), "{later:?}");
+    until_metric(&daemon, "cotenant_spans_exported_total", 4.0).await;
+    assert_eq!(daemon.metric("cotenant_spans_dropped_total").await, Some(0.0));
+    daemon.end().await;
+    serving.abort();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_collector_that_is_away_costs_its_spans_and_one_line() {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let (house, _) = spoken_to(&listener, "grpc");
+    drop(listener);
+    let daemon = house.start().await;
+    daemon.whole().await;
+    for dropped in [1.0, 3.0] {
+        assert_eq!(daemon.ask("hello").await.status, 200);
+        until_metric(&daemon, "cotenant_spans_dropped_total", dropped).await;
+    }
+    assert_eq!(house.log().matches("cannot export spans").count(), 1, "{}", house.log());
+    assert_eq!(daemon.metric("cotenant_spans_exported_total").await, Some(0.0));
+    daemon.end().await;
+}
+
+/// Reads one request of HTTP/1.1 and returns its body.
+async fn posted(stream: &mut TcpStream) -> Vec<u8> {
+    let mut read = Vec::new();
+    loop {
+        let text = String::from_utf8_lossy(&read).to_ascii_lowercase();
+        if let Some(end) = read.windows(4).position(|window| window == b"\r\n\r\n") {
+            assert!(text.starts_with("post /v1/traces "), "{text}");
+            let (_, length) = text.split_once("content-length: ").unwrap();
+            let length: usize = length.split("\r\n").next().unwrap().parse().unwrap();
+            if read.len() >= end + 4 + length {
+                return read[end + 4..].to_vec();
+            }
+        }
+        let mut buffer = [0; 4096];
+        let more = stream.read(&mut buffer).await.unwrap();
+        assert!(more > 0, "closed in the middle");
+        read.extend_from_slice(&buffer[..more]);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_collector_that_hangs_or_refuses_keeps_no_request_waiting() {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let (house, _) = spoken_to(&listener, "http");
+    let daemon = house.start().await;
+    daemon.whole().await;
+
+    // It takes the batch and says nothing.
+    assert_eq!(daemon.ask("hello").await.status, 200);
+    let (mut hung, _) = timeout(PATIENCE, listener.accept()).await.expect("no connection").unwrap();
+    posted(&mut hung).await;
+    assert_eq!(daemon.metric("cotenant_spans_dropped_total").await, Some(0.0));
+    assert_eq!(daemon.ask("hello again").await.status, 200, "while the exporter waits");
+    until_metric(&daemon, "cotenant_spans_dropped_total", 2.0).await;
+
+    let (mut refusing, _) = timeout(PATIENCE, listener.accept()).await.expect("no connection").unwrap();
+    posted(&mut refusing).await;
+    refusing.write_all(b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n\r\n").await.unwrap();
+    until_metric(&daemon, "cotenant_spans_dropped_total", 4.0).await;
+
+    assert_eq!(daemon.ask("hello").await.status, 200);
+    let (mut taking, _) = timeout(PATIENCE, listener.accept()).await.expect("no connection").unwrap();
+    let batch = ExportTraceServiceRequest::decode(posted(&mut taking).await.as_slice()).unwrap();
+    taking.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n").await.unwrap();
+    assert!(spans_of(&batch).iter().any(|span| span.name == "chat demo"));
+    until_metric(&daemon, "cotenant_spans_exported_total", 2.0).await;
+    let log = house.log();
+    assert_eq!(log.matches("cannot export spans").count(), 1, "{log}");
+    assert_eq!(log.matches("spans are exported again").count(), 1, "{log}");
+    daemon.end().await;
+}
