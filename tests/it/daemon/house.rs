@@ -242,7 +242,7 @@ impl House {
             // A session of its own, so that `scope: session` counts this daemon and its workers alone.
             command.pre_exec(move || {
                 for (number, fd) in (3..).zip(&passed) {
-                    if nix::libc::dup2(fd.as_raw_fd(), number) < 0 {
+                    if libc::dup2(fd.as_raw_fd(), number) < 0 {
                         return Err(std::io::Error::last_os_error());
                     }
                 }
