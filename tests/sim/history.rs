@@ -290,7 +290,7 @@ pub(crate) fn resume(seed: u64) {
             let text = serde_json::to_string(&taken).unwrap();
             let read: Checkpoint = serde_json::from_str(&text).unwrap();
             assert_eq!(read, taken, "seed {seed} at step {step}");
-            again = Some(Arbiter::from_checkpoint(read).unwrap());
+            again = Some(read.resume().unwrap());
         }
         let event = world.next_event();
         let actions = world.arbiter.handle(world.now, event.clone());
