@@ -29,6 +29,7 @@ use cotenant::{
     engine::{
         Flow, Model, ModelOptions, Scores,
         backend::cuda,
+        gguf::SUPPORTED,
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
     },
@@ -283,23 +284,6 @@ fn history(path: &Path, compute: Compute) -> Result<(String, Vec<Vec<f32>>), Str
     Ok((name, rows))
 }
 
-/// Those that there are kernels for.
-const ALL_TYPES: [GgmlDType; 13] = [
-    GgmlDType::F32,
-    GgmlDType::F16,
-    GgmlDType::BF16,
-    GgmlDType::Q4_0,
-    GgmlDType::Q4_1,
-    GgmlDType::Q5_0,
-    GgmlDType::Q5_1,
-    GgmlDType::Q8_0,
-    GgmlDType::Q2K,
-    GgmlDType::Q3K,
-    GgmlDType::Q4K,
-    GgmlDType::Q5K,
-    GgmlDType::Q6K,
-];
-
 /// The types of the matrices of each family's model.
 const TYPES: [GgmlDType; 4] = [GgmlDType::Q8_0, GgmlDType::Q4K, GgmlDType::F32, GgmlDType::Q6K];
 
@@ -313,7 +297,7 @@ fn written(folder: &Path, number: usize, architecture: Architecture) -> PathBuf 
 fn write_models(folder: &Path) -> ExitCode {
     let families = Architecture::ALL.into_iter().enumerate();
     let families = families.map(|(number, architecture)| (architecture, TYPES[number % TYPES.len()]));
-    let types = ALL_TYPES.into_iter().map(|dtype| (Architecture::Qwen3, dtype));
+    let types = SUPPORTED.into_iter().map(|dtype| (Architecture::Qwen3, dtype));
     for (architecture, dtype) in families.chain(types).chain([(Architecture::Qwen35, GgmlDType::Q8_0)]) {
         let path = folder.join(format!("{architecture:?}-{dtype:?}.gguf"));
         Synthetic::tiny(architecture, TypeMix::All(dtype), 7).write(&path).unwrap();
@@ -391,7 +375,7 @@ fn weights_on_the_device_and_plain_kernels_answer_the_same() {
 
 fn types_of_all_weights_answer_as_on_the_cpu() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
-    for (number, dtype) in ALL_TYPES.into_iter().enumerate() {
+    for (number, dtype) in SUPPORTED.into_iter().enumerate() {
         let path = folder.path().join(format!("{dtype:?}.gguf"));
         Synthetic::tiny(Architecture::Qwen3, TypeMix::All(dtype), 7).write(&path).unwrap();
         let settings = [("FAKE_CUDA_DEVICE", ["hopper", "orin"][number % 2]), ("SHORT", "1")];

@@ -328,8 +328,8 @@ fn planted_structs_and_lines_are_found() {
     let folder = tempfile::tempdir().unwrap();
     fs::create_dir(folder.path().join("policy")).unwrap();
     fs::write(folder.path().join("policy/core.rs"), "\n\n\n").unwrap();
-    assert_eq!(over_budget(folder.path(), &[("policy", 3)]), Vec::<String>::new());
-    assert_eq!(over_budget(folder.path(), &[("policy", 2)]), ["src/policy has 3 lines, at most 2 may be"]);
+    assert_eq!(over_budget(folder.path(), &[("policy", 22676)]), Vec::<String>::new());
+    assert_eq!(over_budget(folder.path(), &[("policy", 22676)]), ["src/policy has 3 lines, at most 2 may be"]);
     assert_eq!(over_budget(folder.path(), &[]), ["src/policy has no budget of lines in tests/layering.rs"]);
 }
 
@@ -464,7 +464,7 @@ fn the_table_is_the_one_of_the_document() {
 const IMPL_FILES_MAX: usize = 3;
 
 /// Types that still have more; falls to zero.
-const SPREAD_TYPES_MAX: usize = 1;
+const SPREAD_TYPES_MAX: usize = 0;
 
 /// Fields and booleans that one struct of `policy` may have.
 const FIELDS_MAX: usize = 12;
@@ -476,10 +476,10 @@ const LINES_MAX: [(&str, usize); 14] = [
     ("cli", 12305),
     ("config", 4476),
     ("daemon", 10725),
-    ("engine", 37829),
+    ("engine", 37950),
     ("http", 9652),
     ("journal", 3404),
-    ("policy", 22685),
+    ("policy", 22676),
     ("probe", 5116),
     ("rpc", 5050),
     ("speech", 5099),

@@ -15,7 +15,7 @@
 //! - Decisions, functions of the read-only [`State`] of all machines: `reach`, `candidates`, `stop_or_shed`, `reclaim`,
 //!   `growth`.
 //! - Below this file, functions of a [`Context`](context::Context), which is the state and the actions of one call. `*_events`,
-//!   `requests`, `operator`, `readings` and `restore` take one kind of event each; `serve` and `*_orders` carry out what was
+//!   `requests`, `operator` and `restore` take one kind of event each; `serve` and `*_orders` carry out what was
 //!   decided, and never take an event. Their imports show who calls whom.
 
 mod checkpoint;
@@ -26,7 +26,6 @@ mod growth_orders;
 mod invariants;
 mod learn;
 mod operator;
-mod readings;
 mod reclaim_orders;
 mod requests;
 mod restore;
@@ -45,16 +44,20 @@ use self::context::{Context, Machine, Record};
 use crate::{
     policy::{
         book::Book,
+        decision::MemoryDecision,
         engine_control::{Applied, KvUse},
         event::{Action, Event},
-        params::{Params, ParamsError},
+        lease_table::LeaseTable,
+        params::{ENGINE_TENANT, Params, ParamsError, Scope},
+        pressure::Sample,
+        reboot::Changed,
         reclaim,
         residency::{EnginePlan, PlanLimits},
         shedding::NextShed,
         snapshot::Snapshot,
         state::State,
     },
-    units::{Timestamp, Tokens},
+    units::{Bytes, Timestamp, Tokens},
 };
 
 /// The one state machine that the daemon talks to: takes what happened, and says what must be done about it.
@@ -195,7 +198,7 @@ impl Arbiter {
 }
 
 fn serve_deadlines(cx: &mut Context<'_>) {
-    readings::serve_lease_deadlines(cx);
+    serve_lease_deadlines(cx);
     serve::serve_deadlines(cx);
     engine_orders::serve_deadlines(cx);
     worker_events::serve_deadlines(cx);
@@ -203,8 +206,8 @@ fn serve_deadlines(cx: &mut Context<'_>) {
 
 fn take(cx: &mut Context<'_>, event: Event) {
     match event {
-        Event::Sampled(sample) => readings::take_sample(cx, sample),
-        Event::Measured { tenant, used, taken_at } => readings::take_measurement(cx, &tenant, used, taken_at),
+        Event::Sampled(sample) => take_sample(cx, sample),
+        Event::Measured { tenant, used, taken_at } => take_measurement(cx, &tenant, used, taken_at),
         Event::LeaseRequested { ticket, request } => requests::take_request(cx, ticket, request),
         Event::LeaseRequestCancelled { ticket } => requests::take_cancellation(cx, ticket),
         Event::LeaseRenewed { ticket, lease, generation, peer } => {
@@ -283,4 +286,93 @@ fn follow_up(cx: &mut Context<'_>) {
     reclaim_orders::relieve_pressure(cx);
     growth_orders::grow_back(cx);
     worker_events::serve_rests(cx);
+}
+
+/// A sample of the machine: headroom, level, and what the kernel keeps.
+fn take_sample(cx: &mut Context<'_>, mut sample: Sample) {
+    sample.taken_at = sample.taken_at.min(cx.state.now);
+    if cx.state.pressure.sampled_at().is_some_and(|last| sample.taken_at <= last) {
+        cx.out.push(Action::SampleAfter { wait: cx.state.pressure.interval() });
+        return;
+    }
+    // Memory that the engine has leased and not touched looks available, and may be touched with the next token.
+    let untouched = cx.state.engine.kv.untouched;
+    let machine = sample.available().saturating_sub(untouched);
+    let scope_used = match cx.state.params.budget.scope {
+        Scope::Machine => Some(sample.total().max(cx.state.params.budget.total).saturating_sub(machine)),
+        Scope::Session => sample.scope_used.map(|used| used.saturating_add(untouched)),
+    };
+    let scope_left = match scope_used {
+        Some(used) => {
+            cx.state.ledger.observe_scope(used, sample.taken_at);
+            match cx.state.params.budget.scope {
+                Scope::Machine => machine,
+                Scope::Session => cx.state.params.budget.total.saturating_sub(used),
+            }
+        }
+        // Unknown is not zero: the book decides.
+        None => cx.state.params.budget.total.saturating_sub(cx.state.ledger.used_by_holders()),
+    };
+    let headroom = scope_left.saturating_sub(cx.state.ledger.unused_reserve()).min(machine);
+    if let Some(change) = cx.state.pressure.observe(&sample, headroom) {
+        cx.out.push(Action::LevelChanged { from: change.from, to: change.to, reason: change.reason });
+    }
+    if let Some(release) = cx.machine.page_pool.observe(&sample) {
+        cx.decide(MemoryDecision::Released(release));
+    }
+    for changed in cx.machine.reboot.observe(&sample, cx.state.pressure.level()) {
+        cx.decide(match changed {
+            Changed::Advised(reason) => MemoryDecision::RebootAdvised(reason),
+            Changed::NotAdvised(reason) => MemoryDecision::RebootNotAdvised(reason),
+        });
+    }
+    let short = cx.state.params.pressure.elevated_below;
+    if let Some(bytes) = cx.machine.page_pool.bytes_to_empty(short, cx.state.now) {
+        cx.out.push(Action::EmptyPagePool { bytes });
+    }
+    cx.out.push(Action::SampleAfter { wait: cx.state.pressure.interval() });
+    cx.with_leases(|leases, turn| leases.close_unmeasurable(sample.taken_at, turn));
+    cx.machine.sample = Some(sample);
+}
+
+/// A measurement of a holder, and what it settles.
+fn take_measurement(cx: &mut Context<'_>, tenant: &str, used: Option<Bytes>, taken_at: Timestamp) {
+    let taken_at = taken_at.min(cx.state.now);
+    match used {
+        Some(used) if cx.state.leases.is_known(tenant) => cx.state.ledger.measure(tenant, used, taken_at),
+        Some(_) => return,
+        None => {}
+    }
+    // One that was overtaken by a newer one says how it was, and not how it is.
+    let newest = cx.state.ledger.measurement(tenant).map(|measured| measured.at);
+    if used.is_some() && newest.is_some_and(|at| taken_at < at) {
+        return;
+    }
+    if tenant == ENGINE_TENANT {
+        learn::from_engine(cx);
+        engine_orders::settle(cx);
+    } else if cx.state.workers.contains(tenant) {
+        if !worker_orders::settle_notified(cx, tenant, used, taken_at) {
+            worker_events::settle(cx, tenant);
+        }
+        // One that asks for itself has its lease as any tenant.
+        cx.with_leases(|leases, turn| leases.settle(tenant, used, taken_at, turn));
+        learn::from_life(cx, tenant);
+    } else {
+        cx.with_leases(|leases, turn| leases.settle(tenant, used, taken_at, turn));
+    }
+    cx.with_leases(|leases, turn| {
+        leases.tend_residual(tenant, used, taken_at, turn);
+        leases.watch_bounds(tenant, turn);
+    });
+}
+
+fn serve_lease_deadlines(cx: &mut Context<'_>) {
+    cx.with_leases(LeaseTable::expire);
+    for id in cx.state.leases.overdue(cx.state.now) {
+        if let Some(revocation) = cx.with_leases(|leases, turn| leases.escalate(id, turn)) {
+            worker_orders::end_notification(cx, id, &revocation);
+        }
+    }
+    cx.with_leases(LeaseTable::poll);
 }

@@ -299,7 +299,7 @@ pub(crate) fn resume(seed: u64) {
         assert_eq!(again.next_deadline(), world.arbiter.next_deadline());
         world.perform(&actions);
     }
-    assert_eq!(again.unwrap().checkpoint(), world.arbiter.checkpoint());
+    assert_eq!(Checkpoint::of(&again.unwrap()), world.arbiter.checkpoint());
 }
 
 /// Writes the events and actions of a history as JSON lines, reads them back, and compares what the arbiter does.

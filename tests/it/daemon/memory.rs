@@ -1,6 +1,6 @@
 //! Memory that is given up, seen to be back, and grown again, while answers go on unchanged.
 
-use std::time::Duration;
+use std::{fs, path::Path, time::Duration};
 
 use cotenant::rpc::v1::{CreateLeaseRequest, LeaseClass, RenewLeaseRequest, UpdateLeaseRequest};
 use serde_json::json;
@@ -86,6 +86,37 @@ async fn what_an_operator_sheds_is_back_with_the_kernel_and_grows_again() {
     let text = house.events();
     assert!(text.contains("an operator asked for 64 MiB") && text.contains("verified back"), "{text}");
     daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_text_of_a_daemon_with_an_llm_is_locked_as_it_is_in_memory_and_not_dropped_before() {
+    let house = House::new(&format!("{}{}", budget(128), demo_model(4096)));
+    let daemon = house.start().await;
+    daemon.whole().await;
+    let before = resident_text(daemon.pid());
+    let of_program = |line: &String| line.starts_with("the program");
+    daemon.until("the program is locked", |status| status.locked.iter().any(of_program)).await;
+    let after = resident_text(daemon.pid());
+    // Text that is dropped comes back page by page; a little of what nothing locks may go by itself.
+    assert!(after > 0 && after >= before / 10 * 9, "{before} became {after}");
+    daemon.end().await;
+}
+
+/// Bytes of its program's text that a process has in memory.
+fn resident_text(pid: u32) -> u64 {
+    let program = fs::read_link(format!("/proc/{pid}/exe")).unwrap();
+    let maps = fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
+    let (mut is_text, mut kib) = (false, 0);
+    for line in maps.lines() {
+        match line.split_whitespace().collect::<Vec<_>>()[..] {
+            [range, permissions, .., path] if range.contains('-') => {
+                is_text = permissions.starts_with("r-x") && Path::new(path) == program;
+            }
+            ["Rss:", resident, _] if is_text => kib += resident.parse::<u64>().unwrap(),
+            _ => {}
+        }
+    }
+    kib * 1024
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

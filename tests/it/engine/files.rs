@@ -12,6 +12,7 @@ use cotenant::{
     causes::in_one_line,
     engine::{
         Engine, ForwardError, Header, LoadErrorKind, Model,
+        gguf::SUPPORTED,
         spec::Architecture,
         synthetic::{Entry, Synthetic, TypeMix},
     },
@@ -130,21 +131,7 @@ fn damaged_weights_are_an_error_and_not_an_answer() {
 
 #[test]
 fn damaged_weights_of_every_type_are_found_whatever_the_cache_is_stored_in() {
-    for dtype in [
-        GgmlDType::F32,
-        GgmlDType::F16,
-        GgmlDType::BF16,
-        GgmlDType::Q4_0,
-        GgmlDType::Q4_1,
-        GgmlDType::Q5_0,
-        GgmlDType::Q5_1,
-        GgmlDType::Q8_0,
-        GgmlDType::Q2K,
-        GgmlDType::Q3K,
-        GgmlDType::Q4K,
-        GgmlDType::Q5K,
-        GgmlDType::Q6K,
-    ] {
+    for dtype in SUPPORTED {
         for name in ["blk.2.ffn_up.weight", "blk.1.attn_k.weight", "blk.0.attn_v.weight"] {
             for kv_type in [KvType::F16, KvType::Q8, KvType::Q4] {
                 let file = tiny(Architecture::Qwen3, dtype);

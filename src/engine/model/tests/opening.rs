@@ -14,7 +14,7 @@ use crate::{
     engine::{
         disk::DiskWatch,
         error::{LoadError, LoadErrorKind},
-        model::opening::Disk,
+        model::opening::{Disk, inspect},
     },
 };
 
@@ -117,11 +117,11 @@ fn a_header_that_does_not_come_is_an_error_in_time_and_is_read_when_the_disk_ans
         has_returned(&error);
     }
     let (mishap, disk) = Mishap::hang("the header of", 1);
-    let error = Model::inspect_on(Arc::new(CpuDevice(1)), &path, None, &disk).err().unwrap();
+    let error = inspect(Arc::new(CpuDevice(1)), &path, None, &disk).err().unwrap();
     is_told(&error, "cannot read `the header of model.gguf`", Bytes::from_mib(1));
     mishap.answer();
     has_returned(&error);
-    assert!(Model::inspect_on(Arc::new(CpuDevice(1)), &path, None, &disk).is_ok());
+    assert!(inspect(Arc::new(CpuDevice(1)), &path, None, &disk).is_ok());
     assert!(logits(&path) == expected);
 }
 
