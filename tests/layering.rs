@@ -237,12 +237,7 @@ fn files_of_a_folder_import_in_one_direction() {
 fn impl_blocks_of_a_type_call_in_one_direction() {
     let (cycles, spread) = this_crate().call_cycles(IMPL_FILES_MAX);
     assert_none(&cycles, "call each other in a circle");
-    assert!(
-        spread.len() <= SPREAD_TYPES_MAX,
-        "{} types have `impl` blocks in more than {IMPL_FILES_MAX} files, at most {SPREAD_TYPES_MAX} may:\n{}",
-        spread.len(),
-        spread.join("\n")
-    );
+    assert!(spread.is_empty(), "at most {IMPL_FILES_MAX} files may hold `impl` blocks:\n{}", spread.join("\n"));
 }
 
 #[test]
@@ -328,8 +323,8 @@ fn planted_structs_and_lines_are_found() {
     let folder = tempfile::tempdir().unwrap();
     fs::create_dir(folder.path().join("policy")).unwrap();
     fs::write(folder.path().join("policy/core.rs"), "\n\n\n").unwrap();
-    assert_eq!(over_budget(folder.path(), &[("policy", 22676)]), Vec::<String>::new());
-    assert_eq!(over_budget(folder.path(), &[("policy", 22676)]), ["src/policy has 3 lines, at most 2 may be"]);
+    assert_eq!(over_budget(folder.path(), &[("policy", 3)]), Vec::<String>::new());
+    assert_eq!(over_budget(folder.path(), &[("policy", 2)]), ["src/policy has 3 lines, at most 2 may be"]);
     assert_eq!(over_budget(folder.path(), &[]), ["src/policy has no budget of lines in tests/layering.rs"]);
 }
 
@@ -463,27 +458,24 @@ fn the_table_is_the_one_of_the_document() {
 /// Files that may hold `impl` blocks of one type.
 const IMPL_FILES_MAX: usize = 3;
 
-/// Types that still have more; falls to zero.
-const SPREAD_TYPES_MAX: usize = 0;
-
 /// Fields and booleans that one struct of `policy` may have.
 const FIELDS_MAX: usize = 12;
 const FLAGS_MAX: usize = 2;
 
 /// Lines that a folder of `src` may have, tests included. Raising one is a line in the commit message, with its reason.
 const LINES_MAX: [(&str, usize); 14] = [
-    (".", 681),
-    ("cli", 12305),
-    ("config", 4476),
-    ("daemon", 10725),
+    (".", 661),
+    ("cli", 12294),
+    ("config", 4459),
+    ("daemon", 10706),
     ("engine", 37950),
-    ("http", 9652),
-    ("journal", 3404),
-    ("policy", 22676),
-    ("probe", 5116),
-    ("rpc", 5050),
-    ("speech", 5099),
-    ("emergency", 728),
-    ("telemetry", 968),
-    ("worker", 10322),
+    ("http", 9632),
+    ("journal", 3382),
+    ("policy", 22692),
+    ("probe", 5096),
+    ("rpc", 5030),
+    ("speech", 5079),
+    ("emergency", 708),
+    ("telemetry", 948),
+    ("worker", 10302),
 ];

@@ -12,9 +12,9 @@
 //!
 //! - Machines, which own their state and use no other: `lease_table`, `admission`, `pressure`, `dwell`, `engine_control`,
 //!   `worker_control`, `ledger`.
-//! - Decisions, functions of the read-only [`State`] of all machines: `reach`, `candidates`, `stop_or_shed`, `reclaim`,
+//! - Decisions, functions of the read-only `State` of all machines: `reach`, `candidates`, `stop_or_shed`, `reclaim`,
 //!   `growth`.
-//! - Below this file, functions of a [`Context`](context::Context), which is the state and the actions of one call. `*_events`,
+//! - Below this file, functions of a `Context`, which is the state and the actions of one call. `*_events`,
 //!   `requests`, `operator` and `restore` take one kind of event each; `serve` and `*_orders` carry out what was
 //!   decided, and never take an event. Their imports show who calls whom.
 
@@ -231,18 +231,9 @@ fn take(cx: &mut Context<'_>, event: Event) {
         Event::EngineApplyFailed { revision, reason } => engine_events::take_apply_failed(cx, revision, &reason),
         Event::EngineFailed { reason, left } => engine_events::take_failed(cx, &reason, left),
         Event::EngineActivity { requests, kv_used, kv_kept, kv_droppable, kv_dropped, untouched } => {
-            engine_events::take_activity(
-                cx,
-                requests,
-                KvUse {
-                    used: Tokens::new(kv_used),
-                    kept: Tokens::new(kv_kept),
-                    droppable: Tokens::new(kv_droppable),
-                    dropped: Tokens::new(kv_dropped),
-                    untouched,
-                    pinned: None,
-                },
-            )
+            let [used, kept, droppable, dropped] = [kv_used, kv_kept, kv_droppable, kv_dropped].map(Tokens::new);
+            let kv = KvUse { used, kept, droppable, dropped, untouched, pinned: None };
+            engine_events::take_activity(cx, requests, kv);
         }
         Event::EngineCalibrated(calibration) => cx.state.engine.calibrated(calibration),
         Event::EngineTimed(timing) => cx.state.engine.timed(&timing),

@@ -185,9 +185,9 @@ impl History {
 
     fn step(&mut self) -> Result<(), String> {
         let event = self.world.next_event();
-        let told = self.world.told_time(&event);
+        let reported = self.world.reported_time(&event);
         let busy = self.world.busy();
-        let actions = self.world.arbiter.handle(told, event.clone());
+        let actions = self.world.arbiter.handle(reported, event.clone());
         let after = self.world.arbiter.snapshot();
         let now = after.at;
         self.outcome.count(&self.before.engine, &event, &actions);
@@ -210,8 +210,8 @@ impl History {
             busy: &busy,
         };
         for checker in &mut self.checkers {
-            let told = |violation| format!("{violation}\nat {now} {event:?}\n  {actions:?}");
-            checker.check(&step).map_err(told)?;
+            let reported = |violation| format!("{violation}\nat {now} {event:?}\n  {actions:?}");
+            checker.check(&step).map_err(reported)?;
         }
         self.tickets.check(&step)?;
         self.world.perform(&actions);

@@ -58,12 +58,12 @@ pub(super) struct Disk {
     pub(super) stall: Duration,
     /// Stands between the file and who reads large pieces of it.
     #[cfg(test)]
-    pub(super) behind: Option<Behind>,
+    pub(super) wrap: Option<WrapSource>,
 }
 
 /// Puts something between the file and its readers.
 #[cfg(test)]
-pub(super) type Behind = Arc<dyn Fn(Arc<WeightFile>) -> Arc<dyn Source> + Send + Sync>;
+pub(super) type WrapSource = Arc<dyn Fn(Arc<WeightFile>) -> Arc<dyn Source> + Send + Sync>;
 
 impl Default for Disk {
     fn default() -> Self {
@@ -71,7 +71,7 @@ impl Default for Disk {
             watch: DiskWatch::default(),
             stall: STALL_MAX,
             #[cfg(test)]
-            behind: None,
+            wrap: None,
         }
     }
 }
@@ -99,8 +99,8 @@ impl Disk {
 
     fn source(&self, file: &Arc<WeightFile>) -> Arc<dyn Source> {
         #[cfg(test)]
-        if let Some(behind) = &self.behind {
-            return behind(Arc::clone(file));
+        if let Some(wrap) = &self.wrap {
+            return wrap(Arc::clone(file));
         }
         Arc::<WeightFile>::clone(file)
     }

@@ -33,8 +33,8 @@ fn a_file_truncated_while_streaming_fails_that_request_alone() {
     // What was read ahead is still there, so an error may take a pass or two.
     let error = (0..20).find_map(|_| model.forward(&PROMPT[..1], &mut go()).err()).expect("half of the file is gone");
     let error = error.to_string();
-    let told = ["the file ends", "was written to after it was opened"];
-    assert!(told.iter().any(|problem| error.contains(problem)), "{error}");
+    let reported = ["the file ends", "was written to after it was opened"];
+    assert!(reported.iter().any(|problem| error.contains(problem)), "{error}");
     assert!(matches!(model.forward(&[1], &mut go()), Err(ForwardError::SequenceLost)));
 
     // The file comes back, with the same contents.
