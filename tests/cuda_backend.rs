@@ -29,6 +29,7 @@ use cotenant::{
     engine::{
         Flow, Model, ModelOptions, Scores,
         backend::cuda,
+        gguf::SUPPORTED,
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
     },
@@ -113,7 +114,7 @@ fn run(driver: &Path, settings: &[(&str, &str)], arguments: &[&str]) -> Output {
     child.output().unwrap()
 }
 
-fn told(output: &Output) -> String {
+fn reported(output: &Output) -> String {
     format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
 }
 
@@ -156,7 +157,7 @@ fn child(arguments: &[String]) -> ExitCode {
     }
 }
 
-fn told_error(error: &dyn std::error::Error) -> String {
+fn reported_error(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {
@@ -174,18 +175,18 @@ fn next(model: &mut Model, token: u32) -> Result<u32, String> {
     };
     if env::var_os("LOGITS").is_some() {
         let logits = model.forward(&[token], &mut || Flow::Continue);
-        return logits.map(|logits| first(&logits)).map_err(|error| told_error(&error));
+        return logits.map(|logits| first(&logits)).map_err(|error| reported_error(&error));
     }
     match model.forward_greedy(&[token], &mut || Flow::Continue) {
         Ok(Scores::Greatest(token)) => Ok(token),
         Ok(Scores::All(_)) => Err("the device has not found the greatest logit".to_owned()),
-        Err(error) => Err(told_error(&error)),
+        Err(error) => Err(reported_error(&error)),
     }
 }
 
 /// Logits behind several changes of what a model holds, and what computed them.
 fn history(path: &Path, compute: Compute) -> Result<(String, Vec<Vec<f32>>), String> {
-    let (shape, _) = Model::inspect(path, compute).map_err(|error| told_error(&error))?;
+    let (shape, _) = Model::inspect(path, compute).map_err(|error| reported_error(&error))?;
     let parts = u32::try_from(shape.layers.len()).unwrap();
     let plan = |resident: u32, kv: u32, kv_type| EnginePlan {
         resident: (0..resident).collect(),
@@ -195,17 +196,18 @@ fn history(path: &Path, compute: Compute) -> Result<(String, Vec<Vec<f32>>), Str
     };
     let number = |name: &str| env::var(name).ok().map(|text| text.parse::<u32>().unwrap());
     let options = ModelOptions { compute, context: number("CONTEXT").map(Tokens::new), ..ModelOptions::for_threads(1) };
-    let mut model = Model::open(path, &plan(parts, 128, KvType::F16), &options).map_err(|error| told_error(&error))?;
+    let mut model =
+        Model::open(path, &plan(parts, 128, KvType::F16), &options).map_err(|error| reported_error(&error))?;
     let vocabulary = model.vocabulary();
     let text = |len: u32, seed: u32| (0..len).map(|at| (at * 37 + seed) % vocabulary).collect::<Vec<u32>>();
     let mut rows = Vec::new();
     let mut step = |model: &mut Model, tokens: &[u32]| {
         let logits = model.forward(tokens, &mut || Flow::Continue);
-        rows.push(logits.map_err(|error| told_error(&error))?.to_vec());
+        rows.push(logits.map_err(|error| reported_error(&error))?.to_vec());
         Ok::<(), String>(())
     };
     let change = |model: &mut Model, plan: &EnginePlan| {
-        let report = model.apply(plan).map_err(|error| told_error(&error))?;
+        let report = model.apply(plan).map_err(|error| reported_error(&error))?;
         // Of the host pages are touched, and not all of them may have been.
         if report.freed + report.untouched < report.asked && model.backend_name().starts_with("cuda") {
             return Err(format!("{} asked, {} freed", report.asked, report.freed));
@@ -241,7 +243,7 @@ fn history(path: &Path, compute: Compute) -> Result<(String, Vec<Vec<f32>>), Str
     if let Some(capacity) = number("GROW") {
         step(&mut model, &text(9, 3))?;
         if let Err(error) = model.apply(&plan(parts, capacity, KvType::F16)) {
-            println!("not grown: {}", told_error(&error));
+            println!("not grown: {}", reported_error(&error));
         }
         step(&mut model, &text(1, 7))?;
         change(&mut model, &plan(parts, 128, KvType::F16))?;
@@ -283,23 +285,6 @@ fn history(path: &Path, compute: Compute) -> Result<(String, Vec<Vec<f32>>), Str
     Ok((name, rows))
 }
 
-/// Those that there are kernels for.
-const ALL_TYPES: [GgmlDType; 13] = [
-    GgmlDType::F32,
-    GgmlDType::F16,
-    GgmlDType::BF16,
-    GgmlDType::Q4_0,
-    GgmlDType::Q4_1,
-    GgmlDType::Q5_0,
-    GgmlDType::Q5_1,
-    GgmlDType::Q8_0,
-    GgmlDType::Q2K,
-    GgmlDType::Q3K,
-    GgmlDType::Q4K,
-    GgmlDType::Q5K,
-    GgmlDType::Q6K,
-];
-
 /// The types of the matrices of each family's model.
 const TYPES: [GgmlDType; 4] = [GgmlDType::Q8_0, GgmlDType::Q4K, GgmlDType::F32, GgmlDType::Q6K];
 
@@ -313,7 +298,7 @@ fn written(folder: &Path, number: usize, architecture: Architecture) -> PathBuf 
 fn write_models(folder: &Path) -> ExitCode {
     let families = Architecture::ALL.into_iter().enumerate();
     let families = families.map(|(number, architecture)| (architecture, TYPES[number % TYPES.len()]));
-    let types = ALL_TYPES.into_iter().map(|dtype| (Architecture::Qwen3, dtype));
+    let types = SUPPORTED.into_iter().map(|dtype| (Architecture::Qwen3, dtype));
     for (architecture, dtype) in families.chain(types).chain([(Architecture::Qwen35, GgmlDType::Q8_0)]) {
         let path = folder.join(format!("{architecture:?}-{dtype:?}.gguf"));
         Synthetic::tiny(architecture, TypeMix::All(dtype), 7).write(&path).unwrap();
@@ -325,10 +310,10 @@ fn write_models(folder: &Path) -> ExitCode {
 fn answered(driver: &Path, what: &str, path: &Path, settings: &[(&str, &str)], words: [&str; 3]) -> (String, Vec<f32>) {
     let out = path.with_extension(words[0]);
     let output = run(driver, settings, &[path.to_str().unwrap(), words[0], words[1], words[2], out.to_str().unwrap()]);
-    assert!(output.status.success(), "{what} {words:?} {settings:?}: {}", told(&output));
+    assert!(output.status.success(), "{what} {words:?} {settings:?}: {}", reported(&output));
     let bytes = fs::read(&out).unwrap();
     let logits = bytes.chunks_exact(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap()));
-    (told(&output), logits.collect())
+    (reported(&output), logits.collect())
 }
 
 /// Compares what a child answers with what one on the CPU does.
@@ -391,7 +376,7 @@ fn weights_on_the_device_and_plain_kernels_answer_the_same() {
 
 fn types_of_all_weights_answer_as_on_the_cpu() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
-    for (number, dtype) in ALL_TYPES.into_iter().enumerate() {
+    for (number, dtype) in SUPPORTED.into_iter().enumerate() {
         let path = folder.path().join(format!("{dtype:?}.gguf"));
         Synthetic::tiny(Architecture::Qwen3, TypeMix::All(dtype), 7).write(&path).unwrap();
         let settings = [("FAKE_CUDA_DEVICE", ["hopper", "orin"][number % 2]), ("SHORT", "1")];
@@ -438,7 +423,7 @@ fn launches_are_within_memory_and_free_of_races() {
         let settings = [("FAKE_CUDA_LOG", log.to_str().unwrap()), ("SHORT", "1")];
         let watched = other_driver(&driver, "driver-watched");
         let output = run(&watched, &settings, &[path.to_str().unwrap(), "cuda", "device"]);
-        assert!(output.status.success(), "{architecture:?}: {}", told(&output));
+        assert!(output.status.success(), "{architecture:?}: {}", reported(&output));
         let notes = noted(&log);
         assert!(is_clean(&notes), "{architecture:?}: {notes:?}");
         let launches = calls(&notes)["cuLaunchKernel"].as_u64().unwrap();
@@ -453,8 +438,8 @@ fn tensor_cores_that_compute_something_else_are_not_used() {
     for (kernels, has) in [("product_tiles@88", true), ("product_8@88", true), ("embed@24", false)] {
         let settings = [("FAKE_CUDA_WRONG", kernels), ("TOKENS", "1")];
         let output = run(&driver, &settings, &[path.to_str().unwrap(), "cuda", "mapped"]);
-        assert!(output.status.success(), "{}", told(&output));
-        assert_eq!(told(&output).contains(", without tensor cores)"), has, "{kernels}: {}", told(&output));
+        assert!(output.status.success(), "{}", reported(&output));
+        assert_eq!(reported(&output).contains(", without tensor cores)"), has, "{kernels}: {}", reported(&output));
     }
     let settings = [("FAKE_CUDA_WRONG", "product_tiles@88")];
     compare(&driver, "faulty tensor cores", &path, &settings, ["cuda", "mapped", "auto"]);
@@ -474,14 +459,14 @@ fn too_little_memory_is_a_refusal_when_opening_and_an_error_when_growing() {
         (output, fs::read(&out).unwrap_or_default(), noted(&log))
     };
     let (output, expected, notes) = with(&[], "all");
-    assert!(output.status.success() && !told(&output).contains("not grown"), "{}", told(&output));
+    assert!(output.status.success() && !reported(&output).contains("not grown"), "{}", reported(&output));
     let peak = notes.iter().find(|note| note["event"] == "exit").unwrap()["peak_bytes"].as_u64().unwrap();
     // The last granule of the cache does not fit, or none as large as a granule.
     let (less, least) = ((peak - 1).to_string(), (2 << 20).to_string());
     let (output, logits, notes) = with(&[("FAKE_CUDA_MEMORY", &less)], "less");
-    assert!(output.status.success() && is_clean(&notes), "{}", told(&output));
-    assert!(told(&output).contains("not grown: cannot map"), "{}", told(&output));
-    assert!(told(&output).contains("CUDA_ERROR_OUT_OF_MEMORY"), "{}", told(&output));
+    assert!(output.status.success() && is_clean(&notes), "{}", reported(&output));
+    assert!(reported(&output).contains("not grown: cannot map"), "{}", reported(&output));
+    assert!(reported(&output).contains("CUDA_ERROR_OUT_OF_MEMORY"), "{}", reported(&output));
     assert!(!logits.is_empty() && logits == expected, "the engine computes on as before");
     // A model that does not fit beside what a context needs, and a context that does not fit.
     for (name, limit, reason) in [
@@ -490,8 +475,8 @@ fn too_little_memory_is_a_refusal_when_opening_and_an_error_when_growing() {
         ("FAKE_CUDA_MEMORY", ((2 << 20) + (600 << 10)).to_string(), "cannot map"),
     ] {
         let (output, _, notes) = with(&[(name, &limit)], "none");
-        assert_eq!(output.status.code(), Some(3), "{name}={limit}: {}", told(&output));
-        assert!(told(&output).contains(reason), "{name}={limit}: {}", told(&output));
+        assert_eq!(output.status.code(), Some(3), "{name}={limit}: {}", reported(&output));
+        assert!(reported(&output).contains(reason), "{name}={limit}: {}", reported(&output));
         assert!(is_clean(&notes), "{name}={limit}: {notes:?}");
     }
 }
@@ -514,7 +499,7 @@ fn memory_counts_as_freed_only_when_the_driver_confirms_it() {
             fs::remove_file(&log).ok();
             let log = ("FAKE_CUDA_LOG", log.to_str().unwrap());
             let settings = [("FAKE_CUDA_FAULTS", fault), ("FAKE_CUDA_DEVICE", device), history, log];
-            told(&run(&driver, &settings, &[path.to_str().unwrap(), "cuda", memory]))
+            reported(&run(&driver, &settings, &[path.to_str().unwrap(), "cuda", memory]))
         };
         let sound = with("");
         assert!(sound.contains("cuda ("), "{sound}");
@@ -541,7 +526,7 @@ fn a_rehearsal_on_the_imitated_driver_finds_equal_bits_and_a_planted_one_that_is
         script.arg("--few").arg("--program").arg(env::current_exe().unwrap());
         script.arg("--library").arg(&driver).arg("--out").arg(driver.parent().unwrap());
         let output = script.env("FAKE_CUDA_DEVICE", "hopper").env("FAKE_CUDA_WRONG", wrong).output().unwrap();
-        let report: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{}", told(&output)));
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{}", reported(&output)));
         (output.status.success(), report)
     };
     let (passed, report) = rehearsed("");
@@ -582,12 +567,12 @@ fn a_gpu_that_does_not_compute_is_refused_with_its_reason_or_left_for_the_cpu() 
     ];
     for (driver, settings, reason) in cases {
         let refused = run(driver, settings, &[path.to_str().unwrap(), "cuda"]);
-        assert_eq!(refused.status.code(), Some(3), "{reason}: {}", told(&refused));
-        assert!(told(&refused).contains(reason), "{reason}: {}", told(&refused));
+        assert_eq!(refused.status.code(), Some(3), "{reason}: {}", reported(&refused));
+        assert!(reported(&refused).contains(reason), "{reason}: {}", reported(&refused));
         let settings = [settings, &[("SHORT", "1")]].concat();
         let otherwise = run(driver, &settings, &[path.to_str().unwrap(), "auto"]);
-        assert!(otherwise.status.success(), "{reason}: {}", told(&otherwise));
-        assert!(told(&otherwise).starts_with("cpu ("), "{reason}: {}", told(&otherwise));
+        assert!(otherwise.status.success(), "{reason}: {}", reported(&otherwise));
+        assert!(reported(&otherwise).starts_with("cpu ("), "{reason}: {}", reported(&otherwise));
     }
 }
 
@@ -645,7 +630,7 @@ impl Sweep {
             ("PLANTED", planted),
         ];
         let output = run(&self.driver, &settings, &[self.path.to_str().unwrap(), "cuda", memory]);
-        let (notes, text) = (noted(&log), told(&output));
+        let (notes, text) = (noted(&log), reported(&output));
         // What fails while memory is given back is nobody's error.
         let ended = matches!(output.status.code(), Some(0 | 3)) && !text.contains("panicked");
         let may_leave = fault.ends_with('!') || fault.split('@').next().is_some_and(gives_back);
@@ -754,8 +739,8 @@ fn a_token_takes_few_launches_one_wait_and_no_allocation() {
             settings.extend(logits.map(|logits| ("LOGITS", logits)));
             // What is timed would make calls of its own.
             let output = run(&driver, &settings, &[path.to_str().unwrap(), "cuda", "mapped"]);
-            assert!(output.status.success(), "{}", told(&output));
-            let said = told(&output).lines().find(|line| line.starts_with("said")).map(str::to_owned);
+            assert!(output.status.success(), "{}", reported(&output));
+            let said = reported(&output).lines().find(|line| line.starts_with("said")).map(str::to_owned);
             let notes = noted(&log);
             let mut counts = calls(&notes);
             let exit = notes.iter().find(|note| note["event"] == "exit").unwrap();
@@ -821,8 +806,8 @@ fn the_book_has_what_the_driver_has() {
         ];
         settings.extend(converted.then_some(("CONVERTED", "1")));
         let output = run(&driver, &settings, &[path.to_str().unwrap(), "cuda", memory]);
-        assert!(output.status.success(), "{}", told(&output));
-        let text = told(&output);
+        assert!(output.status.success(), "{}", reported(&output));
+        let text = reported(&output);
         let book = text.lines().find_map(|line| line.strip_prefix("book ")).unwrap();
         let book: f64 = book.parse().unwrap();
         let notes = noted(&log);
@@ -843,7 +828,7 @@ fn weights_lie_where_an_integrated_device_reads_them_faster() {
         let settings = [("FAKE_CUDA_DEVICE", device), ("FAKE_CUDA_MAPPED_MS", slower), ("TOKENS", "1")];
         let output = run(&driver, &settings, &[path.to_str().unwrap(), "cuda", "auto"]);
         let name = format!(", {memory} memory");
-        assert!(told(&output).contains(&name), "{device}: {}", told(&output));
+        assert!(reported(&output).contains(&name), "{device}: {}", reported(&output));
     }
 }
 
@@ -858,7 +843,7 @@ fn a_device_is_measured_once_and_again_when_something_has_changed() {
         all.push(("PROBES", folder.path().to_str().unwrap()));
         all.extend(settings);
         let output = run(&driver, &all, &[path.to_str().unwrap(), "cuda", "auto"]);
-        assert!(output.status.success() && is_clean(&noted(&log)), "{}", told(&output));
+        assert!(output.status.success() && is_clean(&noted(&log)), "{}", reported(&output));
         let probe: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
         (calls(&noted(&log))["cuLaunchKernel"].as_u64().unwrap(), probe)
     };
@@ -884,7 +869,7 @@ fn weights_are_mapped_where_an_integrated_device_reads_them_as_fast() {
     let path = written(folder.path(), 0, Architecture::Qwen3);
     let settings = [("FAKE_CUDA_DEVICE", "orin"), ("FAKE_CUDA_DEVICE_MS", "30"), ("TOKENS", "1")];
     let output = run(&driver, &settings, &[path.to_str().unwrap(), "cuda", "auto"]);
-    assert!(told(&output).contains(", mapped memory)"), "{}", told(&output));
+    assert!(reported(&output).contains(", mapped memory)"), "{}", reported(&output));
 }
 
 /// An integrated device reserves 8 GiB of addresses at once: a cache of 16 GiB is not asked for where the context is limited.
@@ -896,10 +881,10 @@ fn a_long_context_takes_no_more_addresses_than_it_is_limited_to() {
     model.write(&path).unwrap();
     let with = |settings: &[(&str, &str)]| run(&driver, settings, &[path.to_str().unwrap(), "cuda"]);
     let refused = with(&[("TOKENS", "1")]);
-    assert_eq!(refused.status.code(), Some(3), "{}", told(&refused));
-    assert!(told(&refused).contains("the KV cache (address space alone)"), "{}", told(&refused));
+    assert_eq!(refused.status.code(), Some(3), "{}", reported(&refused));
+    assert!(reported(&refused).contains("the KV cache (address space alone)"), "{}", reported(&refused));
     let limited = with(&[("TOKENS", "1"), ("CONTEXT", "4096")]);
-    assert!(limited.status.success(), "{}", told(&limited));
+    assert!(limited.status.success(), "{}", reported(&limited));
 }
 
 /// A call that fails then has given nothing back.

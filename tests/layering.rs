@@ -237,12 +237,7 @@ fn files_of_a_folder_import_in_one_direction() {
 fn impl_blocks_of_a_type_call_in_one_direction() {
     let (cycles, spread) = this_crate().call_cycles(IMPL_FILES_MAX);
     assert_none(&cycles, "call each other in a circle");
-    assert!(
-        spread.len() <= SPREAD_TYPES_MAX,
-        "{} types have `impl` blocks in more than {IMPL_FILES_MAX} files, at most {SPREAD_TYPES_MAX} may:\n{}",
-        spread.len(),
-        spread.join("\n")
-    );
+    assert!(spread.is_empty(), "at most {IMPL_FILES_MAX} files may hold `impl` blocks:\n{}", spread.join("\n"));
 }
 
 #[test]
@@ -463,9 +458,6 @@ fn the_table_is_the_one_of_the_document() {
 /// Files that may hold `impl` blocks of one type.
 const IMPL_FILES_MAX: usize = 3;
 
-/// Types that still have more; falls to zero.
-const SPREAD_TYPES_MAX: usize = 2;
-
 /// Fields and booleans that one struct of `policy` may have.
 const FIELDS_MAX: usize = 12;
 const FLAGS_MAX: usize = 2;
@@ -473,13 +465,13 @@ const FLAGS_MAX: usize = 2;
 /// Lines that a folder of `src` may have, tests included. Raising one is a line in the commit message, with its reason.
 const LINES_MAX: [(&str, usize); 14] = [
     (".", 721),
-    ("cli", 12603),
-    ("config", 4602),
-    ("daemon", 11329),
-    ("engine", 38126),
+    ("cli", 12604),
+    ("config", 4605),
+    ("daemon", 11330),
+    ("engine", 38273),
     ("http", 9723),
-    ("journal", 3386),
-    ("policy", 22445),
+    ("journal", 3384),
+    ("policy", 22711),
     ("probe", 5097),
     ("rpc", 5090),
     ("speech", 5101),

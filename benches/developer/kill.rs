@@ -114,7 +114,7 @@ async fn points(args: &KillArgs, stage: &mut Stage) -> Result<(), String> {
     let workers = ["a", "b"].map(|name| pid(&first, name));
     let budget = Bytes::new(first.budget.map_or(0, |budget| budget.budget_bytes));
     let pages = vec![1u8; TENANT.as_len()];
-    let mut lease = create(&channel, "tenant", "bench", LEASE).await.map_err(told)?;
+    let mut lease = create(&channel, "tenant", "bench", LEASE).await.map_err(reported)?;
     line!(
         "budget {budget}, {} workers, a tenant that holds {LEASE} and has {TENANT} of pages; {} points, seed {}",
         first.workers.len(),
@@ -182,7 +182,7 @@ async fn points(args: &KillArgs, stage: &mut Stage) -> Result<(), String> {
         })
         .await?;
         if ["a", "b"].map(|name| pid(&status, name)) != workers {
-            fault("a worker was started anew".to_owned());
+            fault("a worker was started again".to_owned());
         }
         let c = processes_with(THIRD)?;
         if c.len() > 1 || c.first().copied() != pid(&status, "c") {
@@ -289,7 +289,7 @@ async fn settled(channel: &Channel, wanted: impl Fn(&GetStatusResponse) -> bool)
         let answer = OperatorServiceClient::new(channel.clone())
             .get_status(GetStatusRequest {})
             .await
-            .map_err(told)?
+            .map_err(reported)?
             .into_inner();
         if wanted(&answer) {
             return Ok(answer);
@@ -334,7 +334,7 @@ async fn release(channel: &Channel, lease: &Lease) {
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "an error that is mapped")]
-fn told(status: tonic::Status) -> String {
+fn reported(status: tonic::Status) -> String {
     status.message().to_owned()
 }
 

@@ -7,7 +7,7 @@ mod autopsy;
 mod engine;
 mod first_byte;
 mod kill;
-mod liars;
+mod noncompliant;
 mod replay;
 mod rivals;
 mod soak;
@@ -59,10 +59,10 @@ enum Measurement {
     /// Workers and leases across a daemon that is killed at random points.
     Kill(kill::KillArgs),
     /// Time until a tenant that acknowledges a target and frees nothing is detected.
-    Liars(liars::LiarsArgs),
+    Noncompliant(noncompliant::NoncompliantArgs),
     /// One of those tenants.
     #[command(hide = true)]
-    Liar(liars::LiarArgs),
+    NoncompliantHolder(noncompliant::HolderArgs),
     /// Renewals per second of one core.
     Renewals(tenants::RenewalsArgs),
     /// Time to replay the journal of a day.
@@ -120,8 +120,10 @@ fn run(measurement: &Measurement, output: Output) -> Result<ExitCode, CliError> 
         Measurement::Autopsy(args) => name_deaths(args, output),
         Measurement::FirstByte(args) => on_a_stage(THREADS, || reported(first_byte::run(args), output)),
         Measurement::Grants(args) => on_a_stage(args.client_threads, || reported(tenants::grants(args), output)),
-        Measurement::Liars(args) => on_a_stage(THREADS, || reported(liars::run(args), output)),
-        Measurement::Liar(args) => measured(THREADS, || liars::lie(args)).map(|()| ExitCode::SUCCESS),
+        Measurement::Noncompliant(args) => on_a_stage(THREADS, || reported(noncompliant::run(args), output)),
+        Measurement::NoncompliantHolder(args) => {
+            measured(THREADS, || noncompliant::hold(args)).map(|()| ExitCode::SUCCESS)
+        }
         Measurement::Renewals(args) => on_a_stage(THREADS, || reported(tenants::renewals(args), output)),
         Measurement::Soak(args) => on_a_stage(THREADS, || reported(soak::run(args), output)),
         Measurement::Storm(args) => on_a_stage(THREADS, || reported(storm::run(args), output)),

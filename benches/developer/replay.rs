@@ -35,7 +35,7 @@ pub(crate) struct ReplayArgs {
     /// Hours of the day to write and to replay.
     #[arg(long, default_value_t = 24, value_parser = clap::value_parser!(u64).range(1..=168))]
     pub hours: u64,
-    /// Times to replay them; the median is told.
+    /// Times to replay them; the median is reported.
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=100))]
     pub rounds: u32,
 }
@@ -349,8 +349,8 @@ pub(crate) mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("journal.ndjson");
         let report = measure(&ReplayArgs { hours: 1, rounds: 1 }, &path).unwrap();
-        let told = serde_json::to_value(&report).unwrap();
-        assert!(told["setting"].as_str().unwrap().starts_with("1 h: "), "{told}");
+        let reported = serde_json::to_value(&report).unwrap();
+        assert!(reported["setting"].as_str().unwrap().starts_with("1 h: "), "{reported}");
         let entries = journal::read(&path).unwrap().entries;
         let events = entries.iter().filter(|entry| matches!(entry.content, Content::Event(_))).count();
         assert!(events > 20_000, "{events} events only");

@@ -292,7 +292,7 @@ impl Limited {
         fs::create_dir(&folder).map_err(|error| failed(&format!("`{}`", folder.display()), &error))?;
         let group = Self { version: own.version(), home, folder };
         if !group.folder.join(limit_file).exists() {
-            // Version 2 hands a controller on only where it is told to, and where no process is in the way.
+            // Version 2 hands a controller on only where it is asked to, and where no process is in the way.
             fs::write(group.home.join("cgroup.subtree_control"), "+memory")
                 .map_err(|error| failed("the memory controller is not handed on to groups below ours", &error))?;
         }

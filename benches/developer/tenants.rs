@@ -143,7 +143,7 @@ async fn renew_by_calls(mut client: LeaseServiceClient<Channel>, lease: Lease, e
             boot_id: lease.boot_id.clone(),
             generation: lease.generation,
         };
-        client.renew_lease(renew).await.map_err(told("cannot renew"))?;
+        client.renew_lease(renew).await.map_err(reported("cannot renew"))?;
         count += 1;
     }
     Ok(count)
@@ -157,9 +157,9 @@ async fn renew_on_stream(mut client: LeaseServiceClient<Channel>, lease: Lease, 
         say.send(message.clone()).await.map_err(|error| error.to_string())?;
     }
     while Instant::now() < end {
-        match hear.message().await.map_err(told("the stream broke"))? {
+        match hear.message().await.map_err(reported("the stream broke"))? {
             Some(HoldLeaseResponse { message: Some(Message::Renewed(_)) }) => count += 1,
-            other => return Err(format!("{} was told {other:?}", lease.name)),
+            other => return Err(format!("{} was sent {other:?}", lease.name)),
         }
         say.send(message.clone()).await.map_err(|error| error.to_string())?;
     }
@@ -185,14 +185,14 @@ fn request(id: &str, size: Bytes) -> CreateLeaseRequest {
 }
 
 async fn create(client: &mut LeaseServiceClient<Channel>, request: CreateLeaseRequest) -> Result<Lease, String> {
-    let created = client.create_lease(request).await.map_err(told("cannot create a lease"))?;
+    let created = client.create_lease(request).await.map_err(reported("cannot create a lease"))?;
     created.into_inner().lease.ok_or_else(|| "the answer holds no lease".to_owned())
 }
 
 async fn release(client: &mut LeaseServiceClient<Channel>, lease: &Lease) -> Result<(), String> {
     let release =
         ReleaseLeaseRequest { name: lease.name.clone(), boot_id: lease.boot_id.clone(), generation: lease.generation };
-    client.release_lease(release).await.map_err(told("cannot give a lease back"))?;
+    client.release_lease(release).await.map_err(reported("cannot give a lease back"))?;
     Ok(())
 }
 
@@ -202,10 +202,10 @@ async fn hold(
 ) -> Result<(mpsc::Sender<HoldLeaseRequest>, Streaming<HoldLeaseResponse>), String> {
     let (say, said) = mpsc::channel(room);
     let hear = client.hold_lease(ReceiverStream::new(said)).await;
-    Ok((say, hear.map_err(told("cannot hold a lease"))?.into_inner()))
+    Ok((say, hear.map_err(reported("cannot hold a lease"))?.into_inner()))
 }
 
-fn told(act: &'static str) -> impl Fn(tonic::Status) -> String {
+fn reported(act: &'static str) -> impl Fn(tonic::Status) -> String {
     move |status| format!("{act}: {}", status.message())
 }
 

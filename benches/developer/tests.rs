@@ -93,17 +93,17 @@ fn grants_and_renewals_are_measured() {
 }
 
 fn a_non_compliant_tenant_is_detected_and_its_memory_is_not_granted() {
-    let figures = figures(&["liars", "--rounds", "2"]);
+    let figures = figures(&["noncompliant", "--rounds", "2"]);
     let met = |what: &str| figures.iter().find(|figure| figure.0.contains(what)).unwrap().2;
     assert_eq!(met("grants out of what was not freed"), Some(true), "{figures:?}");
-    assert_eq!(met("grants once the liar was gone"), Some(true), "{figures:?}");
+    assert_eq!(met("grants once the non-compliant holder was gone"), Some(true), "{figures:?}");
 }
 
 fn storms_in_a_group_with_a_limit_get_nobody_killed() {
     let output = developer(&["storm", "--storms", "2", "-o", "json"]);
-    let told = String::from_utf8_lossy(&output.stderr);
-    if told.contains("cannot limit memory here") {
-        println!("left out: {told}");
+    let reported = String::from_utf8_lossy(&output.stderr);
+    if reported.contains("cannot limit memory here") {
+        println!("left out: {reported}");
         return;
     }
     assert!(output.status.success(), "{}", said(&output));

@@ -7,9 +7,10 @@ use candle_core::quantized::gguf_file::{self, Value};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{Result, Tensor};
 
+use crate::fused::{EPSILON, TAPS};
 use crate::model::{
-    ATTENTION_INTERVAL, EPSILON, HEAD, HEADS, HIDDEN, KEY_HEADS, KV_HEADS, LAYERS, Model, ROTARY, ROTARY_BASE, STATE,
-    TAPS, VALUE_HEADS, WIDTH, attends,
+    ATTENTION_INTERVAL, HEAD, HEADS, HIDDEN, KEY_HEADS, KV_HEADS, LAYERS, Model, ROTARY, ROTARY_BASE, STATE,
+    VALUE_HEADS, WIDTH, attends,
 };
 use crate::tokenizer::{CONTROL, END_OF_TEXT, MESSAGE_END, Trained};
 

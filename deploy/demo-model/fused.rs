@@ -5,7 +5,10 @@
 
 use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Storage, Tensor};
 
-use crate::model::{EPSILON, TAPS};
+/// Taps of the causal convolution.
+pub(crate) const TAPS: usize = 4;
+/// Added to mean squares before the root.
+pub(crate) const EPSILON: f64 = 1e-6;
 
 /// `x / sqrt(mean(x²) + ε) × w` over the last dimension.
 pub(crate) fn rms(x: &Tensor, w: &Tensor) -> Result<Tensor> {

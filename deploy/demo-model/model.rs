@@ -10,7 +10,7 @@ use candle_core::{CpuStorage, CustomOp1, D, Device, Layout, Result, Shape, Tenso
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use crate::fused::{causal_softmax, convolve_silu, rms, sigmoid_times, silu_times};
+use crate::fused::{EPSILON, TAPS, causal_softmax, convolve_silu, rms, sigmoid_times, silu_times};
 
 /// Width of the residual stream.
 pub(crate) const WIDTH: usize = 256;
@@ -36,10 +36,6 @@ pub(crate) const KEY_HEADS: usize = 2;
 pub(crate) const VALUE_HEADS: usize = 4;
 /// Elements of a head of a Gated DeltaNet layer.
 pub(crate) const STATE: usize = 64;
-/// Taps of the causal convolution.
-pub(crate) const TAPS: usize = 4;
-/// Added to mean squares before the root.
-pub(crate) const EPSILON: f64 = 1e-6;
 /// Tokens that the delta rule handles at once.
 pub(crate) const CHUNK: usize = 64;
 

@@ -616,7 +616,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn owners_are_stacked_as_told_and_the_rest_by_name() {
+    fn owners_are_stacked_as_reported_and_the_rest_by_name() {
         assert_eq!(sample().owners(), ["llm weights", "llm KV", "asr", "tts", "neighbour"]);
     }
 

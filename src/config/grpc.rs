@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_id_and_no_limit_is_told_with_its_place() {
+    fn what_is_no_id_and_no_limit_is_reported_with_its_place() {
         for (text, expected) in [
             ("roles: {tenants: {uids: [alice]}}", "write the number that `id -u alice` prints"),
             ("roles: {tenants: {gids: [video]}}", "write the number that `getent group video` prints"),
@@ -189,8 +189,8 @@ mod tests {
             ("tcp: {role: tenant}", "grpc.tcp.role"),
         ] {
             let kind = Config::parse(&format!("grpc: {{{text}}}")).unwrap_err();
-            let told = format!("{kind}; {}", kind.hints().join("; "));
-            assert!(told.contains(expected), "{text}: {told}");
+            let reported = format!("{kind}; {}", kind.hints().join("; "));
+            assert!(reported.contains(expected), "{text}: {reported}");
         }
     }
 }

@@ -295,7 +295,7 @@ mod tests {
 
     #[test]
     fn every_refusal_says_what_to_write() {
-        let mut told = String::new();
+        let mut reported = String::new();
         for text in [
             "",
             "12G",
@@ -320,17 +320,17 @@ mod tests {
             "1GiB 2MiB",
         ] {
             let error = parse_size(text).unwrap_err();
-            told += &format!("{text:>14}: {error} | {}\n", error.hint());
+            reported += &format!("{text:>14}: {error} | {}\n", error.hint());
         }
         for text in ["", "90", "5 parsecs", "-1s", "1s1", "s", "9999999999d", "0.0001us", "1.s"] {
             let error = parse_duration(text).unwrap_err();
-            told += &format!("{text:>14}: {error} | {}\n", error.hint());
+            reported += &format!("{text:>14}: {error} | {}\n", error.hint());
         }
         for text in ["", "13", "13 per cent", "6.55%", "101%", "%"] {
             let error = parse_per_mille(text).unwrap_err();
-            told += &format!("{text:>14}: {error} | {}\n", error.hint());
+            reported += &format!("{text:>14}: {error} | {}\n", error.hint());
         }
-        insta::assert_snapshot!(told);
+        insta::assert_snapshot!(reported);
     }
 
     #[test]

@@ -54,12 +54,12 @@ fn an_empty_file_gives_the_defaults_and_the_example_says_the_same() {
 #[test]
 fn grpc_on_an_address_is_refused_with_what_to_do_instead() {
     for address in ["tcp://0.0.0.0:9000", "127.0.0.1:9000", "\"[::1]:9000\"", "https://host:9000"] {
-        let told = report(&format!("grpc: {{socket: {address}}}\n"));
-        assert!(told.contains("grpc.socket"), "{told}");
-        assert!(told.contains("`grpc.tcp` with certificates") && told.contains("ssh -L"), "{told}");
+        let reported = report(&format!("grpc: {{socket: {address}}}\n"));
+        assert!(reported.contains("grpc.socket"), "{reported}");
+        assert!(reported.contains("`grpc.tcp` with certificates") && reported.contains("ssh -L"), "{reported}");
     }
-    let told = report("journal: {path: \"http://host/journal\"}\n");
-    assert!(!told.contains("gRPC"), "{told}");
+    let reported = report("journal: {path: \"http://host/journal\"}\n");
+    assert!(!reported.contains("gRPC"), "{reported}");
 }
 
 #[test]
@@ -95,15 +95,15 @@ fn host_names_have_no_port_and_aliases_stand_for_models_that_are_there() {
         Config::parse(&format!("http: {{allowed_hosts: [\"{host}\"]}}\n")).unwrap();
     }
     for host in ["https://box.lan", "box.lan:8410", "", "a b"] {
-        let told = report(&format!("http: {{allowed_hosts: [\"{host}\"]}}\n"));
-        assert!(told.contains("http.allowed_hosts"), "{told}");
+        let reported = report(&format!("http: {{allowed_hosts: [\"{host}\"]}}\n"));
+        assert!(reported.contains("http.allowed_hosts"), "{reported}");
     }
-    let told = report("http: {models: {gpt-4o: nothing}}\n");
-    assert!(told.contains("`gpt-4o: nothing` stands for a model that is not configured"), "{told}");
+    let reported = report("http: {models: {gpt-4o: nothing}}\n");
+    assert!(reported.contains("`gpt-4o: nothing` stands for a model that is not configured"), "{reported}");
 }
 
 #[test]
-fn all_faults_are_told_at_once_with_their_place() {
+fn all_faults_are_reported_at_once_with_their_place() {
     insta::assert_snapshot!(report(
         r#"
 budget:
@@ -140,7 +140,7 @@ log: {filter: "cotenant=loud", format: xml}
 
 #[test]
 fn faults_of_form_name_line_key_and_remedy() {
-    let mut told = String::new();
+    let mut reported = String::new();
     for (what, text) in [
         ("unknown key", "budget:\n  resreve: 1GiB\n"),
         ("unknown key without a near one", "budget:\n  colour: red\n"),
@@ -160,9 +160,9 @@ fn faults_of_form_name_line_key_and_remedy() {
         ("number as key", "1: 2\n"),
         ("a scalar", "hello\n"),
     ] {
-        told += &format!("# {what}\n{}\n", report(text));
+        reported += &format!("# {what}\n{}\n", report(text));
     }
-    insta::assert_snapshot!(told);
+    insta::assert_snapshot!(reported);
 }
 
 #[test]
@@ -178,7 +178,7 @@ fn an_alias_bomb_is_refused_and_not_unfolded() {
 }
 
 #[test]
-fn what_cannot_work_in_the_budget_is_told() {
+fn what_cannot_work_in_the_budget_is_reported() {
     insta::assert_snapshot!(report(
         r"
 budget:
@@ -198,7 +198,7 @@ workers:
 }
 
 #[test]
-fn what_is_used_twice_is_told() {
+fn what_is_used_twice_is_reported() {
     insta::assert_snapshot!(report(
         r"
 llm: {path: /m.gguf, name: tts}
@@ -244,25 +244,28 @@ fn a_worker_of_another_user_listens_on_a_port_unless_it_has_a_place_for_a_socket
     assert_eq!(endpoint(&with("tcp://127.0.0.1:${PORT}", "")), Listen::FreePort);
     let place = "/srv/speech/asr.sock";
     assert_eq!(endpoint(&with("unix://${SOCKET}", &format!(", socket: {place}"))), Listen::Socket(place.into()));
-    let told = report(&with("unix://${SOCKET}", ""));
-    assert!(told.contains("the worker has no socket") && told.contains("in which its `user` may create one"), "{told}");
+    let reported = report(&with("unix://${SOCKET}", ""));
+    assert!(
+        reported.contains("the worker has no socket") && reported.contains("in which its `user` may create one"),
+        "{reported}"
+    );
 }
 
 #[test]
-fn files_that_cannot_be_read_are_told() {
+fn files_that_cannot_be_read_are_reported() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("c.yaml");
     let report = |path: &Path| {
         let folder = folder.path().display().to_string();
         load(path).unwrap_err().report().replace(&folder, "/tmp")
     };
-    let mut told = report(&path);
+    let mut reported = report(&path);
     std::fs::write(&path, b"log: {filter: \xff}").unwrap();
-    told += &report(&path);
+    reported += &report(&path);
     std::fs::write(&path, vec![b'#'; (1 << 20) + 1]).unwrap();
-    told += &report(&path);
-    told += &report(folder.path());
-    insta::assert_snapshot!(told);
+    reported += &report(&path);
+    reported += &report(folder.path());
+    insta::assert_snapshot!(reported);
     std::fs::write(&path, "budget: {total: 2GiB}\n").unwrap();
     assert_eq!(load(&path).unwrap().budget.total, Some(Bytes::from_gib(2)));
 }
@@ -287,7 +290,7 @@ proptest! {
 }
 
 #[test]
-fn faults_of_a_workers_limits_order_and_readiness_are_told() {
+fn faults_of_a_workers_limits_order_and_readiness_are_reported() {
     let report = report(
         r"
 llm: {path: /m.gguf, after: [tts, nobody]}
@@ -309,13 +312,13 @@ workers:
         let kind = Config::parse(text).unwrap_err();
         LoadError::new(Path::new("c.yaml"), kind).report()
     };
-    let mut told = orders(
+    let mut reported = orders(
         "llm: {path: /m.gguf, after: [tts, nobody]}\nworkers: [{name: tts, argv: [a], memory: {steady: 1MiB}, after: [tts]}]",
     );
-    told += &orders(
+    reported += &orders(
         "llm: {path: /m.gguf, after: [tts]}\nworkers: [{name: tts, argv: [a], memory: {steady: 1MiB}, after: [llm]}]",
     );
-    insta::assert_snapshot!(told);
+    insta::assert_snapshot!(reported);
 }
 
 #[test]

@@ -425,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn pressure_and_leases_are_told_apart() {
+    fn pressure_and_leases_are_reported_apart() {
         let mut scene = with_engine();
         scene.sample(mib(380));
         scene.apply();

@@ -29,13 +29,13 @@ use crate::{
     },
     probe::processes::boot_ticks,
     rpc::peer::Process,
-    worker::{adopt::Survivor, spec::Heir},
+    worker::{adopt::Survivor, spec::Successor},
 };
 
 /// The place of this run among supervisors, which no other run has as long as this lives.
 pub(super) struct Place {
     lock: File,
-    heir: Heir,
+    successor: Successor,
 }
 
 /// The book of this run on disk.
@@ -60,9 +60,9 @@ pub(super) struct Inheritance {
 }
 
 /// Where the supervisors of this configuration follow one another.
-pub(super) fn heir_of(config: &Config) -> Heir {
+pub(super) fn successor_of(config: &Config) -> Successor {
     let folder = config.runtime_dir.canonicalize().unwrap_or_else(|_| config.runtime_dir.clone());
-    Heir { lock: folder.join("supervisor.lock"), place: folder.to_string_lossy().into_owned() }
+    Successor { lock: folder.join("supervisor.lock"), place: folder.to_string_lossy().into_owned() }
 }
 
 impl Place {
@@ -74,16 +74,16 @@ impl Place {
     /// # Errors
     /// When another supervisor is there, or the file cannot be used.
     pub(super) async fn take(config: &Config) -> Result<Self, RunError> {
-        let heir = heir_of(config);
-        let failed = |source| RunError::Place { path: heir.lock.clone(), source };
+        let successor = successor_of(config);
+        let failed = |source| RunError::Place { path: successor.lock.clone(), source };
         let end = Instant::now() + GONE_PATIENCE;
         loop {
-            match lock(&heir.lock) {
-                Ok(lock) => return Ok(Self { lock, heir }),
+            match lock(&successor.lock) {
+                Ok(lock) => return Ok(Self { lock, successor }),
                 Err(error) => {
                     let taken = matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES));
-                    if taken && let Some(pid) = living_owner(&heir.lock) {
-                        return Err(RunError::Running { pid, folder: heir.place });
+                    if taken && let Some(pid) = living_owner(&successor.lock) {
+                        return Err(RunError::Running { pid, folder: successor.place });
                     }
                     if !taken || Instant::now() > end {
                         return Err(failed(error));
@@ -101,8 +101,8 @@ impl Handoff {
     /// # Errors
     /// When the files cannot be used.
     pub(super) fn open(place: Place, boot_id: &str) -> Result<(Self, Inheritance), RunError> {
-        let Place { lock, heir } = place;
-        let path = PathBuf::from(&heir.place).join("book");
+        let Place { lock, successor } = place;
+        let path = PathBuf::from(&successor.place).join("book");
         let (file, found) = BookFile::open(&path).map_err(|source| RunError::Book { source })?;
         let kernel_boot_id = kernel_boot_id();
         let mut inheritance = Inheritance::default();
@@ -280,7 +280,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let config = config_in(folder.path());
         let place = Place::take(&config).await.unwrap();
-        let path = place.heir.lock.clone();
+        let path = place.successor.lock.clone();
         // A child that lives is the owner now, as far as the file says.
         let mut other = Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
         let written = format!("{} {}\n", other.id(), boot_ticks().unwrap() + 1);

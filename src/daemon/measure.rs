@@ -386,13 +386,13 @@ mod tests {
     async fn every_question_is_answered_and_unknown_is_not_zero() {
         let (measurer, mut inbox) = measurer();
         measurer.measure(["nobody".to_owned(), ENGINE_TENANT.to_owned()]);
-        let mut told = BTreeMap::new();
-        while told.len() < 2 {
+        let mut reported = BTreeMap::new();
+        while reported.len() < 2 {
             if let Event::Measured { tenant, used, .. } = inbox.recv().await.unwrap().event {
-                told.insert(tenant, used);
+                reported.insert(tenant, used);
             }
         }
-        assert_eq!(told.into_values().collect::<Vec<_>>(), [None, None]);
+        assert_eq!(reported.into_values().collect::<Vec<_>>(), [None, None]);
     }
 
     fn lease(holder: &str, kind: LeaseKind, state: LeaseState, pid: Option<u32>) -> LeaseView {

@@ -138,7 +138,7 @@ mod tests {
     use crate::units::Bytes;
 
     #[test]
-    fn what_was_written_is_read_back_and_a_bad_file_is_told() {
+    fn what_was_written_is_read_back_and_a_bad_file_is_reported() {
         let folder = tempfile::tempdir().unwrap();
         assert_eq!(learned_peaks(folder.path()).unwrap(), Peaks::default());
         let mut peaks = Peaks::default();

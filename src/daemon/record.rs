@@ -8,7 +8,7 @@ use crate::{
     emergency,
     journal::{Content, Journal, JournalEntry, JournalSettings, render},
     policy::{
-        arbiter::Arbiter,
+        arbiter::{Arbiter, Checkpoint},
         event::{Action, Event},
         params::Params,
     },
@@ -49,7 +49,7 @@ impl Recorder {
     /// Records all of `arbiter` if what follows could not be replayed otherwise.
     pub(super) fn checkpoint_if_wanted(&mut self, at: Timestamp, arbiter: &Arbiter) {
         if self.journal.wants_checkpoint() {
-            let checkpoint = Box::new(arbiter.checkpoint());
+            let checkpoint = Box::new(Checkpoint::of(arbiter));
             self.journal.record(at, SystemTime::now(), Content::Checkpoint(checkpoint));
         }
     }

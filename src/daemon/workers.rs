@@ -9,7 +9,7 @@ use std::{
 
 use tokio::{runtime::Handle, sync::mpsc};
 
-use super::{control_handle::ControlHandle, handoff::heir_of, hang_detector::HangDetector, parts::Parts};
+use super::{control_handle::ControlHandle, handoff::successor_of, hang_detector::HangDetector, parts::Parts};
 use crate::{
     causes::in_one_line,
     config::{Config, PressureWatch, WorkerConfig, WorkerProtocol, WorkerRole},
@@ -84,7 +84,7 @@ impl Workers {
     pub(super) fn new(config: &Config, control: &Arc<ControlHandle>, parts: &Parts) -> Self {
         let (sender, receiver) = mpsc::channel(REPORT_LIMIT);
         let ends = Ends::default();
-        let heir = heir_of(config);
+        let successor = successor_of(config);
         let roots = KernelRoots::default();
         let groups =
             if config.workers.is_empty() { Groups::none("there are no workers") } else { Groups::open(&roots) };
@@ -93,7 +93,7 @@ impl Workers {
             orders: BTreeMap::new(),
             roles: BTreeMap::new(),
             ends: Arc::clone(&ends),
-            place: heir.place.clone(),
+            place: successor.place.clone(),
             groups: groups.clone(),
             control: Arc::clone(control),
             runtime: Handle::current(),
@@ -259,7 +259,7 @@ impl Workers {
 
 /// The specification of a worker that may outlive this supervisor.
 pub(super) fn supervised(worker: &WorkerConfig, config: &Config) -> WorkerSpec {
-    WorkerSpec { heir: Some(heir_of(config)), ..spec_of(worker, &config.runtime_dir) }
+    WorkerSpec { successor: Some(successor_of(config)), ..spec_of(worker, &config.runtime_dir) }
 }
 
 /// Turns changes in the requests in flight at each worker into events. One task does so: sent from where requests begin

@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_used_up_is_told_and_what_is_given_back_is_there_again() {
+    fn what_is_used_up_is_reported_and_what_is_given_back_is_there_again() {
         let class = &CLASS[CLASSES - 1];
         let all: Vec<*mut u8> = std::iter::from_fn(|| class.take()).collect();
         assert_eq!(all.iter().collect::<BTreeSet<_>>().len(), all.len());

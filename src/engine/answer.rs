@@ -401,7 +401,7 @@ mod tests {
     const TAGGED: AnswerStyle = AnswerStyle { thoughts: Thoughts::Perhaps, tools: Some(ToolFormat::Tagged) };
 
     #[test]
-    fn thoughts_text_and_calls_are_told_apart_however_they_are_cut() {
+    fn thoughts_text_and_calls_are_reported_apart_however_they_are_cut() {
         let answer = "<think>hm\n</think>\n\nI will look.\n<tool_call>\n{\"name\": \"look\", \"arguments\": {\"at\": \
                       \"<b>\"}}\n</tool_call>\n<tool_call>{\"name\": \"wait\", \"arguments\": {}}</tool_call>";
         let expected = [reasoning("hm\n"), text("I will look."), call("look", r#"{"at":"<b>"}"#), call("wait", "{}")];
@@ -412,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn thoughts_that_the_prompt_began_are_told_apart() {
+    fn thoughts_that_the_prompt_began_are_reported_apart() {
         let style = AnswerStyle { thoughts: Thoughts::Open, tools: None };
         assert_eq!(read(style, &["so</th", "ink>\n\n on it "]), [reasoning("so"), text("on it ")]);
         assert_eq!(read(style, &["never done"]), [reasoning("never done")]);

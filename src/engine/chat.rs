@@ -163,7 +163,7 @@ impl ChatTemplate {
             })
             .ok_or(ChatError::Marks)?;
         let mut said = said.into_iter().map(|value| self.marked_all(value, mark, tokenizer));
-        let (mut messages, tools_told, variables) = (said.next(), said.next(), said.next());
+        let (mut messages, tools_reported, variables) = (said.next(), said.next(), said.next());
         if let Some(Value::Array(messages)) = &mut messages {
             // Roles are a closed set, and templates compare them.
             for (message, said) in messages.iter_mut().zip(&conversation.messages) {
@@ -178,7 +178,7 @@ impl ChatTemplate {
         };
         // A client's own variables never replace these.
         context.insert("messages".to_owned(), messages.unwrap_or_default());
-        match tools_told {
+        match tools_reported {
             Some(tools) if !conversation.tools.is_empty() => context.insert("tools".to_owned(), tools),
             _ => context.remove("tools"),
         };
@@ -449,7 +449,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_template_refuses_is_told_in_its_words() {
+    fn what_a_template_refuses_is_reported_in_its_words() {
         let speaker = Speaker::new(Some(STRICT));
         let error = render(&speaker.template, &vec![ChatMessage::new(Role::User, "{}")].into(), &speaker.tokenizer)
             .unwrap_err();

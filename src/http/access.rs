@@ -275,7 +275,7 @@ mod tests {
         let _held = first.place().unwrap();
         assert!(first.place().is_err());
         assert!(new(1, Some(&first)).place().is_err());
-        assert!(new(2, Some(&first)).place().is_ok(), "another limit counts anew");
+        assert!(new(2, Some(&first)).place().is_ok(), "another limit counts again");
     }
 
     #[test]

@@ -21,7 +21,7 @@ impl Rebuilt {
         self.last = entry.sequence;
         match &entry.content {
             Content::Start(start) => self.arbiter = Arbiter::new(start.params.clone()).ok(),
-            Content::Checkpoint(checkpoint) => self.arbiter = Arbiter::from_checkpoint((**checkpoint).clone()).ok(),
+            Content::Checkpoint(checkpoint) => self.arbiter = (**checkpoint).clone().resume().ok(),
             Content::Dropped { .. } => self.arbiter = None,
             Content::Action(_) => {}
             Content::Event(event) => return self.arbiter.as_mut().map(|arbiter| (arbiter, event)),

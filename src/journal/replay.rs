@@ -108,16 +108,14 @@ impl Decide for Arbiter {
     }
 
     fn is_at(&self, checkpoint: &Checkpoint) -> bool {
-        self.checkpoint() == *checkpoint
+        Checkpoint::of(self) == *checkpoint
     }
 }
 
 fn begin_arbiter(begin: Begin<'_>) -> Result<Arbiter, String> {
     match begin {
         Begin::Start(params) => Arbiter::new(params.clone()).map_err(|error| error.to_string()),
-        Begin::Checkpoint(checkpoint) => {
-            Arbiter::from_checkpoint(checkpoint.clone()).map_err(|error| error.to_string())
-        }
+        Begin::Checkpoint(checkpoint) => checkpoint.clone().resume().map_err(|error| error.to_string()),
     }
 }
 
@@ -350,7 +348,7 @@ mod tests {
 
     fn checkpoint() -> Content {
         let params = Params::for_budget(Bytes::from_gib(1), Bytes::from_mib(128), Scope::Machine);
-        Content::Checkpoint(Box::new(Arbiter::new(params).unwrap().checkpoint()))
+        Content::Checkpoint(Box::new(Checkpoint::of(&Arbiter::new(params).unwrap())))
     }
 
     #[test]

@@ -133,7 +133,7 @@ fn state_before(past: &[JournalEntry]) -> Option<Arbiter> {
     let (first, rest) = past.split_at(begin).1.split_first()?;
     let mut arbiter = match &first.content {
         Content::Start(start) => Arbiter::new(start.params.clone()).ok()?,
-        Content::Checkpoint(checkpoint) => Arbiter::from_checkpoint((**checkpoint).clone()).ok()?,
+        Content::Checkpoint(checkpoint) => (**checkpoint).clone().resume().ok()?,
         _ => return None,
     };
     let mut last = first.sequence;

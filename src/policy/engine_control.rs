@@ -9,6 +9,8 @@
 //! Its lease holds the larger of what is in force and of everything asked and not answered yet. Growth is booked before it
 //! is asked; a shed is credited with the answer, as far as the engine's own mappings show it.
 
+mod answer;
+
 use std::{collections::BTreeMap, time::Duration};
 
 use serde::{Deserialize, Serialize};
@@ -25,6 +27,8 @@ use super::{
     streaming::Calibration,
 };
 use crate::units::{Bytes, Timestamp, Tokens};
+
+pub(super) use self::answer::{Applied, Confirmed};
 
 /// The engine as the arbiter knows it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

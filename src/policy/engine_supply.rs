@@ -5,6 +5,7 @@
 //! the price of what it makes the user wait for ([`Worth`](super::speed::Worth)).
 
 use super::{
+    engine_control::EngineControl,
     kv_type::KvType,
     lease::Class,
     params::ResidencyMode,
@@ -294,3 +295,74 @@ const COPY_NS_PER_MIB: u64 = 200_000;
 const LOST_FOR_EVER: u64 = 4;
 /// The greatest cost of asking several, so that it does not outweigh the order.
 const BEHIND_OTHERS_US: u64 = 1000;
+/// The share that the engine was chosen to give up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Given {
+    /// KV blocks.
+    blocks: u32,
+    /// How many of them the running answer uses, and may lose.
+    oldest: u32,
+    /// What these were weighed to give.
+    block_bytes: Bytes,
+    /// By how many types KV becomes smaller.
+    smaller_types: u32,
+    layers: u32,
+    /// The larger prefill chunk.
+    smaller_chunk: bool,
+}
+
+impl Given {
+    /// Adds what was chosen of one source; others than the engine's do not count.
+    pub(super) fn add(&mut self, source: &Source, units: u32, bytes: Bytes) {
+        match source {
+            Source::UnusedKv | Source::PrefixKv | Source::OldestKv => {
+                self.blocks = self.blocks.saturating_add(units);
+                self.block_bytes = self.block_bytes.saturating_add(bytes);
+                if *source == Source::OldestKv {
+                    self.oldest = units;
+                }
+            }
+            Source::KvType => self.smaller_types = units,
+            Source::Layers => self.layers = self.layers.saturating_add(units),
+            Source::PrefillChunk => self.smaller_chunk = true,
+            Source::Tenant { .. }
+            | Source::WorkerVariant { .. }
+            | Source::WorkerStop { .. }
+            | Source::WorkerNotified { .. } => {}
+        }
+    }
+
+    /// The smaller plan of an engine that holds `held`, and the bytes that it gives; `None` if it gives nothing, or
+    /// nothing that what is held would cover meanwhile.
+    pub(super) fn smaller_plan(self, engine: &EngineControl, held: Bytes) -> Option<(EnginePlan, Bytes)> {
+        let (shape, limits, goal) = (engine.shape()?, engine.limits()?, engine.goal()?);
+        let oldest = self.oldest.saturating_mul(shape.kv.block_tokens.get());
+        let limits = PlanLimits { kv_used: Tokens::new(limits.kv_used.get().saturating_sub(oldest)), ..limits };
+        let goal_bytes = shape.plan_bytes(goal);
+        let kind = (0..self.smaller_types).fold(goal.kv_type, |kind, _| kind.smaller().unwrap_or(kind));
+        let kind = kind.max(limits.kv_type_least).min(goal.kv_type);
+        // Blocks were weighed by what they hold in the smallest type that is allowed: in another one fewer are enough.
+        let blocks = shape.blocks_that_give(goal, kind, self.block_bytes, self.blocks);
+        let layers = usize::try_from(self.layers).unwrap_or(usize::MAX);
+        let mut plan = shape.shrunk(goal, blocks, layers, kind, &limits);
+        let least_chunk =
+            if engine.is_chunk_pinned() { goal.prefill_chunk } else { goal.prefill_chunk.min(limits.prefill_chunk) };
+        if self.smaller_chunk {
+            plan.prefill_chunk = least_chunk;
+        }
+        let only_kv = EnginePlan { resident: goal.resident.clone(), ..plan.clone() };
+        let least =
+            EnginePlan { prefill_chunk: least_chunk, ..shape.shrunk(goal, u32::MAX, usize::MAX, kind, &limits) };
+        let gives = |plan: &EnginePlan| goal_bytes.saturating_sub(shape.plan_bytes(plan));
+        // The engine keeps the KV capacity that its sequence has come to need by then. The first layer that is streamed
+        // needs a ring; if it is larger than the layer, the two together would not be covered by what is held. And a
+        // chunk under way ends before a smaller one begins.
+        let is_covered = |plan: &EnginePlan| {
+            let kept = EnginePlan { kv_capacity: goal.kv_capacity, prefill_chunk: goal.prefill_chunk, ..plan.clone() };
+            shape.plan_bytes(&kept) <= held
+        };
+        let plan = [plan, only_kv, least].into_iter().find(|plan| gives(plan) > Bytes::ZERO && is_covered(plan))?;
+        let promised = gives(&plan);
+        Some((plan, promised))
+    }
+}

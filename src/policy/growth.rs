@@ -1,4 +1,10 @@
-//! Growth of the engine: the next step, or what it waits for, as a pure function.
+//! Growth: what comes back next, and what it waits for, as functions of the state that change nothing.
+//!
+//! It is the reverse of shedding, by the same costs: of everything that was given up and would fit, that comes back first
+//! whose loss costs most for each byte, weighed as a shed weighs it. Nothing grows before the [dwell](super::dwell) after
+//! the last shed is over, while a request waits that could be served, beyond what the budget and the last sample leave,
+//! or into the space of a stopped worker that is to come back. What workers come back to is in
+//! [`candidates`](super::candidates).
 //!
 //! Growth leaves the headroom at the Elevated watermark plus the hysteresis: with less than that the level would not
 //! return to Normal, and with that much the engine could have been loaded. So what could be loaded can grow back.
@@ -9,8 +15,11 @@ use super::{
     growth_wait::GrowthWait,
     lease::Class,
     params::ResidencyMode,
-    residency::{EnginePlan, ModelShape, PlanLimits},
+    pressure::PressureLevel,
+    reason::{PlanChange, PlanReason},
+    residency::{EnginePlan, FloorError, ModelShape, PlanLimits},
     shedding::{Candidate, Cost, Source},
+    state::State,
 };
 use crate::units::{Bytes, Tokens};
 
@@ -217,5 +226,262 @@ impl EngineGrowth<'_> {
             undo_us: worth.speed().reading_us(layers),
             ..Cost::default()
         }
+    }
+}
+
+/// What comes back next.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum NextGrowth {
+    /// Of the engine.
+    Engine(Box<EngineStep>),
+    /// A worker that was stopped.
+    Start { worker: String },
+    /// A larger variant of a worker.
+    Variant { worker: String, variant: String },
+    /// The steady size of a worker that came down when it was notified.
+    Steady { worker: String },
+}
+
+/// The one step that is worth most, of all holders; `None` where nothing is missing.
+///
+/// # Errors
+/// What it waits for.
+pub(super) fn next(state: &State) -> Result<Option<NextGrowth>, GrowthWait> {
+    if let Some(wait) = waits(state) {
+        return Err(wait);
+    }
+    let room = room(state).ok_or(GrowthWait::Sample)?;
+    let engine = engine_view(state, room).and_then(|growth| growth.step());
+    let waits = engine.as_ref().err().copied();
+    let step = engine.ok().flatten();
+    let mut gains = state.worker_returns(room.by_headroom());
+    gains.extend(step.as_ref().map(|step| step.gain.clone()));
+    // The reverse of shedding: what would be given up last comes back first.
+    let dearest = gains.into_iter().max_by(Candidate::by_cost_of_a_byte);
+    let Some(gain) = dearest else {
+        return waits.map_or(Ok(None), Err);
+    };
+    Ok(match gain.source {
+        Source::WorkerStop { worker } => Some(NextGrowth::Start { worker }),
+        Source::WorkerVariant { worker, variant } => Some(NextGrowth::Variant { worker, variant }),
+        Source::WorkerNotified { worker } => Some(NextGrowth::Steady { worker }),
+        _ => step.map(|step| NextGrowth::Engine(Box::new(step))),
+    })
+}
+
+/// Whether the engine can be loaded.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Load {
+    /// With this plan, beside what is kept for workers.
+    Fits { plan: EnginePlan, kept: Bytes },
+    /// Its floor does not fit. `missing` is what other holders would have to give, where that is all that is missing.
+    Lacks { error: FloorError, missing: Option<Bytes>, kept: Bytes, headroom: Bytes },
+}
+
+/// The load of the engine; `None` while nothing is to be loaded, or it is not known what there is.
+///
+/// It is loaded as soon as its floor fits beside what workers come back to, and before those that come after it.
+pub(super) fn load(state: &State) -> Option<Load> {
+    let workers_are_up = state.workers.first_are_up(state.now) && state.taken_over_are_measured();
+    if state.draining || !workers_are_up || !state.engine.waits_to_load(state.now) {
+        return None;
+    }
+    // Unknown is not plenty: without a sample it is not known what there is.
+    let headroom = state.pressure.headroom()?;
+    let (shape, limits) = (state.engine.shape()?, state.engine.limits()?);
+    let kept = state.returning_or_waiting_workers();
+    let on_the_book = state.ledger.free().saturating_sub(kept);
+    // As much as growth leaves, so that what is loaded can grow back after a shed.
+    let pressure = &state.params.pressure;
+    let measured = headroom.saturating_sub(pressure.elevated_below.saturating_add(pressure.hysteresis));
+    Some(match shape.plan(on_the_book.min(measured), &limits) {
+        Ok(plan) => Load::Fits { plan, kept },
+        Err(error) => {
+            let others_have_it = error.floor <= measured && error.floor > on_the_book && !state.a_request_waits();
+            let missing = others_have_it.then(|| error.floor.saturating_sub(on_the_book));
+            Load::Lacks { error, missing, kept, headroom }
+        }
+    })
+}
+
+/// The cause for which all growth waits.
+fn waits(state: &State) -> Option<GrowthWait> {
+    let level = state.pressure.level();
+    if state.draining {
+        Some(GrowthWait::Draining)
+    } else if level != PressureLevel::Normal {
+        Some(GrowthWait::Pressure { level })
+    } else if let Some(left) = state.dwell.left(state.now) {
+        Some(GrowthWait::Dwell { left })
+    } else if state.a_request_waits() {
+        let waiting = state.queue.len();
+        Some(GrowthWait::Requests { waiting })
+    } else if room(state).is_none() {
+        Some(GrowthWait::Sample)
+    } else {
+        None
+    }
+}
+
+/// Memory that growth may use, if the last sample is newer than the last change.
+pub(super) fn room(state: &State) -> Option<GrowthRoom> {
+    let sampled_at = state.pressure.sampled_at()?;
+    let room = GrowthRoom {
+        free: state.ledger.free(),
+        headroom: state.pressure.headroom()?,
+        elevated: state.params.pressure.elevated_below,
+        hysteresis: state.params.pressure.hysteresis,
+        reserved: state.returning_or_waiting_workers(),
+    };
+    let fresh = state.now.saturating_since(sampled_at) <= state.params.pressure.sample_age_max;
+    (fresh && sampled_at > state.changed_at).then_some(room)
+}
+
+/// The inputs of the engine's growth, or why nothing of it can grow now.
+fn engine_view(state: &State, room: GrowthRoom) -> Result<EngineGrowth<'_>, GrowthWait> {
+    let full = state.engine.full_plan();
+    let (Some(id), Some(shape), Some(limits), Some(goal), Some(full)) =
+        (state.engine.lease, state.engine.shape(), state.engine.limits(), state.engine.goal(), full)
+    else {
+        return Err(GrowthWait::NotLoaded);
+    };
+    if !state.engine.plans.pending.is_empty() {
+        return Err(GrowthWait::Changing);
+    }
+    if let Some(until) = state.engine.blocked.growth.filter(|until| state.now < *until) {
+        let left = until.saturating_since(state.now);
+        return Err(GrowthWait::Settling { left });
+    }
+    Ok(EngineGrowth {
+        shape,
+        goal,
+        full,
+        limits,
+        idle: state.engine.is_idle(),
+        kept: state.engine.kv_kept(),
+        held: state.ledger.held_by(id),
+        kv_step_min: state.params.shed.minimum_reclaim,
+        room,
+    })
+}
+
+/// The cause for which the engine's growth waits; `None` while it has its full plan, or changes.
+pub(super) fn engine_waits(state: &State) -> Option<GrowthWait> {
+    let changes = !state.engine.plans.pending.is_empty();
+    let is_full = state.engine.full_plan().as_ref() == state.engine.goal();
+    if !state.engine.is_ready() || changes || is_full {
+        return None;
+    }
+    if let Some(wait) = waits(state) {
+        return Some(wait);
+    }
+    let room = room(state)?;
+    let growth = match engine_view(state, room) {
+        Ok(growth) => growth,
+        Err(wait) => return Some(wait),
+    };
+    growth.step().err()
+}
+
+/// Whether so much more may be had at once: by the book, by the last sample, and with no request to come first.
+pub(super) fn has_room(state: &State, more: Bytes) -> bool {
+    state.pressure.level() == PressureLevel::Normal
+        && state.queue.is_empty()
+        && state.engine.plans.pending.is_empty()
+        && more <= room(state).unwrap_or_default().bytes()
+}
+
+/// The plan that gives a request the KV capacity that it needs, or would like.
+pub(super) fn capacity_plan(state: &State, needed: Tokens, wanted: Tokens) -> Result<EnginePlan, GrowthWait> {
+    if state.draining {
+        return Err(GrowthWait::Draining);
+    }
+    let level = state.pressure.level();
+    if level == PressureLevel::Critical {
+        return Err(GrowthWait::Pressure { level });
+    }
+    let growth = engine_view(state, room(state).unwrap_or_default())?;
+    let waits = waits(state);
+    let more = if waits.is_some() { Bytes::ZERO } else { growth.room.bytes() };
+    let limits = growth.limits.at_chunk(growth.goal.prefill_chunk);
+    let now = growth.shape.plan_bytes(growth.goal);
+    let plan = growth.shape.with_capacity(growth.goal, (needed, wanted), now.saturating_add(more), &limits);
+    plan.ok_or_else(|| {
+        let tokens = needed.max(wanted).get().saturating_sub(growth.goal.kv_capacity.get());
+        let step = growth.shape.kv.capacity_bytes(Tokens::new(tokens), growth.goal.kv_type);
+        waits.unwrap_or_else(|| growth.room.lacks(step))
+    })
+}
+
+/// Why the plan of a step is asked for.
+pub(super) fn reason_of(state: &State, step: &EngineStep) -> PlanReason {
+    let goal = state.engine.goal().unwrap_or(&step.plan);
+    let change = PlanChange::of(state.engine.shape(), goal, &step.plan);
+    match step.kind {
+        StepKind::FullForNothing => PlanReason::FullForNothing { now: change.from },
+        StepKind::Chunk => PlanReason::Chunk {
+            tokens: step.plan.prefill_chunk,
+            before: goal.prefill_chunk,
+            streamed: state.engine.shape().map_or(Bytes::ZERO, |shape| shape.bytes_without(&goal.resident)),
+            change,
+        },
+        StepKind::Regrowth => PlanReason::Regrowth {
+            gains: step.gain.bytes(),
+            free: state.ledger.free(),
+            above: room(state).unwrap_or_default().by_headroom(),
+            change,
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        policy::params::{EngineParams, Params, Scope},
+        policy::pressure::{MemoryReading, Sample},
+        policy::residency::small_model,
+        units::Timestamp,
+    };
+
+    fn state() -> State {
+        let mut params = Params::for_budget(Bytes::from_gib(1), Bytes::ZERO, Scope::Machine);
+        params.engine = Some(EngineParams::default());
+        State::new(params).unwrap()
+    }
+
+    fn see(state: &mut State, millis: u64) {
+        let available = Bytes::from_gib(1);
+        let memory = MemoryReading { mem_total: available, mem_available: available, ..MemoryReading::default() };
+        let taken_at = Timestamp::from_millis(millis);
+        state.now = taken_at;
+        let sample = Sample { memory, taken_at, ..Sample::default() };
+        assert_eq!(state.pressure.observe(&sample, available), None);
+    }
+
+    #[test]
+    fn growth_says_what_it_waits_for_from_the_state_alone() {
+        let mut state = state();
+        assert_eq!(next(&state), Err(GrowthWait::Sample), "what there is, is not known");
+        see(&mut state, 1);
+        assert_eq!(next(&state), Err(GrowthWait::NotLoaded));
+        state.dwell.begin(state.now);
+        assert!(matches!(next(&state), Err(GrowthWait::Dwell { .. })));
+        state.draining = true;
+        assert_eq!(next(&state), Err(GrowthWait::Draining));
+    }
+
+    #[test]
+    fn the_load_takes_the_full_plan_or_says_what_is_missing() {
+        let mut state = state();
+        state.engine.inspected(small_model(), state.now);
+        assert_eq!(load(&state), None, "without a sample it is not known what there is");
+        see(&mut state, 1);
+        assert!(matches!(load(&state), Some(Load::Fits { .. })));
+        state.ledger.set_budget(Bytes::from_mib(1), Bytes::ZERO);
+        let Some(Load::Lacks { error, missing, .. }) = load(&state) else {
+            panic!("it does not fit");
+        };
+        assert_eq!(missing, Some(error.floor.saturating_sub(Bytes::from_mib(1))));
     }
 }

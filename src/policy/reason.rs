@@ -80,6 +80,12 @@ pub struct PlanChange {
     pub to: PlanSize,
 }
 
+impl PlanChange {
+    pub(super) fn of(shape: Option<&ModelShape>, from: &EnginePlan, to: &EnginePlan) -> Self {
+        Self { from: PlanSize::of(shape, from), to: PlanSize::of(shape, to) }
+    }
+}
+
 /// Why the engine gets another plan.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

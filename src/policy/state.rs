@@ -11,7 +11,7 @@ use super::{
     admission::{Admission, Want, WantKind},
     dwell::Dwell,
     engine_control::EngineControl,
-    lease::{Class, LeaseId, LeaseKind},
+    lease::{Class, LeaseId, LeaseKind, LeaseView},
     lease_table::{LeaseTable, Phase},
     ledger::Ledger,
     params::{ParamFault, Params, ParamsError},
@@ -108,6 +108,17 @@ impl State {
         {
             self.peaks.forget_other_models(name, params.model.as_deref());
         }
+    }
+
+    /// A lease as its holder and operators see it.
+    pub(super) fn lease_view(&self, id: LeaseId) -> Option<LeaseView> {
+        let mut view = self.leases.view(id, &self.ledger)?;
+        if view.kind == LeaseKind::Engine {
+            // Memory that no token has touched is held, and not used.
+            let untouched = self.engine.kv.untouched;
+            view.memory.used = view.memory.used.map(|used| used.saturating_sub(untouched));
+        }
+        Some(view)
     }
 
     pub(super) fn engine_held(&self) -> Bytes {

@@ -344,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_a_pressure_file_is_told() {
+    fn what_is_not_a_pressure_file_is_reported() {
         for (text, message) in [
             ("", "there is no such line"),
             ("some avg10=x avg60=0.00 total=1", "line 1: `x` is not a percentage"),

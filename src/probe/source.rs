@@ -106,7 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_is_read_anew_each_time_and_may_grow() {
+    fn a_file_is_read_again_each_time_and_may_grow() {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         let mut source = Source::open(file.path().to_owned()).unwrap();
         assert_eq!(source.read().unwrap(), b"");

@@ -87,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn stock_zram_and_a_swap_file_are_told_apart() {
+    fn stock_zram_and_a_swap_file_are_reported_apart() {
         let devices =
             parse(include_bytes!("../../tests/fixtures/jetson/zram/proc_swaps_orin-nx-16g.RECONSTRUCTED.txt"));
         assert_eq!(devices.len(), 9);

@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_is_told_how_many_lines_it_has_missed() {
+    fn a_reader_is_reported_how_many_lines_it_has_missed() {
         let log = EventLog::new(3);
         for sequence in 1..=5 {
             log.push(record(sequence));

@@ -495,7 +495,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_used_is_told_apart() {
+    fn what_cannot_be_used_is_reported_apart() {
         let second = wav(spec(1, 16, SampleFormat::Int), &vec![0i16; 44_100]);
         let error = parse_wav(&second, Duration::from_millis(500)).unwrap_err();
         assert_eq!(error.to_string(), "audio of 1.0 s is longer than the limit of 0.5 s");

@@ -206,12 +206,12 @@ impl WyomingClient {
             self.send(&mut writer, Event::AudioStop(AudioStop::default()), patience).await
         };
         // The server may refuse before it has taken all audio; its `error` explains more than our broken pipe.
-        let told = tokio::sync::Notify::new();
+        let reported = tokio::sync::Notify::new();
         let receive = async {
             loop {
                 match self.receive(&mut reader).await? {
                     Event::TranscriptChunk(piece) => {
-                        told.notify_one();
+                        reported.notify_one();
                         // One without words is only a sign of life.
                         if let Some(pieces) = pieces.filter(|_| !piece.text.is_empty()) {
                             // The receiver is gone when the request is over, which drops this.
@@ -237,7 +237,7 @@ impl WyomingClient {
             tokio::select! {
                 biased;
                 answered = &mut receive => break Some(answered),
-                () = told.notified() => {}
+                () = reported.notified() => {}
                 () = tokio::time::sleep(patience) => break None,
             }
         };

@@ -461,7 +461,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_wav_is_told() {
+    fn what_is_not_wav_is_reported() {
         assert_eq!(begin_of(b"<html>no such page</html>", 5).unwrap_err(), "its audio is not WAV");
         let mut wav = MonoAudio::new(16_000, vec![5]).to_wav().unwrap();
         wav[20] = 85;

@@ -397,13 +397,13 @@ async fn refuse(mut reader: FrameReader<BoxedReader>, mut writer: BoxedWriter, l
         ),
         code: Some(BUSY.to_owned()),
     });
-    let told = async {
+    let reported = async {
         write_frame(&mut writer, &error.into_frame()).await?;
         writer.shutdown().await?;
         reader.discard(LINGER_BYTES).await;
         Ok::<(), FrameError>(())
     };
-    let _ = timeout(LINGER, told).await;
+    let _ = timeout(LINGER, reported).await;
 }
 
 /// One client.

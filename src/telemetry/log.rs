@@ -279,13 +279,13 @@ mod tests {
         guard.flush();
         let text = text.lock().unwrap();
         assert!(text.contains("line number=0"), "{text}");
-        let told = text.lines().filter_map(|line| line.strip_suffix(" log lines were dropped"));
-        let told: u64 = told.map(|count| count.parse::<u64>().unwrap()).sum();
-        assert_eq!(told, lost, "{text}");
+        let reported = text.lines().filter_map(|line| line.strip_suffix(" log lines were dropped"));
+        let reported: u64 = reported.map(|count| count.parse::<u64>().unwrap()).sum();
+        assert_eq!(reported, lost, "{text}");
     }
 
     #[test]
-    fn a_wrong_filter_is_told() {
+    fn a_wrong_filter_is_reported() {
         let error = init("cotenant=loud", LogFormat::Json).unwrap_err();
         assert_eq!(error.to_string(), "cannot log by the filter `cotenant=loud`");
     }

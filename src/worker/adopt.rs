@@ -27,7 +27,7 @@ use crate::{
 pub(super) struct LaunchRecord {
     /// Name of the worker.
     pub(super) worker: String,
-    /// Where its supervisors are: see [`Heir`](super::spec::Heir).
+    /// Where its supervisors are: see [`Successor`](super::spec::Successor).
     pub(super) place: String,
     /// Of the specification: a worker with another one is not taken over.
     pub(super) specification: String,
@@ -74,7 +74,7 @@ impl LaunchRecord {
         }
         Some(Self {
             worker: spec.name.clone(),
-            place: spec.heir.as_ref()?.place.clone(),
+            place: spec.successor.as_ref()?.place.clone(),
             specification: specification_of(spec),
             endpoint: endpoint.map(ToString::to_string),
             variant: variant.map(str::to_owned),
@@ -129,10 +129,10 @@ pub fn survivors(roots: &KernelRoots, specs: &[WorkerSpec]) -> Vec<Survivor> {
         // Anybody can write such variables into the environment of a process of his own.
         let owner = fs::metadata(proc.join(process.pid.to_string())).map(|owner| owner.uid());
         let wanted = specs.iter().any(|spec| {
-            let heir = spec.heir.as_ref().is_some_and(|heir| heir.place == record.place);
+            let successor = spec.successor.as_ref().is_some_and(|successor| successor.place == record.place);
             let user = spec.confinement.user.as_deref().and_then(user_id).unwrap_or(us);
             let ours = owner.as_ref().is_ok_and(|owner| *owner == user);
-            heir && ours && spec.name == record.worker && specification_of(spec) == record.specification
+            successor && ours && spec.name == record.worker && specification_of(spec) == record.specification
         });
         let known = found.iter().any(|other| other.worker == record.worker);
         if !wanted || known || mark.may_run(proc) {
@@ -220,11 +220,11 @@ const FNV_PRIME: u64 = 0x0100_0000_01b3;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::worker::spec::{Heir, Listen};
+    use crate::worker::spec::{Listen, Successor};
 
     fn spec(place: &str) -> WorkerSpec {
         WorkerSpec {
-            heir: Some(Heir { place: place.to_owned(), lock: "/nowhere/lock".into() }),
+            successor: Some(Successor { place: place.to_owned(), lock: "/nowhere/lock".into() }),
             ..WorkerSpec::new("asr", vec!["sleep".to_owned()], Listen::Nowhere)
         }
     }

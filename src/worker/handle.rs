@@ -31,7 +31,7 @@ use crate::{
 ///
 /// Each has a task of its own that owns the process; the methods ask that task. When the last handle is dropped, or
 /// the runtime ends, the worker is killed with its group. No restart happens here. A worker whose specification names
-/// an [heir](WorkerSpec::heir) goes on when the whole supervisor is killed, and is [adopted](Self::adopt) by the next.
+/// an [successor](WorkerSpec::successor) goes on when the whole supervisor is killed, and is [adopted](Self::adopt) by the next.
 #[derive(Clone, Debug)]
 pub struct WorkerHandle {
     shared: Arc<Shared>,

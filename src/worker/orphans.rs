@@ -41,7 +41,7 @@ pub(super) struct Launched<'a> {
 
 /// Ends the workers of supervisors that do not run any more; to be called before the first worker is started.
 ///
-/// Without an heir a worker gets SIGKILL from the kernel when its supervisor dies, but its own children do not. Only
+/// Without a successor a worker gets SIGKILL from the kernel when its supervisor dies, but its own children do not. Only
 /// processes that carry a mark of a supervisor of this process namespace are ended, what descends from them, and what
 /// shares a control group with them; none of a supervisor that runs beside us, and none that is left to the heirs of
 /// another place than `place`. `spared` are taken over, with their children.

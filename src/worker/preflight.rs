@@ -380,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_with_a_program_is_told() {
+    fn what_is_wrong_with_a_program_is_reported() {
         let fine = ProgramFacts { found: Some("/opt/asr".to_owned()), executable: true, ..ProgramFacts::default() };
         let judge = |change: &dyn Fn(&mut ProgramFacts)| {
             let mut facts = fine.clone();
@@ -407,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn flags_that_do_not_do_what_they_say_here_are_told() {
+    fn flags_that_do_not_do_what_they_say_here_are_reported() {
         let peak = Bytes::from_gib(6);
         for (line, expected) in [
             ("/usr/bin/llama-server -m x", vec!["prompt_cache_above_peak"]),
@@ -426,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_that_works_against_us_is_told() {
+    fn a_machine_that_works_against_us_is_reported() {
         assert_eq!(
             rules(&judge_machine(&orin(), &["earlyoom (pid 812)".to_owned()])),
             ["zram_share", "another_killer", "nvmap_holder", "no_control_groups"]

@@ -199,13 +199,13 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_of_the_fifo_waits_until_it_is_told_and_sees_no_end() {
+    fn a_reader_of_the_fifo_waits_until_it_is_reported_and_sees_no_end() {
         let folder = tempfile::tempdir().unwrap();
         let watch = watch(&folder, PressureKind::Fifo);
         let tap = Tap::open(&watch).unwrap();
         let mut reader = fs::OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(&watch.path).unwrap();
         let mut bytes = [0; 16];
-        assert_eq!(reader.read(&mut bytes).unwrap_err().kind(), io::ErrorKind::WouldBlock, "not told, and no end");
+        assert_eq!(reader.read(&mut bytes).unwrap_err().kind(), io::ErrorKind::WouldBlock, "not notified, and no end");
         assert_eq!(tap.tell(), 1);
         assert_eq!(reader.read(&mut bytes).unwrap(), 1);
         // A worker that never reads does not hold us up.
@@ -217,14 +217,14 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_that_outlives_us_sees_no_end_of_its_fifo_and_is_told_by_whoever_takes_it_over() {
+    fn a_worker_that_outlives_us_sees_no_end_of_its_fifo_and_is_reported_by_whoever_takes_it_over() {
         let folder = tempfile::tempdir().unwrap();
         let watch = watch(&folder, PressureKind::Fifo);
         let tap = Tap::open(&watch).unwrap();
         // It reads one byte, and then another; an end would have `read` fail.
         let mut command = Command::new("sh");
         command
-            .args(["-c", "exec < \"$0\"; read -r a && echo told && read -r b && echo told again"])
+            .args(["-c", "exec < \"$0\"; read -r a && echo reported && read -r b && echo reported again"])
             .arg(&watch.path)
             .stdout(std::process::Stdio::piped());
         tap.keep_open_in(&mut command);
@@ -233,7 +233,7 @@ mod tests {
         let mut line = String::new();
         assert_eq!(tap.tell(), 1);
         said.read_line(&mut line).unwrap();
-        assert_eq!(line, "told\n");
+        assert_eq!(line, "reported\n");
 
         // Gone as with a supervisor that is killed: its descriptor is closed, and the file stays.
         let path = tap.path.clone();
@@ -246,7 +246,7 @@ mod tests {
         let taken_over = Tap::reopen(&watch).unwrap();
         assert_eq!(taken_over.tell(), 1);
         said.read_line(&mut line).unwrap();
-        assert_eq!(line, "told\ntold again\n");
+        assert_eq!(line, "reported\nreported again\n");
         assert!(child.wait().unwrap().success());
         drop(taken_over);
         assert!(!path.exists());
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn each_process_that_has_connected_is_told_and_one_that_is_gone_is_forgotten() {
+    fn each_process_that_has_connected_is_reported_and_one_that_is_gone_is_forgotten() {
         let folder = tempfile::tempdir().unwrap();
         let watch = watch(&folder, PressureKind::Socket);
         let tap = Tap::open(&watch).unwrap();

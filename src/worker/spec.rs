@@ -49,12 +49,12 @@ pub struct WorkerSpec {
     /// How many last lines of stdout and of stderr are kept for reports.
     pub log_lines: usize,
     /// Who may take it over when its supervisor ends without a word; `None` has the kernel end it then.
-    pub heir: Option<Heir>,
+    pub successor: Option<Successor>,
 }
 
 /// The supervisors that follow one another in one place.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Heir {
+pub struct Successor {
     /// Names the place, by the folder of its sockets: a supervisor takes over the workers of its own place only.
     pub place: String,
     /// A file that the supervisor of the moment keeps locked, so that a worker can see whether there is one.
@@ -81,7 +81,7 @@ impl WorkerSpec {
             confinement: Confinement::default(),
             pressure: None,
             log_lines: LOG_LINES,
-            heir: None,
+            successor: None,
         }
     }
 }

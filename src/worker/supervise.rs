@@ -144,10 +144,10 @@ impl Supervisor {
             variant.as_deref(),
             confine.group().map(WorkerGroup::folder),
         );
-        let leash = match (&spec.heir, record) {
-            (Some(heir), Some(record)) => {
+        let leash = match (&spec.successor, record) {
+            (Some(successor), Some(record)) => {
                 let record = serde_json::to_string(&record).map_err(io::Error::other).map_err(failed)?;
-                command.env(LAUNCH_VARIABLE, record).env(LOCK_VARIABLE, &heir.lock);
+                command.env(LAUNCH_VARIABLE, record).env(LOCK_VARIABLE, &successor.lock);
                 Leash::Long
             }
             _ => {

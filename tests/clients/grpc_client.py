@@ -142,7 +142,7 @@ def a_lease_is_held_on_a_stream(context):
     )(iter(outgoing.get, None), timeout=20)
     answer = next(stream)
     assert answer.WhichOneof("message") == "renewed" and answer.renewed.name == lease.name
-    # An answer to a target that was never sent changes nothing, and is told so.
+    # An answer to a target that was never sent changes nothing, and is reported so.
     outgoing.put(request(name=lease.name, boot_id=lease.boot_id, generation=lease.generation, nonce=99,
                          target_bytes=1, state=1))
     answer = next(stream)

@@ -80,7 +80,7 @@ def an_answer_in_one_piece_follows_a_schema(context):
 
 
 @check()
-def tools_are_told_and_their_outcome_is_taken(context):
+def tools_are_reported_and_their_outcome_is_taken(context):
     answer = context.client.chat(
         model=context.model,
         messages=[

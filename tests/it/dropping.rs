@@ -59,7 +59,7 @@ fn distance(a: &[f32], b: &[f32]) -> f32 {
 }
 
 /// In a single layer, keys and values know nothing of what was before them: so a sequence that has lost its oldest tokens
-/// is one that never had them, read anew.
+/// is one that never had them, read again.
 #[test]
 fn what_goes_on_without_its_oldest_tokens_is_as_if_it_had_never_had_them() {
     for architecture in Architecture::ALL {

@@ -86,7 +86,7 @@ fn plans_do_not_change_the_answer_and_each_is_answered() {
 }
 
 #[test]
-fn a_plan_that_cannot_be_is_told_and_the_one_before_stays() {
+fn a_plan_that_cannot_be_is_reported_and_the_one_before_stays() {
     let mut stage = Stage::new(Setting::default(), babble);
     let mut impossible = plan(64);
     impossible.prefill_chunk = Tokens::ZERO;
@@ -253,7 +253,7 @@ fn a_growth_that_waits_for_a_disk_gives_way_to_a_deadline_that_passes() {
 }
 
 #[test]
-fn what_a_hanging_read_keeps_is_told_when_the_answer_fails_and_when_the_read_returns() {
+fn what_a_hanging_read_keeps_is_reported_when_the_answer_fails_and_when_the_read_returns() {
     let left = Arc::<AtomicU64>::default();
     let setting = Setting { left: Arc::clone(&left), ..Setting::default() };
     let stage = Stage::new(setting, |_| Act::Stall);
@@ -267,11 +267,11 @@ fn what_a_hanging_read_keeps_is_told_when_the_answer_fails_and_when_the_read_ret
     }
     left.store(0, Ordering::Release);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
-    let told = async {
-        let told = watch.wait_for(|snapshot| snapshot.held == Some(Bytes::ZERO));
-        tokio::time::timeout(PATIENCE, told).await.unwrap().unwrap();
+    let reported = async {
+        let reported = watch.wait_for(|snapshot| snapshot.held == Some(Bytes::ZERO));
+        tokio::time::timeout(PATIENCE, reported).await.unwrap().unwrap();
     };
-    runtime.unwrap().block_on(told);
+    runtime.unwrap().block_on(reported);
     stage.stop();
 }
 
@@ -326,11 +326,11 @@ fn a_load_that_hangs_leaves_one_and_another_is_made_when_it_has_returned() {
     let mut watch = handle.watch();
     drop(kept);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
-    let told = async {
-        let told = watch.wait_for(|snapshot| snapshot.held.is_none());
-        tokio::time::timeout(PATIENCE, told).await.unwrap().unwrap();
+    let reported = async {
+        let reported = watch.wait_for(|snapshot| snapshot.held.is_none());
+        tokio::time::timeout(PATIENCE, reported).await.unwrap().unwrap();
     };
-    runtime.unwrap().block_on(told);
+    runtime.unwrap().block_on(reported);
     load("cannot read `blk.0.attn_norm.weight`");
     assert_eq!(opened.load(Ordering::Acquire), 2);
     handle.stop();
@@ -522,7 +522,7 @@ fn an_answer_that_may_lose_its_oldest_context_goes_on_where_another_one_ends() {
         let (said, dropped) = (usage.completion_tokens.get(), usage.dropped_tokens.get());
         (answer.tokens, answer.started.unwrap().1, (reason, said, dropped))
     };
-    // 192 tokens are kept; the last token of an answer is told, and not kept.
+    // 192 tokens are kept; the last token of an answer is reported, and not kept.
     let (short, _, end) = ask(1, None, 170);
     assert_eq!(end, (FinishReason::Length, 93, 0));
     let (long, _, end) = ask(2, Some(Sinks::DEFAULT), 170);
@@ -586,9 +586,9 @@ fn a_continued_conversation_has_the_answer_of_one_from_the_start() {
     let continued = tokens(2, &prompt);
     assert!(continued.started.unwrap().1 >= 50, "{:?}", continued.started);
     tokens(3, &[1, 2, 3]);
-    let anew = tokens(4, &prompt);
-    assert_eq!(anew.started.unwrap().1, 0);
-    assert_eq!(continued.tokens, anew.tokens);
+    let afresh = tokens(4, &prompt);
+    assert_eq!(afresh.started.unwrap().1, 0);
+    assert_eq!(continued.tokens, afresh.tokens);
     handle.stop();
     engine.join();
 }
@@ -623,8 +623,8 @@ fn a_conversation_goes_on_from_an_answer_that_was_interrupted() {
         let least = if architecture == Architecture::Qwen35 { 64 } else { 72 };
         assert!((least..=72).contains(&cached), "{architecture:?}: {cached}");
         collect(&mut handle.generate(request(3, &[1, 2, 3], 2)).unwrap());
-        let anew = collect(&mut handle.generate(request(4, &longer, 6)).unwrap());
-        assert_eq!((anew.started.unwrap().1, &anew.tokens), (0, &continued.tokens));
+        let afresh = collect(&mut handle.generate(request(4, &longer, 6)).unwrap());
+        assert_eq!((afresh.started.unwrap().1, &afresh.tokens), (0, &continued.tokens));
 
         // What is kept for that is the first to be given up.
         interrupt(300..320);
@@ -692,7 +692,7 @@ fn what_the_engine_holds_is_within_what_its_plan_says() {
 }
 
 #[test]
-fn a_file_that_cannot_be_loaded_is_told_and_another_may_follow() {
+fn a_file_that_cannot_be_loaded_is_reported_and_another_may_follow() {
     let good = Real::new(Architecture::Qwen3);
     let (sink, mut events) = mpsc::channel(8);
     let engine = Engine::start(EngineOptions::default(), options(), sink).unwrap();

@@ -13,7 +13,7 @@ use cotenant::{
 use crate::stage::*;
 
 #[test]
-fn an_answer_is_started_told_and_finished() {
+fn an_answer_is_started_reported_and_finished() {
     let mut stage = Stage::new(Setting::default(), recite(2, "grüß dich 🦙"));
     let answer = stage.ask(request(1, "hi"));
     assert_eq!(answer.text, "grüß dich 🦙");
@@ -42,7 +42,7 @@ fn an_answer_is_started_told_and_finished() {
 }
 
 #[test]
-fn a_stop_string_ends_the_answer_across_tokens_and_is_not_told() {
+fn a_stop_string_ends_the_answer_across_tokens_and_is_not_reported() {
     let stage = Stage::new(Setting::default(), recite(2, "one two three"));
     let answer = stage
         .ask(GenerateRequest { stop: vec!["never".to_owned(), String::new(), "o t".to_owned()], ..request(1, "hi") });
@@ -51,7 +51,7 @@ fn a_stop_string_ends_the_answer_across_tokens_and_is_not_told() {
 }
 
 #[test]
-fn text_held_back_for_a_stop_string_is_told_when_the_answer_ends() {
+fn text_held_back_for_a_stop_string_is_reported_when_the_answer_ends() {
     let stage = Stage::new(Setting::default(), recite(2, "one tw"));
     let answer = stage.ask(GenerateRequest { stop: vec!["two".to_owned()], ..request(1, "hi") });
     assert_eq!((answer.text.as_str(), answer.reason()), ("one tw", FinishReason::Stop));
@@ -59,14 +59,14 @@ fn text_held_back_for_a_stop_string_is_told_when_the_answer_ends() {
 }
 
 #[test]
-fn of_a_token_with_a_stop_string_in_it_nothing_behind_that_is_told() {
+fn of_a_token_with_a_stop_string_in_it_nothing_behind_that_is_reported() {
     let stage = Stage::new(Setting::default(), |sequence| {
         Act::Say(if sequence.len() == 3 { SPACE_AND_HALF } else { u32::from(b'a') })
     });
     let answer = stage.ask(GenerateRequest { stop: vec![" ".to_owned()], ..request(1, "hi") });
     assert_eq!((answer.text.as_str(), answer.reason()), ("a", FinishReason::StopText(0)));
     stage.stop();
-    // The model itself may end in the middle of a character, and that is told.
+    // The model itself may end in the middle of a character, and that is reported.
     let stage =
         Stage::new(Setting::default(), |sequence| Act::Say(if sequence.len() == 3 { IM_END } else { SPACE_AND_HALF }));
     let answer = stage.ask(request(1, "hi"));
@@ -87,7 +87,7 @@ fn a_form_that_a_model_cannot_say_is_the_form_s_fault() {
 }
 
 #[test]
-fn max_tokens_ends_the_answer_and_no_half_character_is_told() {
+fn max_tokens_ends_the_answer_and_no_half_character_is_reported() {
     let stage = Stage::new(Setting::default(), recite(2, "äöü"));
     let answer = stage.ask(limited(1, "hi", 3));
     assert_eq!((answer.text.as_str(), answer.reason()), ("ä", FinishReason::Length));
@@ -306,15 +306,15 @@ fn a_prompt_beyond_the_present_capacity_is_refused_for_now() {
 fn a_prompt_that_goes_on_with_the_last_answer_is_not_computed_again() {
     let stage = Stage::new(Setting::default(), babble);
     let first = stage.ask(limited(1, "question", 6));
-    // The last token was told but never computed.
+    // The last token was reported but never computed.
     let next = format!("question{} and more", first.text);
     let continued = stage.ask(limited(2, &next, 6));
     assert_eq!(continued.started, Some((8 + 6 + 9, 8 + 5)));
     let other = stage.ask(limited(3, "another", 6));
     assert_eq!(other.started, Some((7, 0)));
-    let anew = stage.ask(limited(4, &next, 6));
-    assert_eq!(anew.started, Some((23, 0)));
-    assert_eq!(anew.tokens, continued.tokens);
+    let afresh = stage.ask(limited(4, &next, 6));
+    assert_eq!(afresh.started, Some((23, 0)));
+    assert_eq!(afresh.tokens, continued.tokens);
     stage.stop();
 }
 

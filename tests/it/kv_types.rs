@@ -151,22 +151,22 @@ fn a_conversion_gives_memory_back_and_what_is_lost_is_read_again_when_there_is_r
     model.forward(&tokens[..139], &mut go()).unwrap();
     let (before, kv) = (model.kernel_resident(), model.shape().kv);
     let asked = |kind| kv.capacity_bytes(Tokens::new(640), kind);
-    let told = |report: &ApplyReport, from, to| {
+    let reported = |report: &ApplyReport, from, to| {
         assert_eq!(report.asked, asked(from) - asked(to));
         // Every byte was in memory or never touched, but for places of the last block that have no token yet.
         assert!(report.freed + report.untouched + kv.block_bytes(from) >= report.asked, "{report:?}");
         assert_eq!(report.plan.kv_type, to);
     };
     let report = model.apply(&plan(0..5, 640, 128, KvType::Q8)).unwrap();
-    told(&report, KvType::F16, KvType::Q8);
+    reported(&report, KvType::F16, KvType::Q8);
     assert_eq!(report.freed, before - model.kernel_resident(), "as the kernel counts");
     let used = kv.bytes_per_token(KvType::F16).saturating_mul(139);
     assert!(report.freed > used.per_mille(250), "{} of {used}", report.freed);
-    told(&model.apply(&plan(0..5, 640, 128, KvType::Q4)).unwrap(), KvType::Q8, KvType::Q4);
+    reported(&model.apply(&plan(0..5, 640, 128, KvType::Q4)).unwrap(), KvType::Q8, KvType::Q4);
     assert_eq!(model.kv_precision(), KvType::Q4);
     assert_eq!(model.keep(130), 130, "what is kept as it is can be gone on from");
 
-    // Up again: the running sequence goes on with what it has, the next one is read anew.
+    // Up again: the running sequence goes on with what it has, the next one is read again.
     let report = model.apply(&plan(0..5, 640, 128, KvType::F16)).unwrap();
     assert_eq!(report.grown, asked(KvType::F16) - asked(KvType::Q4));
     let continued = model.forward(&tokens[130..], &mut go()).unwrap().to_vec();

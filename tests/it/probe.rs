@@ -158,17 +158,17 @@ fn gpu_memory_is_counted_where_it_can_be_and_inferred_elsewhere() {
 }
 
 #[test]
-fn debugfs_that_is_half_readable_is_told_as_such_and_the_pool_is_emptied_where_that_is_allowed() {
+fn debugfs_that_is_half_readable_is_reported_as_such_and_the_pool_is_emptied_where_that_is_allowed() {
     let machine = Machine::orin_nx("orin-nx-16g_r36.4_idle.RECONSTRUCTED", 1024);
-    let told = |machine: &Machine| {
+    let reported = |machine: &Machine| {
         let found = Capabilities::probe(&machine.root);
         let nvmap = found.get("nvmap").unwrap();
         (nvmap.presence, nvmap.detail.clone())
     };
-    assert_eq!(told(&machine).0, Presence::Present);
+    assert_eq!(reported(&machine).0, Presence::Present);
     assert!(nvmap::empty_pool(&machine.root, Bytes::from_mib(4)).is_err());
     let machine = machine.with("sys/module/nvmap/parameters/shrink_page_pools", "0");
-    assert!(told(&machine).1.ends_with("which is emptied where the processor runs short"));
+    assert!(reported(&machine).1.ends_with("which is emptied where the processor runs short"));
     nvmap::empty_pool(&machine.root, Bytes::from_mib(4)).unwrap();
     let written = machine.root.sys("module/nvmap/parameters/shrink_page_pools");
     assert_eq!(fs::read_to_string(written).unwrap(), "1024");
@@ -180,7 +180,7 @@ fn debugfs_that_is_half_readable_is_told_as_such_and_the_pool_is_emptied_where_t
         let path = format!("sys/kernel/debug/nvmap/{file}");
         let whole = fs::read(machine.folder.path().join(&path)).unwrap();
         fs::write(machine.folder.path().join(&path), half).unwrap();
-        assert_eq!(told(&machine).0, Presence::Limited, "{file}");
+        assert_eq!(reported(&machine).0, Presence::Limited, "{file}");
         let reading = Sampler::open(&machine.root, None).unwrap().read().unwrap();
         assert_eq!(reading.gpu.is_none(), file.starts_with("stats"), "{file}");
         assert_eq!(reading.pool.is_none(), file.starts_with("pagepool"), "{file}");
@@ -189,7 +189,7 @@ fn debugfs_that_is_half_readable_is_told_as_such_and_the_pool_is_emptied_where_t
 }
 
 #[test]
-fn what_a_board_has_and_lacks_is_told_with_its_consequence() {
+fn what_a_board_has_and_lacks_is_reported_with_its_consequence() {
     let machine = Machine::orin_nx("orin-nx-16g_r36.4_voice-stack-tight.RECONSTRUCTED", 1024);
     insta::assert_snapshot!("capabilities_of_an_orin_nx", show(&Capabilities::probe(&machine.root)));
     let nvmap = Nvmap::find(&machine.root).unwrap();
@@ -198,7 +198,7 @@ fn what_a_board_has_and_lacks_is_told_with_its_consequence() {
 }
 
 #[test]
-fn a_machine_that_has_nothing_is_told_apart_from_an_error() {
+fn a_machine_that_has_nothing_is_reported_apart_from_an_error() {
     let machine = Machine::new().with("proc/meminfo", "MemTotal: 1000 kB\nMemAvailable: 900 kB\n");
     let reading = Sampler::open(&machine.root, None).unwrap().read().unwrap();
     assert_eq!((reading.vmstat, reading.pressure, reading.pool), (None, None, None));
@@ -211,7 +211,7 @@ fn a_machine_that_has_nothing_is_told_apart_from_an_error() {
 
 #[test]
 fn without_memory_readings_there_is_an_error_with_its_cause() {
-    let told = |machine: &Machine| {
+    let reported = |machine: &Machine| {
         let error = match Sampler::open(&machine.root, None) {
             Ok(mut sampler) => sampler.read().unwrap_err(),
             Err(error) => error,
@@ -220,11 +220,11 @@ fn without_memory_readings_there_is_an_error_with_its_cause() {
         format!("{error} (caused by: {cause})").replace(&machine.folder.path().display().to_string(), "")
     };
     assert_eq!(
-        told(&Machine::new()),
+        reported(&Machine::new()),
         "cannot read memory from `/proc/meminfo` (caused by: No such file or directory (os error 2))"
     );
     assert_eq!(
-        told(&Machine::new().with("proc/meminfo", "MemTotal: 9 kB\n\nMemAvailable: 12x45 kB\n")),
+        reported(&Machine::new().with("proc/meminfo", "MemTotal: 9 kB\n\nMemAvailable: 12x45 kB\n")),
         "cannot read `MemAvailable` from `/proc/meminfo` (caused by: line 3: `12x45` is not a number of kB)"
     );
 }

@@ -102,8 +102,8 @@ fn a_text_chooses_what_it_needs_and_one_that_cannot_be_read_is_named() {
             _ => {}
         }
         let error = Model::inspect_with(&path, Some(&Sayable::Text(text.clone())), 1).unwrap_err();
-        let told = format!("{error}: {}", std::error::Error::source(&error).unwrap());
-        assert!(told.contains(problem) && told.contains(name), "{told}");
+        let reported = format!("{error}: {}", std::error::Error::source(&error).unwrap());
+        assert!(reported.contains(problem) && reported.contains(name), "{reported}");
         assert!(error.hint().is_some());
     }
 }

@@ -93,12 +93,12 @@ async fn a_recording_of_more_than_a_minute_is_heard_to_its_end() {
         recording.samples.extend([0; 9 * 16_000]);
     }
     assert!(recording.duration() > Duration::from_secs(60));
-    let (pieces, mut told) = tokio::sync::mpsc::channel(64);
+    let (pieces, mut reported) = tokio::sync::mpsc::channel(64);
     let heard = client_of(&asr).hear(&recording, None, Some(&pieces)).await.unwrap();
     assert_eq!(heard.text, commands.join(" "));
     drop(pieces);
     let mut in_pieces = String::new();
-    while let Some(piece) = told.recv().await {
+    while let Some(piece) = reported.recv().await {
         in_pieces.push_str(&piece);
     }
     assert_eq!(in_pieces, heard.text);
@@ -235,7 +235,7 @@ async fn a_server_that_stalls_within_the_audio_ends_the_stream_with_an_error() {
 }
 
 #[tokio::test]
-async fn garbage_a_closed_connection_and_a_refusal_are_told_apart() {
+async fn garbage_a_closed_connection_and_a_refusal_are_reported_apart() {
     let garbage = server_that_says(b"HTTP/1.1 400 Bad Request\r\n\r\n", false).await;
     assert!(matches!(garbage.describe().await, Err(ClientError::Frame { .. })));
     let closed = server_that_says(b"", true).await;

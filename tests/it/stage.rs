@@ -1,4 +1,4 @@
-//! An engine on a stage: a model that does as it is told, and what it takes to watch it.
+//! An engine on a stage: a model that does as it is asked, and what it takes to watch it.
 #![expect(clippy::panic, reason = "a model that breaks down")]
 
 use std::{

@@ -134,7 +134,7 @@ async fn the_children_of_a_worker_end_with_it_wherever_they_hide() {
 async fn an_exit_code_of_137_is_not_a_signal() {
     let mut bench = Bench::new();
     let mut spec = bench.silent_spec(
-        "liar",
+        "misreporting",
         &["sh", "-c", "i=0; while [ $i -lt 20 ]; do echo line $i >&2; i=$((i+1)); done; exit 137"],
     );
     spec.log_lines = 3;

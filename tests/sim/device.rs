@@ -82,7 +82,7 @@ pub(crate) fn choose(rng: &mut ChaCha8Rng) -> Device {
     Device { os_used: reserve.per_mille(rng.random_range(300..1000)), params, shape, hopeless: None }
 }
 
-/// What some workers have besides their sizes: they rest, come after others, or shed when they are told. Drawn from a
+/// What some workers have besides their sizes: they rest, come after others, or shed when they are notified. Drawn from a
 /// source of its own, so that a seed keeps its device otherwise.
 pub(crate) fn choose_habits(seed: u64, device: &mut Device) {
     let mut rng = ChaCha8Rng::seed_from_u64(seed ^ HABITS);

@@ -110,7 +110,7 @@ struct State {
     ended: Vec<LeaseId>,
     /// How many of the holders have letters.
     acting: usize,
-    /// The arbiter as it was seen last: nothing changes it but what it is told.
+    /// The arbiter as it was seen last: nothing changes it but what it is given.
     seen: Arc<Snapshot>,
 }
 
@@ -383,7 +383,7 @@ impl State {
         self.tell(Event::DeadlineReached)
     }
 
-    /// Whoever has not heard of anybody for a term goes as if it had been told.
+    /// Whoever has not heard of anybody for a term goes as if it had been notified.
     fn end_terms(&mut self) {
         let now = self.now;
         for holder in &mut self.holders {
@@ -442,7 +442,7 @@ impl State {
             let held = held.map_or(Bytes::ZERO, |lease| lease.memory.held);
             let was = before.leases.iter().find(|lease| lease.id == LeaseId(id));
             let credited = was.is_some_and(|was| was.memory.held > held);
-            // A liar is not covered for what it keeps beyond its end; nothing is ever credited that is in use. Once its
+            // A non-compliant holder is not covered for what it keeps beyond its end; nothing is ever credited that is in use. Once its
             // lease has ended a holder is covered for what it may take, as far as it knows: what it has not given back
             // beyond is unaccounted.
             let relies_on = if holder.unheard { holder.used.min(holder.may_use) } else { holder.used };
@@ -501,7 +501,7 @@ impl State {
         self.holders.iter_mut().find(|holder| holder.lease.is_some_and(|(id, _)| id == lease.0))
     }
 
-    /// No letters any more: everybody answers and is measured, liars die. All must be answered, and the book empty.
+    /// No letters any more: everybody answers and is measured, non-compliant holders die. All must be answered, and the book empty.
     fn comes_to_rest(mut self) -> Result<(), String> {
         for holder in &mut self.holders {
             if holder.lied && (holder.lease.is_none() || holder.unheard) {

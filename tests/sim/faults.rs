@@ -75,7 +75,7 @@ kinds! {
     crashing_workers,
     workers_never_ready,
     lying_workers,
-    /// The clock that the arbiter is told goes back for one event.
+    /// The clock that the arbiter is reported goes back for one event.
     clock_back,
     /// The machine stood still: much time has passed at once, and everything is late.
     clock_forward,

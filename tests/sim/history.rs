@@ -185,9 +185,9 @@ impl History {
 
     fn step(&mut self) -> Result<(), String> {
         let event = self.world.next_event();
-        let told = self.world.told_time(&event);
+        let reported = self.world.reported_time(&event);
         let busy = self.world.busy();
-        let actions = self.world.arbiter.handle(told, event.clone());
+        let actions = self.world.arbiter.handle(reported, event.clone());
         let after = self.world.arbiter.snapshot();
         let now = after.at;
         self.outcome.count(&self.before.engine, &event, &actions);
@@ -210,8 +210,8 @@ impl History {
             busy: &busy,
         };
         for checker in &mut self.checkers {
-            let told = |violation| format!("{violation}\nat {now} {event:?}\n  {actions:?}");
-            checker.check(&step).map_err(told)?;
+            let reported = |violation| format!("{violation}\nat {now} {event:?}\n  {actions:?}");
+            checker.check(&step).map_err(reported)?;
         }
         self.tickets.check(&step)?;
         self.world.perform(&actions);
@@ -290,7 +290,7 @@ pub(crate) fn resume(seed: u64) {
             let text = serde_json::to_string(&taken).unwrap();
             let read: Checkpoint = serde_json::from_str(&text).unwrap();
             assert_eq!(read, taken, "seed {seed} at step {step}");
-            again = Some(Arbiter::from_checkpoint(read).unwrap());
+            again = Some(read.resume().unwrap());
         }
         let event = world.next_event();
         let actions = world.arbiter.handle(world.now, event.clone());
@@ -299,7 +299,7 @@ pub(crate) fn resume(seed: u64) {
         assert_eq!(again.next_deadline(), world.arbiter.next_deadline());
         world.perform(&actions);
     }
-    assert_eq!(again.unwrap().checkpoint(), world.arbiter.checkpoint());
+    assert_eq!(Checkpoint::of(&again.unwrap()), world.arbiter.checkpoint());
 }
 
 /// Writes the events and actions of a history as JSON lines, reads them back, and compares what the arbiter does.

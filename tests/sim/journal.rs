@@ -115,17 +115,17 @@ fn what_a_busy_disk_does_not_take_is_a_gap_and_the_rest_replays() {
     drop(written);
     assert_eq!(failed, 0);
     let entries: Vec<_> = files(&path).iter().rev().flat_map(|file| journal::read(file).unwrap().entries).collect();
-    let told: u64 = entries
+    let reported: u64 = entries
         .iter()
         .map(|entry| match &entry.content {
             Content::Dropped { lines } => *lines,
             _ => 0,
         })
         .sum();
-    assert!(told <= dropped && last > 3000);
+    assert!(reported <= dropped && last > 3000);
     let runs = journal::replay(&entries);
     let run = &runs[0];
     // However many lines the writer missed, none of those that it has is another decision.
     assert!(matches!(run.outcome, Outcome::Same | Outcome::Gap { .. }), "{:?}", run.outcome);
-    assert!(told == 0 || run.gaps > 0 || matches!(run.outcome, Outcome::Gap { .. }));
+    assert!(reported == 0 || run.gaps > 0 || matches!(run.outcome, Outcome::Gap { .. }));
 }

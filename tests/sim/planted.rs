@@ -88,11 +88,11 @@ impl Subject {
 
     pub(crate) fn restart(&mut self) {
         let text = serde_json::to_string(&self.checkpoint()).unwrap();
-        self.control = Driven::new(Arbiter::from_checkpoint(serde_json::from_str(&text).unwrap()).unwrap());
+        self.control = Driven::new(serde_json::from_str::<Checkpoint>(&text).unwrap().resume().unwrap());
     }
 
     pub(crate) fn checkpoint(&self) -> Checkpoint {
-        self.control.arbiter().checkpoint()
+        Checkpoint::of(self.control.arbiter())
     }
 
     pub(crate) fn next_deadline(&self) -> Option<Timestamp> {

@@ -16,10 +16,10 @@ use crate::faults::Faults;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Manners {
-    /// Uses no more than it holds, and comes down when told.
+    /// Uses no more than it holds, and comes down when asked.
     Honest,
     /// Says that it has come down, and has not.
-    Liar,
+    Misreporting,
     /// Comes down long after the deadline.
     Slow,
     /// Does not answer, does not come down, does not renew.
@@ -60,7 +60,7 @@ impl Tenant {
     pub(crate) fn new(index: usize, rng: &mut ChaCha8Rng, faults: &Faults) -> Self {
         let mut kinds = vec![Manners::Honest, Manners::Honest];
         for (exists, kind) in [
-            (faults.lying_tenants.exists(), Manners::Liar),
+            (faults.lying_tenants.exists(), Manners::Misreporting),
             (faults.slow_tenants.exists(), Manners::Slow),
             (faults.silent_tenants.exists(), Manners::Silent),
             (faults.greedy_tenants.exists(), Manners::Greedy),
@@ -104,7 +104,7 @@ impl Tenant {
         self.alive && self.lease.is_some() && now < self.term_ends
     }
 
-    /// Whether it has been told something that it has not heard.
+    /// Whether it has been notified something that it has not heard.
     pub(crate) fn is_deaf(&self) -> bool {
         self.deaf_to.is_some_and(|id| self.is_lease(id))
     }

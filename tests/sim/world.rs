@@ -116,7 +116,7 @@ pub(crate) struct World {
     pub(crate) verdicts: BTreeMap<Verdict, u64>,
     /// A sample that may come again.
     old_sample: Option<Sample>,
-    /// Tenants that have been told that their lease has ended, and that are about to leave.
+    /// Tenants that have been notified that their lease has ended, and that are about to leave.
     leaving: BTreeSet<usize>,
 }
 
@@ -218,8 +218,8 @@ impl World {
         }
     }
 
-    /// What the arbiter is told that the time is: mostly what it is.
-    pub(crate) fn told_time(&mut self, event: &Event) -> Timestamp {
+    /// What the arbiter is notified that the time is: mostly what it is.
+    pub(crate) fn reported_time(&mut self, event: &Event) -> Timestamp {
         if !matches!(event, Event::DeadlineReached) && self.faults.clock_back.strikes(&mut self.rng, 0.02) {
             let back = millis(&mut self.rng, 1, 5000);
             let since = self.now.since_start().saturating_sub(back);
@@ -253,10 +253,10 @@ impl World {
         used
     }
 
-    /// What holders really use that have not come to use more since they were told to come down, liars included.
+    /// What holders really use that have not come to use more since they were asked to come down, non-compliant holders included.
     pub(crate) fn word_use(&self) -> BTreeMap<Process, Bytes> {
         let known = self.tenants.iter().enumerate().filter(|(index, tenant)| {
-            matches!(tenant.manners, Manners::Honest | Manners::Liar)
+            matches!(tenant.manners, Manners::Honest | Manners::Misreporting)
                 && tenant.relies(self.now)
                 && !self.leaving.contains(index)
         });
@@ -285,7 +285,7 @@ impl World {
         self.workers.values().filter(|worker| worker.requests > 0).map(|worker| worker.params.name.clone()).collect()
     }
 
-    /// The faults stop: liars die, the neighbour leaves, operators put right what has been given up.
+    /// The faults stop: non-compliant holders die, the neighbour leaves, operators put right what has been given up.
     pub(crate) fn calm_down(&mut self) {
         self.calm = true;
         self.faults = Faults::default();
@@ -531,7 +531,7 @@ impl World {
         Some(event)
     }
 
-    /// The process behind a holder, where processes are told apart.
+    /// The process behind a holder, where processes are distinguished.
     fn process_of(&self, holder: &str) -> Option<u32> {
         self.letters.as_ref()?;
         let seen = self.arbiter.snapshot();
@@ -611,13 +611,13 @@ impl World {
         self.after(wait, happening);
     }
 
-    /// A worker that is told that memory is short comes down, unless it lies: it cannot answer.
+    /// A worker that is notified that memory is short comes down, unless it lies: it cannot answer.
     fn tell_worker(&mut self, id: LeaseId, bytes: Bytes) {
         let seen = self.arbiter.snapshot();
-        let Some(told) = seen.leases.iter().find(|lease| lease.id == id) else {
+        let Some(reported) = seen.leases.iter().find(|lease| lease.id == id) else {
             return;
         };
-        let Some(worker) = self.workers.get(&told.tenant) else {
+        let Some(worker) = self.workers.get(&reported.tenant) else {
             return;
         };
         if self.faults.lying_workers.strikes(&mut self.rng, 0.5) {
@@ -625,7 +625,7 @@ impl World {
         }
         let life = worker.life;
         let wait = millis(&mut self.rng, 1, 900);
-        let name = told.tenant.clone();
+        let name = reported.tenant.clone();
         self.after(wait, Happening::WorkerShrinks { name, life, bytes });
     }
 

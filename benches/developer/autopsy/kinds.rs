@@ -32,9 +32,9 @@ pub(super) enum Hand {
     /// We, as hung.
     Hung,
     /// Another process, by this signal.
-    Stranger(libc::c_int),
+    OtherProcess(libc::c_int),
     /// The same, and the kernel's log is not readable.
-    StrangerInTheDark(libc::c_int),
+    UnseenProcess(libc::c_int),
     /// The kernel's killer, by the record of a real machine with the id of this process, and SIGKILL.
     KernelRecord,
 }
@@ -106,21 +106,21 @@ pub(super) fn all(programs: &Programs) -> Vec<Kind> {
             "SIGKILL of an unmanaged process",
             DeathClass::KilledExternally,
             ready(way("wait")),
-            Hand::Stranger(libc::SIGKILL),
+            Hand::OtherProcess(libc::SIGKILL),
             Need::C,
         ),
         kind(
             "SIGTERM of an unmanaged process",
             DeathClass::KilledExternally,
             ready(way("wait")),
-            Hand::Stranger(libc::SIGTERM),
+            Hand::OtherProcess(libc::SIGTERM),
             Need::C,
         ),
         kind(
             "SIGKILL, kernel log unreadable",
             DeathClass::KilledExternally,
             ready(way("wait")),
-            Hand::StrangerInTheDark(libc::SIGKILL),
+            Hand::UnseenProcess(libc::SIGKILL),
             Need::C,
         ),
         own("segmentation fault", DeathClass::SegmentationFault, way("segfault"), Need::C),

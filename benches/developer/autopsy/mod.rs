@@ -133,7 +133,7 @@ async fn one(
             std::fs::write(&log, "").map_err(|error| error.to_string())?;
             roots.kernel_log.clone_from(&log);
         }
-        Hand::StrangerInTheDark(_) => roots.kernel_log = programs.file("no-such-log"),
+        Hand::UnseenProcess(_) => roots.kernel_log = programs.file("no-such-log"),
         _ => {}
     }
     let (sender, mut events) = mpsc::channel(EVENTS);
@@ -156,7 +156,7 @@ async fn one(
             let worker = worker.clone();
             async move { worker.end_hung("no answer for 30 s, and none to 3 questions after it").await }
         })),
-        (Hand::Stranger(signal) | Hand::StrangerInTheDark(signal), Some(pid)) => {
+        (Hand::OtherProcess(signal) | Hand::UnseenProcess(signal), Some(pid)) => {
             strike(pid, signal)?;
             None
         }
@@ -171,7 +171,7 @@ async fn one(
         _ => None,
     };
     let certificate = certificate_of(&mut events).await?;
-    let since = matches!(kind.hand, Hand::Stranger(_) | Hand::StrangerInTheDark(_) | Hand::KernelRecord)
+    let since = matches!(kind.hand, Hand::OtherProcess(_) | Hand::UnseenProcess(_) | Hand::KernelRecord)
         .then(|| began.elapsed());
     if let Some(stopping) = stopping {
         let _ = stopping.await;

@@ -4,7 +4,7 @@ use std::{collections::BTreeSet, thread, time::Instant};
 
 use super::{Workbench, predict::GRID_TOKENS};
 use cotenant::{
-    cli::bench::engine::{TOKENS, count, spread, told},
+    cli::bench::engine::{TOKENS, count, in_one_line, spread},
     engine::arena::{self, Backing, Mapping},
     policy::{
         params::EngineParams,
@@ -73,9 +73,9 @@ impl Workbench<'_> {
             bench.hold(plan.resident).map(drop)
         })?;
         let tokens = f64::from(TURN_TOKENS) * f64::from(count(NEIGHBOUR.len()));
-        self.values.add("planned anew beside a neighbour that comes and goes", TOKENS, tokens / ours);
+        self.values.add("planned again beside a neighbour that comes and goes", TOKENS, tokens / ours);
         self.values.add("the best fixed plan that fits all the while", TOKENS, tokens / best);
-        self.values.add("planned anew over the best fixed plan", "ratio", best / ours);
+        self.values.add("planned again over the best fixed plan", "ratio", best / ours);
         Ok(())
     }
 
@@ -129,7 +129,7 @@ impl Workbench<'_> {
 
     /// What the policy keeps within `budget`.
     fn automatic(&self, room: &Room, budget: Bytes) -> Result<EnginePlan, String> {
-        self.model.shape().plan(budget, &room.limits).map_err(|error| told(&error))
+        self.model.shape().plan(budget, &room.limits).map_err(|error| in_one_line(&error))
     }
 
     /// As many parts as fit `budget`: from the front, from the back, and spread evenly.

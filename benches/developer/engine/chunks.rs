@@ -3,7 +3,7 @@
 use std::{collections::BTreeSet, time::Instant};
 
 use cotenant::{
-    cli::bench::engine::{TOKENS, told},
+    cli::bench::engine::{TOKENS, in_one_line},
     policy::residency::EnginePlan,
     units::Tokens,
 };
@@ -19,7 +19,7 @@ impl Workbench<'_> {
         let tokens = self.tokens(0, count);
         for chunk in CHUNKS {
             let plan = EnginePlan { resident: BTreeSet::new(), prefill_chunk: Tokens::new(chunk), ..before.clone() };
-            self.model.apply(&plan).map_err(|error| told(&error))?;
+            self.model.apply(&plan).map_err(|error| in_one_line(&error))?;
             self.model.reset();
             let (started, waited) = (Instant::now(), self.model.waited());
             self.forward(&tokens)?;
@@ -29,7 +29,7 @@ impl Workbench<'_> {
             self.values.add(what.clone(), TOKENS, f64::from(count) / took);
             self.values.add(format!("{what}, waiting for the disk"), "%", waited / took * 100.0);
         }
-        self.model.apply(&before).map_err(|error| told(&error))?;
+        self.model.apply(&before).map_err(|error| in_one_line(&error))?;
         self.model.reset();
         Ok(())
     }

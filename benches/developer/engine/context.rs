@@ -4,7 +4,7 @@ use std::{fs, time::Instant};
 
 use super::{Workbench, perplexity};
 use cotenant::{
-    cli::bench::engine::{mib, percent, told},
+    cli::bench::engine::{in_one_line, mib, percent},
     engine::{
         Flow, Model, Sayable,
         arena::Backing,
@@ -39,14 +39,14 @@ impl Workbench<'_> {
         let text = fs::read_to_string(path).map_err(|error| format!("cannot read `{}`: {error}", path.display()))?;
         let plan = EnginePlan { kv_capacity: Tokens::new(WINDOW), ..self.model.plan().clone() };
         let mut model = self.another(&plan, Model::open)?;
-        let side = TextSide::new(model.header(), plan.kv_capacity).map_err(|error| told(&error))?;
+        let side = TextSide::new(model.header(), plan.kv_capacity).map_err(|error| in_one_line(&error))?;
         let tokenizer = side.tokenizer();
         // The end of a file is not text, as for `llama-perplexity`.
         let text = text.strip_suffix('\n').unwrap_or(&text);
-        let tokens = tokenizer.encode_rendered(text, None).map_err(|error| told(&error))?;
+        let tokens = tokenizer.encode_rendered(text, None).map_err(|error| in_one_line(&error))?;
         let mut exact = 0.0;
         for kind in KvType::ALL.into_iter().rev() {
-            model.apply(&EnginePlan { kv_type: kind, ..plan.clone() }).map_err(|error| told(&error))?;
+            model.apply(&EnginePlan { kv_type: kind, ..plan.clone() }).map_err(|error| in_one_line(&error))?;
             let found = perplexity::evaluate(&mut model, tokenizer, &tokens, WINDOW as usize, &|_| true)?.value();
             self.values.add(format!("perplexity, context as {kind}"), "", found);
             if kind == KvType::F16 {
@@ -72,7 +72,7 @@ impl Workbench<'_> {
         let text = text.strip_suffix('\n').unwrap_or(&text);
         let open = |vocabulary: Option<Sayable>| {
             let (shape, _) = Model::inspect_with(&self.path, vocabulary.as_ref(), usize::from(self.settings.threads))
-                .map_err(|error| told(&error))?;
+                .map_err(|error| in_one_line(&error))?;
             let plan = EnginePlan {
                 resident: (0..u32::try_from(shape.layers.len()).unwrap_or(u32::MAX)).collect(),
                 kv_capacity: Tokens::new(WINDOW),
@@ -84,9 +84,9 @@ impl Workbench<'_> {
             Ok::<_, String>((model, head))
         };
         let ((mut whole, head), (mut reduced, left)) = (open(None)?, open(Some(vocabulary))?);
-        let side = TextSide::new(whole.header(), Tokens::new(WINDOW)).map_err(|error| told(&error))?;
+        let side = TextSide::new(whole.header(), Tokens::new(WINDOW)).map_err(|error| in_one_line(&error))?;
         let tokenizer = side.tokenizer();
-        let tokens = tokenizer.encode_rendered(text, None).map_err(|error| told(&error))?;
+        let tokens = tokenizer.encode_rendered(text, None).map_err(|error| in_one_line(&error))?;
         let said: Vec<bool> = (0..whole.vocabulary()).map(|token| reduced.can_say(token)).collect();
         let counts = |token: u32| said.get(token as usize).copied().unwrap_or(false);
         let evaluate = |model: &mut Model, counts: &dyn Fn(u32) -> bool| {
@@ -118,12 +118,12 @@ impl Workbench<'_> {
         let blocks = wanted.get().div_ceil(shape.block_bytes(KvType::F16).get().max(1));
         let tokens = u32::try_from(blocks.saturating_mul(u64::from(shape.block_tokens.get())))
             .map_err(|_| format!("cannot measure {wanted} of context: that is too many tokens"))?;
-        let mut backend = Cpu::new(usize::from(self.settings.threads)).map_err(|error| told(&error))?;
-        let mut cache = KvCache::new(&backend, shape, tokens, Backing::OnTouch).map_err(|error| told(&error))?;
-        let refused = |error: KvError| told(&error);
+        let mut backend = Cpu::new(usize::from(self.settings.threads)).map_err(|error| in_one_line(&error))?;
+        let mut cache = KvCache::new(&backend, shape, tokens, Backing::OnTouch).map_err(|error| in_one_line(&error))?;
+        let refused = |error: KvError| in_one_line(&error);
         let timed = |work: &mut dyn FnMut() -> Result<(Bytes, Bytes), KvError>| -> Result<(f64, Bytes, Bytes), String> {
             let started = Instant::now();
-            let (asked, freed) = work().map_err(|error| told(&error))?;
+            let (asked, freed) = work().map_err(|error| in_one_line(&error))?;
             Ok((started.elapsed().as_secs_f64() * 1e3, asked, freed))
         };
         let (ms, ..) =
@@ -164,10 +164,10 @@ impl Workbench<'_> {
             if changes {
                 for capacity in [Tokens::ZERO, all.kv_capacity] {
                     let plan = EnginePlan { kv_capacity: capacity, ..all.clone() };
-                    self.model.apply(&plan).map_err(|error| told(&error))?;
+                    self.model.apply(&plan).map_err(|error| in_one_line(&error))?;
                 }
             }
-            let logits = self.model.forward(&next, &mut || Flow::Continue).map_err(|error| told(&error))?;
+            let logits = self.model.forward(&next, &mut || Flow::Continue).map_err(|error| in_one_line(&error))?;
             scores.push(logits.iter().map(|logit| logit.to_bits()).collect::<Vec<u32>>());
         }
         self.model.reset();
@@ -191,7 +191,7 @@ impl Workbench<'_> {
         }
         let capacity = (length + ANSWER + NEWS).saturating_add(copies) + 2 * shape.kv.block_tokens.get();
         let wider = EnginePlan { kv_capacity: before.kv_capacity.max(Tokens::new(capacity)), ..before.clone() };
-        self.model.apply(&wider).map_err(|error| told(&error))?;
+        self.model.apply(&wider).map_err(|error| in_one_line(&error))?;
         let first = self.tokens(0, length);
         self.model.reset();
         self.model.mark_at((length - PARTS_BEFORE) / MARK_STEP * MARK_STEP);
@@ -212,7 +212,7 @@ impl Workbench<'_> {
         self.forward(&fresh)?;
         let again = started.elapsed().as_secs_f64();
         self.model.reset();
-        self.model.apply(&before).map_err(|error| told(&error))?;
+        self.model.apply(&before).map_err(|error| in_one_line(&error))?;
         self.values.add(format!("prompt of {length} tokens, first turn"), "ms", took * 1e3);
         self.values.add(format!("second turn, {} of {} tokens read", fresh.len(), second.len()), "ms", again * 1e3);
         self.values.add("second turn's prompt over the first's", "ratio", again / took);

@@ -10,7 +10,7 @@ use std::{
 };
 
 use cotenant::{
-    cli::bench::engine::{TOKENS, told},
+    cli::bench::engine::{TOKENS, in_one_line},
     engine::{Flow, Model},
     policy::residency::EnginePlan,
     units::Tokens,
@@ -31,7 +31,7 @@ impl Workbench<'_> {
             model.reset();
             let started = Instant::now();
             for token in &tokens {
-                model.forward(&[*token], &mut || Flow::Continue).map_err(|error| told(&error))?;
+                model.forward(&[*token], &mut || Flow::Continue).map_err(|error| in_one_line(&error))?;
             }
             Ok(started.elapsed().as_secs_f64())
         };
@@ -93,7 +93,7 @@ impl Workbench<'_> {
         let opened = started.elapsed();
         let mut pass = || -> Result<Duration, String> {
             let started = Instant::now();
-            model.forward(&[1], &mut || Flow::Continue).map_err(|error| told(&error))?;
+            model.forward(&[1], &mut || Flow::Continue).map_err(|error| in_one_line(&error))?;
             Ok(started.elapsed())
         };
         pass()?;

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use super::{EngineArgs, Workbench};
 use cotenant::{
-    cli::bench::engine::{TOKENS, told},
+    cli::bench::engine::{TOKENS, in_one_line},
     engine::{Flow, Model},
     policy::{params::EngineParams, residency::PlanLimits},
     units::{Bytes, Tokens},
@@ -63,7 +63,7 @@ impl Workbench<'_> {
     /// Decoding under memory limits in percent of the weights: ours with the plan that fits, the peer by `mmap`.
     pub(crate) fn limits(&mut self) -> Result<(), String> {
         let weights: Bytes = self.layout.parts.iter().map(|part| part.arena).sum();
-        let program = std::env::current_exe().map_err(|error| told(&error))?;
+        let program = std::env::current_exe().map_err(|error| in_one_line(&error))?;
         for &share in &self.args.limit {
             let limit = Bytes::new(weights.get() / 100 * u64::from(share));
             let Some(group) = Group::new(limit) else {
@@ -126,7 +126,8 @@ impl Workbench<'_> {
 
 /// Decodes with no more than `args.hold_mib` held, and prints how fast.
 pub(crate) fn held(args: &EngineArgs, path: &Path, hold: Bytes) -> Result<Value, String> {
-    let (shape, header) = Model::inspect(path, usize::from(args.settings.threads)).map_err(|error| told(&error))?;
+    let (shape, header) =
+        Model::inspect(path, usize::from(args.settings.threads)).map_err(|error| in_one_line(&error))?;
     drop(header);
     let limits = PlanLimits {
         kv_wanted: HELD_CONTEXT,
@@ -134,10 +135,10 @@ pub(crate) fn held(args: &EngineArgs, path: &Path, hold: Bytes) -> Result<Value,
         prefill_chunk: Tokens::new(16),
         ..PlanLimits::new(&EngineParams::default(), Tokens::ZERO)
     };
-    let plan = shape.plan(hold, &limits).map_err(|error| told(&error))?;
+    let plan = shape.plan(hold, &limits).map_err(|error| in_one_line(&error))?;
     let mut model = args.settings.opened(path, &plan, None, Model::open)?;
     let mut token =
-        |number: u32| model.forward(&[number], &mut || Flow::Continue).map(|_| ()).map_err(|error| told(&error));
+        |number: u32| model.forward(&[number], &mut || Flow::Continue).map(|_| ()).map_err(|error| in_one_line(&error));
     token(1)?;
     token(2)?;
     let started = Instant::now();

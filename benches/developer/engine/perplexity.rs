@@ -6,7 +6,7 @@
 
 use cotenant::engine::{Flow, Model, tokenizer::Tokenizer};
 
-use cotenant::cli::bench::engine::told;
+use cotenant::cli::bench::engine::in_one_line;
 
 /// The outcome of an evaluation.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -67,7 +67,7 @@ pub(super) fn evaluate(
                 }
             }
         });
-        computed.map_err(|error| told(&error))?;
+        computed.map_err(|error| in_one_line(&error))?;
         windows += 1;
     }
     model.reset();

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use cotenant::{
-    cli::bench::engine::{TOKENS, count, mib, spread, told},
+    cli::bench::engine::{TOKENS, count, in_one_line, mib, spread},
     policy::streaming::Calibration,
     units::Bytes,
 };
@@ -18,7 +18,7 @@ impl Workbench<'_> {
         let calibration = self
             .model
             .calibrate(&mut || true)
-            .map_err(|error| told(&error))?
+            .map_err(|error| in_one_line(&error))?
             .ok_or("the engine could not be calibrated")?;
         self.values.add("calibration", "ms", started.elapsed().as_secs_f64() * 1e3);
         self.values.add(DISK, MIB_PER_S, rate_of(calibration.read_ns_per_mib));
@@ -66,7 +66,7 @@ impl Workbench<'_> {
     }
 
     /// The calibration with the speed that the disk has now, and with that of the processors as well, each alone: what the
-    /// machine did since is told from what the model of it gets wrong. Makes all resident.
+    /// machine did since is reported from what the model of it gets wrong. Makes all resident.
     fn as_of_now(&mut self, calibration: Calibration, share: u32) -> Result<(Calibration, Calibration), String> {
         let all = self.bytes_of(|_| true);
         let streamed = {
@@ -109,7 +109,7 @@ impl Workbench<'_> {
     pub(crate) fn hold(&mut self, resident: BTreeSet<u32>) -> Result<cotenant::engine::ApplyReport, String> {
         let mut plan = self.model.plan().clone();
         plan.resident = resident;
-        self.model.apply(&plan).map_err(|error| told(&error))
+        self.model.apply(&plan).map_err(|error| in_one_line(&error))
     }
 }
 

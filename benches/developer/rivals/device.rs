@@ -18,11 +18,10 @@ use std::time::Duration;
 use serde::Serialize;
 
 use super::rules::Kind;
-use super::trace::{Happening, Model, TOTAL_MIB, Trace, WARM_MS};
+use super::trace::{Happening, Model, TOKEN_US, TOTAL_MIB, Trace, WARM_MS};
 use cotenant::units::{Bytes, Timestamp};
 
 pub(super) const STEP_MS: u64 = 20;
-pub(super) const TOKEN_US: u64 = 80_000;
 const LOAD_PER_STEP: Bytes = Bytes::new(2_500_000 * STEP_MS);
 const RELEASE_PER_STEP: Bytes = Bytes::new((20 << 30) / 1000 * STEP_MS);
 const NEIGHBOUR_PER_STEP: Bytes = Bytes::from_mib(500 * STEP_MS / 1000);

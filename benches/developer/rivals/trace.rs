@@ -47,6 +47,8 @@ pub(super) struct Trace {
     pub(super) ends_ms: u64,
 }
 
+/// Time of a token of the LLM that is all in memory.
+pub(super) const TOKEN_US: u64 = 80_000;
 /// What the board prints as its total.
 pub(super) const TOTAL_MIB: u64 = 15_656;
 /// Everything is loaded before, and has had time to grow: ours waits a minute for that after the last change.
@@ -96,7 +98,7 @@ impl Trace {
         self.at(heard, Happening::Answer { model: "llm", tokens });
         let speaks = heard + draw.between(800, 2000);
         self.at(speaks, Happening::Say { lasts_ms: 3000 });
-        heard + tokens * super::device::TOKEN_US / 1000
+        heard + tokens * TOKEN_US / 1000
     }
 
     /// Turns until `until`, with pauses and needs from these ranges.

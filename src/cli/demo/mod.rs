@@ -134,14 +134,14 @@ impl Narrator {
     }
 
     /// Prints what the supervisor decided since the last time, in its own words.
-    fn decisions(&self, watch: &Watch, told: &mut usize) {
+    fn decisions(&self, watch: &Watch, reported: &mut usize) {
         let lines = watch.lines();
-        for line in lines.iter().skip(*told) {
+        for line in lines.iter().skip(*reported) {
             if DECISIONS.contains(&line.name.as_str()) {
                 self.line(&format!("          {:5.1}s  {}", line.at.since_start().as_secs_f64(), line.summary));
             }
         }
-        *told = lines.len();
+        *reported = lines.len();
     }
 }
 
@@ -256,8 +256,8 @@ async fn play(args: &DemoArgs, output: Output) -> Result<(bool, Stage), String> 
         Bytes::new(budget.held_bytes)
     ));
 
-    let mut told = 0;
-    narrator.decisions(&watch, &mut told);
+    let mut reported = 0;
+    narrator.decisions(&watch, &mut reported);
     let http = Http::new(address);
     let mut report = Report::new();
     report.mark(began, MarkKind::Note, "spoken question");
@@ -304,7 +304,7 @@ async fn play(args: &DemoArgs, output: Output) -> Result<(bool, Stage), String> 
     report.mark(began, MarkKind::Shed, "ASR grows");
     tokio::time::sleep(Duration::from_millis(300)).await;
     narrator.say(&engine_line(&watch.status().unwrap_or_default()));
-    narrator.decisions(&watch, &mut told);
+    narrator.decisions(&watch, &mut reported);
     let second = round_trip(&http, QUESTION).await;
     let _ = operator
         .resize_worker(ResizeWorkerRequest {
@@ -326,7 +326,7 @@ async fn play(args: &DemoArgs, output: Output) -> Result<(bool, Stage), String> 
         engine_line(&watch.status().unwrap_or_default())
     ));
 
-    narrator.decisions(&watch, &mut told);
+    narrator.decisions(&watch, &mut reported);
 
     // 2. A neighbour takes memory and asks for no lease.
     report.mark(began, MarkKind::Alarm, "neighbour comes");
@@ -346,7 +346,7 @@ async fn play(args: &DemoArgs, output: Output) -> Result<(bool, Stage), String> 
         pss_before.unwrap_or_default(),
         pss_after.unwrap_or_default(),
     ));
-    narrator.decisions(&watch, &mut told);
+    narrator.decisions(&watch, &mut reported);
     report.check(Check::new(
         "KV capacity and layers were shed",
         came && shed && squeezed_in_both(&squeezed_status),
@@ -391,7 +391,7 @@ async fn play(args: &DemoArgs, output: Output) -> Result<(bool, Stage), String> 
         fourth.as_ref().map_or_else(Clone::clone, |_| format!("{:.1} s", took.as_secs_f64())),
     ));
 
-    narrator.decisions(&watch, &mut told);
+    narrator.decisions(&watch, &mut reported);
 
     // 4. The neighbour leaves.
     let alone = neighbour.ended().map_err(text)?.is_none();
@@ -406,7 +406,7 @@ async fn play(args: &DemoArgs, output: Output) -> Result<(bool, Stage), String> 
         engine_line(&status),
         left.elapsed().as_secs_f64()
     ));
-    narrator.decisions(&watch, &mut told);
+    narrator.decisions(&watch, &mut reported);
     report.check(Check::new("regrown", regrown, engine_line(&status)));
     tokio::time::sleep(Duration::from_millis(500)).await;
     let calm_again = talk.rate();

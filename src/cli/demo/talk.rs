@@ -28,7 +28,7 @@ pub struct Outcome {
     /// Stories that broke off or were refused.
     pub failures: Vec<String>,
     /// The first answer, by prompt.
-    told: BTreeMap<usize, String>,
+    reported: BTreeMap<usize, String>,
 }
 
 /// What the LLM does for the request under way.
@@ -154,13 +154,13 @@ async fn talk(
         if enough.load(Ordering::Relaxed) {
             return;
         }
-        let told = story(&mut client, &words, which).await;
+        let reported = story(&mut client, &words, which).await;
         let mut outcome = outcome.lock().unwrap_or_else(PoisonError::into_inner);
-        match told {
+        match reported {
             Ok((text, tokens)) => {
                 outcome.stories += 1;
                 outcome.tokens += u64::from(tokens);
-                let first = outcome.told.entry(which).or_insert_with(|| text.clone());
+                let first = outcome.reported.entry(which).or_insert_with(|| text.clone());
                 outcome.different += u64::from(*first != text);
             }
             Err(problem) => {

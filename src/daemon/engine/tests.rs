@@ -76,7 +76,7 @@ async fn an_engine_that_broke_down_is_replaced_by_the_next_load() {
 }
 
 #[tokio::test]
-async fn a_header_on_a_disk_that_hangs_is_told_and_read_again_when_the_disk_has_answered() {
+async fn a_header_on_a_disk_that_hangs_is_reported_and_read_again_when_the_disk_has_answered() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
     Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7).write(&path).unwrap();
@@ -101,8 +101,9 @@ async fn a_header_on_a_disk_that_hangs_is_told_and_read_again_when_the_disk_has_
     match inbox.recv().await.unwrap().event {
         Event::EngineFailed { reason, left } => {
             assert_eq!(left, Some(Bytes::from_mib(2)));
-            let told = "the disk has not answered for 4001 ms, at most 4000 ms are waited (hint: see whether the disk";
-            assert!(reason.contains(told), "{reason}");
+            let reported =
+                "the disk has not answered for 4001 ms, at most 4000 ms are waited (hint: see whether the disk";
+            assert!(reason.contains(reported), "{reason}");
         }
         other => panic!("{other:?}"),
     }
@@ -268,7 +269,7 @@ fn wide_model() -> (tempfile::TempDir, PathBuf, ModelShape) {
 }
 
 #[tokio::test]
-async fn what_an_engine_could_not_have_back_after_measuring_is_told_and_asked_for_again() {
+async fn what_an_engine_could_not_have_back_after_measuring_is_reported_and_asked_for_again() {
     let (_folder, path, shape) = wide_model();
     assert!(shape.ring_bytes < shape.layers.iter().map(|layer| layer.resident_bytes).sum());
     let (control, inbox) = ControlHandle::new("boot".to_owned(), Vec::new(), MonotonicClock::start(), 64);

@@ -119,7 +119,7 @@ mod tests {
     use crate::units::Tokens;
 
     #[test]
-    fn want_of_memory_is_told_to_whoever_talks_and_a_lost_engine_ends_the_connection() {
+    fn want_of_memory_is_reported_to_whoever_talks_and_a_lost_engine_ends_the_connection() {
         let shed = Refusal::KvCapacityShed {
             model: "demo".to_owned(),
             prompt: Tokens::new(900),

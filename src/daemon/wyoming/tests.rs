@@ -401,7 +401,7 @@ async fn what_has_no_sound_is_an_empty_transcript() {
 }
 
 #[tokio::test]
-async fn a_voice_that_breaks_off_in_mid_sentence_is_told_to_its_client_alone() {
+async fn a_voice_that_breaks_off_in_mid_sentence_is_reported_to_its_client_alone() {
     let served = served(settings()).await;
     let lost = Refusal::WorkerLost {
         worker: "tts".to_owned(),

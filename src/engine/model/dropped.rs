@@ -1,4 +1,16 @@
-//! What was dropped of a sequence.
+//! Gap in a sequence whose oldest tokens were dropped.
+//!
+//! ```text
+//!   read:      s s s s . . . . . . . a b c        s: the beginning, which stays; in whole blocks
+//!   dropped:   s s s s         . . . a b c        three blocks of the oldest tokens behind it
+//!   as if:     s s s s . . . a b c
+//! ```
+//!
+//! Positions are those within the cache (<https://arxiv.org/abs/2309.17453>): what comes after the gap moves up. Rotary
+//! positions tell only how far two tokens are from each other, so that no keys have to be turned for it, as
+//! llama.cpp's context shift does. Tokens keep the angles at which they were read, and a query is turned back by the
+//! length of the gap when it meets what lies before it. So dropping moves nothing, loses no precision, and is the same
+//! for every KV type. Recurrent layers go on with the state that they have, which remembers what was dropped.
 
 use crate::engine::{backend::Gap, spec::AttentionSpec};
 
@@ -47,4 +59,23 @@ impl Dropped {
             back: self.back.get(first..first + self.angles).unwrap_or_default().into(),
         })
     }
+
+    /// Computes what turns queries back by the length of the gap.
+    pub(super) fn turn_back(&mut self, (attention, factors): Turn<'_>) {
+        let rotations = [Some((attention.rotation, factors)), attention.local.map(|local| (local.rotation, None))];
+        let tables = self.back.chunks_exact_mut(attention.rotary.max(2));
+        for (table, (mut rotation, factors)) in tables.zip(rotations.into_iter().flatten()) {
+            // What stretches queries has done so already.
+            rotation.magnitude = 1.0;
+            rotation.fill(self.tokens as usize, factors, table);
+            for pair in table.chunks_exact_mut(2) {
+                if let [_, sine] = pair {
+                    *sine = -*sine;
+                }
+            }
+        }
+    }
 }
+
+/// What queries are turned back by: the angles of the attention, and what stretches them.
+pub(super) type Turn<'a> = (&'a AttentionSpec, Option<&'a [f32]>);

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Model, forward::Run, products::Failure, weights::Place};
+use super::{forward::Pass, products::Failure, weights::Place};
 use crate::{
     engine::{
         backend::{DeviceError, Operation, Row, RowBytes, Widen},
@@ -13,54 +13,54 @@ use crate::{
     units::Bytes,
 };
 
-impl Model {
+impl Pass<'_, '_> {
     /// Turns the embeddings of a chunk's tokens into the residual stream.
-    pub(super) fn embed(&mut self, tokens: &[u32], run: &mut Run<'_, '_>) -> Result<(), ForwardError> {
-        let found = run.preemption.check_if_due();
-        self.preempt(found, Place::default(), run).map_err(|failure| self.failed(failure, 0))?;
+    pub(super) fn embed(&mut self, tokens: &[u32]) -> Result<(), ForwardError> {
+        let found = self.preemption.check_if_due();
+        self.preempt(found, Place::default()).map_err(|failure| self.failed(failure, 0))?;
         let mut missing = Vec::new();
         let mut rows = Vec::with_capacity(tokens.len());
         for (row, token) in tokens.iter().enumerate() {
-            match self.weights.embedding(&self.spec, &self.layout, *token) {
+            match self.model.weights.embedding(&self.model.spec, &self.model.layout, *token) {
                 Some(view) => rows.push(self.row_of(row, RowBytes::View(view))),
                 None => missing.push((row, *token)),
             }
         }
         self.widen(&rows)?;
         drop(rows);
-        let at_once = (ROWS_BYTES_MAX / self.spec.embedding_row().max(1)).max(1);
+        let at_once = (ROWS_BYTES_MAX / self.model.spec.embedding_row().max(1)).max(1);
         for some in missing.chunks(at_once) {
-            self.embed_read(some, run)?;
+            self.embed_read(some)?;
         }
         Ok(())
     }
 
     /// Reads embeddings of tokens from the file, each with its row.
-    fn embed_read(&mut self, tokens: &[(usize, u32)], run: &mut Run<'_, '_>) -> Result<(), ForwardError> {
-        let asked = self.weights.ask_for_rows(&self.spec, tokens.iter().map(|(_, token)| *token));
+    fn embed_read(&mut self, tokens: &[(usize, u32)]) -> Result<(), ForwardError> {
+        let asked = self.model.weights.ask_for_rows(&self.model.spec, tokens.iter().map(|(_, token)| *token));
         asked.map_err(|error| ReadError {
-            path: self.header.path().to_owned(),
-            what: self.spec.embedding.name.clone(),
-            offset: self.spec.embedding.offset,
-            bytes: Bytes::of_len(self.spec.embedding_row()),
+            path: self.model.header.path().to_owned(),
+            what: self.model.spec.embedding.name.clone(),
+            offset: self.model.spec.embedding.offset,
+            bytes: Bytes::of_len(self.model.spec.embedding_row()),
             problem: format!("there is no thread to be had: {error}"),
             replaced: false,
         })?;
         let read = loop {
-            let preemption = &mut *run.preemption;
-            match self.weights.rows_asked_for(&mut || preemption.check() == Preempt::No) {
+            let preemption = &mut self.preemption;
+            match self.model.weights.rows_asked_for(&mut || preemption.check() == Preempt::No) {
                 Ok(read) => break read,
                 Err(Missing::Stopped) => {
-                    let found = run.preemption.check();
-                    self.preempt(found, Place::default(), run).map_err(|failure| self.failed(failure, 0))?;
+                    let found = self.preemption.check();
+                    self.preempt(found, Place::default()).map_err(|failure| self.failed(failure, 0))?;
                 }
                 Err(missing) => {
-                    let what = Arc::from(self.spec.embedding.name.as_str());
+                    let what = Arc::from(self.model.spec.embedding.name.as_str());
                     return Err(self.failed(Failure::Missing(missing, what), 0));
                 }
             }
         };
-        let bytes = read.chunks_exact(self.spec.embedding_row().max(1));
+        let bytes = read.chunks_exact(self.model.spec.embedding_row().max(1));
         let rows = tokens.iter().zip(bytes);
         let rows: Vec<Row<'_>> =
             rows.map(|((row, _), bytes)| self.row_of(*row, RowBytes::Host(bytes.into()))).collect();
@@ -69,18 +69,18 @@ impl Model {
 
     /// An embedding that becomes row `row` of the residual stream.
     fn row_of<'a>(&self, row: usize, from: RowBytes<'a>) -> Row<'a> {
-        let width = self.spec.width;
-        Row { from, to: self.workspace.stream.view(row * width..(row + 1) * width) }
+        let width = self.model.spec.width;
+        Row { from, to: self.model.workspace.stream.view(row * width..(row + 1) * width) }
     }
 
     fn widen(&mut self, rows: &[Row<'_>]) -> Result<(), DeviceError> {
         if rows.is_empty() {
             return Ok(());
         }
-        self.backend.queue(Operation::Widen(Widen {
+        self.model.backend.queue(Operation::Widen(Widen {
             rows: rows.into(),
-            dtype: self.spec.embedding.dtype,
-            scale: self.spec.embedding_scale,
+            dtype: self.model.spec.embedding.dtype,
+            scale: self.model.spec.embedding_scale,
         }))
     }
 }

@@ -8,8 +8,8 @@ use std::{
 };
 
 use super::{
-    dropped::Dropped,
-    weights::Weights,
+    sequence::Sequence,
+    weights::{Place, Weights},
     workspace::{Needs, Workspace},
 };
 use crate::{
@@ -20,12 +20,10 @@ use crate::{
         disk::Retained,
         error::LoadErrorKind,
         gguf::Header,
-        kv::KvCache,
         preemption::SliceEstimators,
         sayable::Sayable,
         shape::Layout,
         spec::Spec,
-        state::{Lineage, RecurrentState, Snapshot},
     },
     policy::{
         compute::Compute,
@@ -84,26 +82,11 @@ pub struct Model {
     pub(super) shape: ModelShape,
     pub(super) plan: EnginePlan,
     pub(super) weights: Weights,
-    pub(super) cache: KvCache,
-    pub(super) state: RecurrentState,
+    pub(super) sequence: Sequence,
     pub(super) workspace: Workspace,
     pub(super) needs: Needs,
     /// Of one token; behind them, whether results are not finite.
     pub(super) logits: Buffer,
-    pub(super) lineage: Lineage,
-    /// Copies of the state that this sequence can be cut back to, by position.
-    pub(super) snapshots: Vec<Snapshot>,
-    /// Where the next pass is to mark the sequence; 0 for nowhere.
-    pub(super) mark_wanted: u32,
-    /// Tokens in the cache: those that were dropped do not count.
-    pub(super) position: u32,
-    pub(super) dropped: Dropped,
-    /// The smallest type that any token of the sequence has been kept in.
-    pub(super) kv_precision: KvType,
-    /// After a pass that did not finish.
-    pub(super) lost: bool,
-    /// Why the device computes no more, found in a call that returns no error; the next pass does.
-    pub(super) broken: Option<DeviceError>,
     /// Tokens of the next prefill chunk.
     pub(super) chunk_wanted: usize,
     /// How much is computed between two looks for commands.
@@ -135,13 +118,6 @@ impl Model {
     pub(super) fn finish(&mut self) -> Result<(), DeviceError> {
         let all = self.backend.mark();
         self.backend.wait(all)
-    }
-
-    /// Keeps an error for the next pass.
-    pub(super) fn note(&mut self, result: Result<(), DeviceError>) {
-        if let Err(error) = result {
-            self.broken.get_or_insert(error);
-        }
     }
 
     /// Drops the vocabulary and merges from the header, once a tokenizer was built from them.
@@ -176,14 +152,14 @@ impl Model {
     /// Tokens of the sequence so far.
     #[must_use]
     pub const fn position(&self) -> u32 {
-        self.position
+        self.sequence.position
     }
 
     /// The smallest type that any token of the sequence has been kept in: what a conversion has lost stays lost until the
     /// sequence is read again.
     #[must_use]
     pub const fn kv_precision(&self) -> KvType {
-        self.kv_precision
+        self.sequence.kv_precision
     }
 
     /// Tokens of the vocabulary: the length of [`Logits`].
@@ -212,7 +188,7 @@ impl Model {
         let weights: Bytes = (0..self.spec.layers.len()).map(weights).sum();
         let (_, head) = self.held_of(None);
         let (fixed, header) = (self.weights.fixed().bytes() + head, self.header.heap_bytes());
-        let (kv, state) = (self.cache.bytes(), self.state.bytes());
+        let (kv, state) = (self.sequence.cache.bytes(), self.sequence.state.bytes());
         let workspace = self.workspace.bytes() + self.logits.bytes() + self.needs.context;
         let ring = self.weights.ring_bytes();
         Breakdown {
@@ -221,7 +197,7 @@ impl Model {
             header,
             kv,
             kv_untouched: self.untouched(),
-            kv_marks: self.marks_bytes(),
+            kv_marks: self.sequence.marks_bytes(),
             state,
             workspace,
             ring,
@@ -243,9 +219,7 @@ impl Model {
     #[must_use]
     pub fn kernel_resident(&self) -> Bytes {
         self.weights.resident()
-            + self.cache.resident()
-            + self.snapshots.iter().map(Snapshot::resident).sum()
-            + self.state.resident()
+            + self.sequence.resident()
             + self.workspace.resident()
             + self.logits.resident()
             + self.needs.context
@@ -254,7 +228,7 @@ impl Model {
     /// Held bytes that no page backs yet: never touched.
     #[must_use]
     pub fn untouched(&self) -> Bytes {
-        self.cache.untouched().saturating_sub(self.marks_bytes())
+        self.sequence.untouched()
     }
 
     /// What is held, was given up, and is kept by reads that hang until they return.
@@ -269,20 +243,46 @@ impl Model {
         Retained::of(self.weights.marks(), Instant::now())
     }
 
-    /// Gives up the oldest copies until the rest have place beside the tokens; returns what the kernel had of them.
-    pub(super) fn fit_marks(&mut self) -> Bytes {
-        let mut freed = Bytes::ZERO;
-        while self.marks_bytes() > self.cache.untouched() {
-            let finished = self.finish();
-            self.note(finished);
-            freed += self.snapshots.remove(0).release();
-        }
-        freed
-    }
-
-    /// Memory of all copies.
+    /// Memory of all copies of the state that the sequence can be cut back to.
     #[must_use]
     pub fn marks_bytes(&self) -> Bytes {
-        self.snapshots.iter().map(Snapshot::bytes).sum()
+        self.sequence.marks_bytes()
+    }
+
+    /// Tokens of the sequence that were dropped, and how many stayed before them.
+    #[must_use]
+    pub const fn dropped(&self) -> (Tokens, Tokens) {
+        (Tokens::new(self.sequence.dropped.tokens), Tokens::new(self.sequence.dropped.after))
+    }
+
+    /// Tokens that could be dropped now.
+    #[must_use]
+    pub fn droppable(&self) -> Tokens {
+        self.sequence.droppable()
+    }
+
+    /// Whether [`Self::mark`] is of any use: a model without recurrent layers can be cut back anywhere.
+    #[must_use]
+    pub fn needs_marks(&self) -> bool {
+        self.sequence.needs_marks()
+    }
+
+    /// Whether parts are read for every token.
+    pub(super) fn streams(&self) -> bool {
+        self.plan.resident.len() < self.layout.parts.len()
+    }
+
+    /// Drops as much as `used` tokens are too many for `capacity`, as far as that is allowed; returns how many.
+    pub(super) fn drop_for(&mut self, capacity: Tokens, used: u32) -> u32 {
+        let turn = (&self.spec.attention, self.weights.rope_factors());
+        self.sequence.drop_for(turn, capacity, used)
+    }
+
+    /// Makes the readers bring streamed parts from the first one on.
+    pub(super) fn restart_stream(&mut self) {
+        // Without a stream the next pass reports that the weights are missing, and tries again.
+        if self.weights.reclaim(self.backend.as_mut(), 0).is_ok() {
+            self.weights.stream(self.backend.as_ref(), &self.layout, Place::default()).ok();
+        }
     }
 }

@@ -4,14 +4,14 @@ mod calibrate;
 mod dropped;
 mod embedding;
 mod forward;
-mod gap;
 mod growth;
-mod interrupt;
 mod loaded;
 mod opening;
-mod prefix;
+mod operations;
+mod pass;
 mod products;
 mod residency;
+mod sequence;
 #[cfg(test)]
 mod tests;
 mod weights;

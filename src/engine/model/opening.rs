@@ -8,16 +8,16 @@ use std::{
 };
 
 use super::{
-    Model, ModelOptions,
-    dropped::Dropped,
+    loaded::{Model, ModelOptions},
     residency,
+    sequence::Sequence,
     weights::{self, Vectors, Weights},
     workspace::{Needs, Workspace},
 };
 use crate::{
     engine::{
         arena::Backing,
-        backend::{self, Backend, Buffer, Device, Limits, Operation},
+        backend::{Backend, Buffer, Device, Limits, Operation},
         disk::{DiskWatch, Retained, Stalled, WatchedWork},
         error::{ApplyError, LoadError, LoadErrorKind},
         gguf::Header,
@@ -27,10 +27,9 @@ use crate::{
         sayable::Sayable,
         shape::{self, FLAGS, Layout},
         spec::Spec,
-        state::{Lineage, RecurrentState},
+        state::RecurrentState,
     },
     policy::{
-        compute::Compute,
         kv_type::KvType,
         residency::{EnginePlan, ModelShape},
     },
@@ -47,7 +46,7 @@ pub struct Opening {
     vectors: Vec<Extent>,
     header: Arc<Header>,
     spec: Spec,
-    layout: Layout,
+    pub(super) layout: Layout,
     shape: ModelShape,
     options: ModelOptions,
     progress: LoadProgress,
@@ -60,12 +59,12 @@ pub(super) struct Disk {
     pub(super) stall: Duration,
     /// Stands between the file and who reads large pieces of it.
     #[cfg(test)]
-    pub(super) behind: Option<Behind>,
+    pub(super) wrap: Option<WrapSource>,
 }
 
 /// Puts something between the file and its readers.
 #[cfg(test)]
-pub(super) type Behind = Arc<dyn Fn(Arc<WeightFile>) -> Arc<dyn Source> + Send + Sync>;
+pub(super) type WrapSource = Arc<dyn Fn(Arc<WeightFile>) -> Arc<dyn Source> + Send + Sync>;
 
 impl Default for Disk {
     fn default() -> Self {
@@ -73,7 +72,7 @@ impl Default for Disk {
             watch: DiskWatch::default(),
             stall: STALL_MAX,
             #[cfg(test)]
-            behind: None,
+            wrap: None,
         }
     }
 }
@@ -101,8 +100,8 @@ impl Disk {
 
     fn source(&self, file: &Arc<WeightFile>) -> Arc<dyn Source> {
         #[cfg(test)]
-        if let Some(behind) = &self.behind {
-            return behind(Arc::clone(file));
+        if let Some(wrap) = &self.wrap {
+            return wrap(Arc::clone(file));
         }
         Arc::<WeightFile>::clone(file)
     }
@@ -204,10 +203,9 @@ impl Opening {
         })?;
         let Memory { state, workspace, cache, logits } = memory?;
         let fixed = Weights::fixed_of(backend.as_mut(), &layout.fixed, &spec, &vectors?)?;
-        let dropped = Dropped::none(&spec.attention);
         let mut model = Model {
             weights: Weights::new(source, fixed, layout.parts.len(), (stream, disk.stall)),
-            cache,
+            sequence: Sequence::new(cache, state, &spec.attention, plan.kv_type),
             plan: EnginePlan {
                 resident: std::collections::BTreeSet::new(),
                 kv_capacity: Tokens::ZERO,
@@ -219,22 +217,13 @@ impl Opening {
             spec,
             layout,
             shape,
-            state,
             workspace,
             needs,
             logits,
-            lineage: Lineage::new(),
-            snapshots: Vec::new(),
-            mark_wanted: 0,
-            position: 0,
-            dropped,
-            kv_precision: plan.kv_type,
-            lost: false,
-            broken: None,
             chunk_wanted: chunk,
             estimators: SliceEstimators::new(),
         };
-        let applied = model.apply(plan);
+        let applied = residency::apply(&mut model, plan, &mut || false);
         progress.end();
         applied.map_err(|error| {
             left.add(Retained::of(model.weights.marks(), began));
@@ -250,91 +239,22 @@ impl Opening {
     }
 }
 
-impl Model {
-    /// Reads the header of the file at `path` and computes what each piece will occupy on what is to compute, or with so many threads
-    /// of the CPU; no weights are read.
-    ///
-    /// # Errors
-    /// When the file is not a model that the engine can compute with.
-    pub fn inspect(path: &Path, compute: impl Into<Compute>) -> Result<(ModelShape, Header), LoadError> {
-        Self::inspect_with(path, None, compute)
-    }
-
-    /// As [`Self::inspect`], for a model that may say some tokens only.
-    ///
-    /// # Errors
-    /// As there.
-    pub fn inspect_with(
-        path: &Path,
-        vocabulary: Option<&Sayable>,
-        compute: impl Into<Compute>,
-    ) -> Result<(ModelShape, Header), LoadError> {
-        let device = backend::choose(compute.into()).map_err(|kind| LoadError::new(path, kind))?;
-        Self::inspect_on(device, path, vocabulary, &Disk::default())
-    }
-
-    pub(super) fn inspect_on(
-        device: Arc<dyn Device>,
-        path: &Path,
-        vocabulary: Option<&Sayable>,
-        disk: &Disk,
-    ) -> Result<(ModelShape, Header), LoadError> {
-        let (theirs, vocabulary) = (path.to_owned(), vocabulary.cloned());
-        disk.attend(path, move |watch| {
-            let (header, spec, _) = read(&theirs, None, vocabulary.as_ref(), watch)?;
-            let layout = Layout::of(&spec);
-            let device = for_model(device, &theirs, &spec)?;
-            let needs = Needs::of(device.as_ref(), &layout.widths, &spec, &Limits::of(&spec));
-            let shape = model_shape(&header, &spec, &layout, None, needs);
-            Ok((shape, header))
-        })
-    }
-
-    /// Opens the file at `path` and puts `plan` into force.
-    ///
-    /// # Errors
-    /// As [`Self::inspect`], and when weights cannot be read or memory cannot be had.
-    pub fn open(path: &Path, plan: &EnginePlan, options: &ModelOptions) -> Result<Self, LoadError> {
-        let mut model = Self::begin(path, plan, options)?;
-        model.settle();
-        Ok(model)
-    }
-
-    /// As [`Self::open`], but for memory that may still be found, see [`Opening::begin`].
-    ///
-    /// # Errors
-    /// As there.
-    pub fn begin(path: &Path, plan: &EnginePlan, options: &ModelOptions) -> Result<Self, LoadError> {
-        Opening::read(path, options)?.begin(plan)
-    }
-
-    /// As [`Self::open`], with each layer and the output head in one part: what the finer parts cost is measured by it.
-    ///
-    /// # Errors
-    /// As there.
-    pub fn open_whole(path: &Path, plan: &EnginePlan, options: &ModelOptions) -> Result<Self, LoadError> {
-        let layout = |spec: &Spec| Layout::in_parts(spec, usize::MAX);
-        let device = options.device().map_err(|kind| LoadError::new(path, kind))?;
-        let opening = Opening::on(device, path, options, layout, &Disk::default())?;
-        let plan = EnginePlan {
-            resident: (0u32..).zip(&opening.layout.parts).map(|(part, _)| part).collect(),
-            ..plan.clone()
-        };
-        let mut model = opening.begin(&plan)?;
-        model.settle();
-        Ok(model)
-    }
-
-    /// Waits until all that the plan holds is in memory, and gives back what opening has left free on the heap: then the book
-    /// says what the kernel does.
-    pub fn settle(&mut self) {
-        self.weights.settle();
-        self.workspace.touch();
-        if self.position == 0 && !self.lost {
-            self.state.touch();
-        }
-        self.backend.trim();
-    }
+/// Reads a header, and computes what each piece will occupy.
+pub(super) fn inspect(
+    device: Arc<dyn Device>,
+    path: &Path,
+    vocabulary: Option<&Sayable>,
+    disk: &Disk,
+) -> Result<(ModelShape, Header), LoadError> {
+    let (theirs, vocabulary) = (path.to_owned(), vocabulary.cloned());
+    disk.attend(path, move |watch| {
+        let (header, spec, _) = read(&theirs, None, vocabulary.as_ref(), watch)?;
+        let layout = Layout::of(&spec);
+        let device = for_model(device, &theirs, &spec)?;
+        let needs = Needs::of(device.as_ref(), &layout.widths, &spec, &Limits::of(&spec));
+        let shape = model_shape(&header, &spec, &layout, None, needs);
+        Ok((shape, header))
+    })
 }
 
 /// What a model computes with beside its weights.

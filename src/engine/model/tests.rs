@@ -341,9 +341,9 @@ fn a_calibration_that_cannot_have_everything_back_says_so() {
 fn a_chunk_ordered_in_a_pass_becomes_smaller_in_it_and_larger_only_by_a_plan_that_says_so() {
     let (mut model, _refusing, _folder) = refusing(0..5);
     for (ordered, then) in [(9, 3), (2, 2)] {
-        let mut order = OneChunk { chunk: Some(ordered), told: None };
+        let mut order = OneChunk { chunk: Some(ordered), reported: None };
         model.forward(&TOKENS, &mut order).unwrap();
-        assert_eq!(order.told.unwrap().plan.prefill_chunk, Tokens::new(3));
+        assert_eq!(order.reported.unwrap().plan.prefill_chunk, Tokens::new(3));
         assert_eq!(model.plan().prefill_chunk, Tokens::new(then), "{ordered} was ordered");
         model.reset();
     }
@@ -360,15 +360,15 @@ fn a_plan_does_not_grow_into_the_place_of_a_chunk_under_way() {
     let beside = EnginePlan { resident: grown.resident.clone(), ..large.clone() };
     let bytes = |plan: &EnginePlan| model.shape().plan_bytes(plan);
     assert!(bytes(&grown) < bytes(&large) && bytes(&large) < bytes(&beside));
-    let mut order = OnePlan { plan: Some(grown.clone()), told: None };
+    let mut order = OnePlan { plan: Some(grown.clone()), reported: None };
     model.forward(&TOKENS, &mut order).unwrap();
-    let error = order.told.unwrap().unwrap_err().to_string();
+    let error = order.reported.unwrap().unwrap_err().to_string();
     assert!(error.contains("while a prefill chunk of 4096 tokens is under way"), "{error}");
     assert_eq!(model.plan(), &large, "nothing was done of it");
     // What only gives up is taken, and the chunk becomes smaller when it has ended.
-    let mut order = OnePlan { plan: Some(plan([0])), told: None };
+    let mut order = OnePlan { plan: Some(plan([0])), reported: None };
     model.forward(&TOKENS, &mut order).unwrap();
-    let report = order.told.unwrap().unwrap();
+    let report = order.reported.unwrap().unwrap();
     assert_eq!((report.plan.resident.len(), report.plan.prefill_chunk.get()), (1, 4096));
     assert_eq!(model.plan(), &plan([0]));
     model.reset();
@@ -403,7 +403,7 @@ impl Checkpoint for Plans {
 }
 
 #[test]
-fn a_smaller_chunk_is_told_once_when_it_is_in_force_however_the_pass_ends() {
+fn a_smaller_chunk_is_reported_once_when_it_is_in_force_however_the_pass_ends() {
     for stops in [false, true] {
         let (mut model, _refusing, _folder) = refusing([0, 2]);
         let large = EnginePlan { prefill_chunk: Tokens::new(4096), ..plan([0, 2]) };
@@ -415,12 +415,12 @@ fn a_smaller_chunk_is_told_once_when_it_is_in_force_however_the_pass_ends() {
         assert_eq!(result.is_err(), stops);
         let in_force: Vec<&EnginePlan> = orders.applied.iter().map(|report| &report.plan).collect();
         assert_eq!(in_force, [&large, &fewer]);
-        let [told] = &orders.rechunked[..] else {
+        let [reported] = &orders.rechunked[..] else {
             panic!("{:?}", orders.rechunked);
         };
-        assert_eq!((&told.plan, model.plan()), (&plan([0]), &plan([0])));
-        assert_eq!(told.held, model.breakdown().total);
-        assert!(told.freed > told.grown, "{told:?}");
+        assert_eq!((&reported.plan, model.plan()), (&plan([0]), &plan([0])));
+        assert_eq!(reported.held, model.breakdown().total);
+        assert!(reported.freed > reported.grown, "{reported:?}");
         model.reset();
         let mut orders = Plans::default();
         model.forward(&TOKENS, &mut orders).unwrap();
@@ -431,7 +431,7 @@ fn a_smaller_chunk_is_told_once_when_it_is_in_force_however_the_pass_ends() {
 /// A plan at the first look.
 struct OnePlan {
     plan: Option<EnginePlan>,
-    told: Option<Result<ApplyReport, ApplyError>>,
+    reported: Option<Result<ApplyReport, ApplyError>>,
 }
 
 impl Checkpoint for OnePlan {
@@ -440,7 +440,7 @@ impl Checkpoint for OnePlan {
     }
 
     fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
-        self.told = Some(result);
+        self.reported = Some(result);
     }
 }
 
@@ -473,7 +473,7 @@ fn a_workspace_is_replaced_without_both_in_memory() {
 /// Another chunk at the first look.
 struct OneChunk {
     chunk: Option<u32>,
-    told: Option<ApplyReport>,
+    reported: Option<ApplyReport>,
 }
 
 impl Checkpoint for OneChunk {
@@ -484,7 +484,7 @@ impl Checkpoint for OneChunk {
     }
 
     fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
-        self.told = Some(result.unwrap());
+        self.reported = Some(result.unwrap());
     }
 }
 

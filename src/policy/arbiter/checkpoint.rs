@@ -6,7 +6,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::core::Arbiter;
+use super::Arbiter;
 use crate::{
     policy::params::{Params, ParamsError},
     units::Timestamp,
@@ -40,35 +40,33 @@ pub enum CheckpointError {
 }
 
 impl Checkpoint {
+    /// The whole state as a plain value. To be taken between two calls of [`Arbiter::handle`], as is all that can be
+    /// seen of an arbiter.
+    #[must_use]
+    pub fn of(arbiter: &Arbiter) -> Self {
+        Self(Box::new(arbiter.clone()))
+    }
+
     /// When it was taken, by the clock of its run.
     #[must_use]
     pub const fn at(&self) -> Timestamp {
-        self.0.state.now
+        self.0.now()
     }
 
     /// The settings that the arbiter had.
     #[must_use]
     pub const fn params(&self) -> &Params {
-        &self.0.state.params
-    }
-}
-
-impl Arbiter {
-    /// The whole state as a plain value. To be taken between two calls of [`Arbiter::handle`], as is all that can be
-    /// seen of an arbiter.
-    #[must_use]
-    pub fn checkpoint(&self) -> Checkpoint {
-        Checkpoint(Box::new(self.clone()))
+        self.0.params()
     }
 
     /// An arbiter that goes on where the one of the checkpoint was: the same events give the same actions.
     ///
     /// # Errors
     /// If the settings in it are not valid, or an invariant of the book does not hold.
-    pub fn from_checkpoint(checkpoint: Checkpoint) -> Result<Self, CheckpointError> {
-        let at = checkpoint.at();
-        let arbiter = *checkpoint.0;
-        arbiter.state.params.validate().map_err(|source| CheckpointError::Params { at, source })?;
+    pub fn resume(self) -> Result<Arbiter, CheckpointError> {
+        let at = self.at();
+        let arbiter = *self.0;
+        arbiter.params().validate().map_err(|source| CheckpointError::Params { at, source })?;
         match arbiter.broken_invariant() {
             Some(broken) => Err(CheckpointError::Broken { at, broken }),
             None => Ok(arbiter),
@@ -87,7 +85,7 @@ mod tests {
         let params = Params::for_budget(Bytes::from_gib(1), Bytes::from_mib(128), Scope::Machine);
         let mut arbiter = Arbiter::new(params).unwrap();
         let _ = arbiter.handle(Timestamp::from_millis(7), crate::policy::event::Event::DrainRequested);
-        serde_json::to_value(arbiter.checkpoint()).unwrap()
+        serde_json::to_value(Checkpoint::of(&arbiter)).unwrap()
     }
 
     #[test]
@@ -95,14 +93,14 @@ mod tests {
         let checkpoint: Checkpoint = serde_json::from_value(as_json()).unwrap();
         assert_eq!(checkpoint.at(), Timestamp::from_millis(7));
         assert_eq!(checkpoint.params().budget.total, Bytes::from_gib(1));
-        assert!(Arbiter::from_checkpoint(checkpoint).unwrap().snapshot().draining);
+        assert!(checkpoint.resume().unwrap().snapshot().draining);
     }
 
     #[test]
     fn settings_that_are_not_valid_are_refused() {
         let mut json = as_json();
         json["params"]["pressure"]["fill_rate_mib_per_s"] = 0.into();
-        let error = Arbiter::from_checkpoint(serde_json::from_value(json).unwrap()).unwrap_err();
+        let error = serde_json::from_value::<Checkpoint>(json).unwrap().resume().unwrap_err();
         assert_eq!(
             error.to_string(),
             format!("cannot go on from the checkpoint of {}: its settings are not valid", Timestamp::from_millis(7))
@@ -116,7 +114,7 @@ mod tests {
         json["ledger"]["entries"] = serde_json::json!([
             [1, { "tenant": "a", "held": Bytes::from_gib(2), "booked_at": 0, "moving": false }]
         ]);
-        let error = Arbiter::from_checkpoint(serde_json::from_value(json).unwrap()).unwrap_err();
+        let error = serde_json::from_value::<Checkpoint>(json).unwrap().resume().unwrap_err();
         assert!(error.to_string().contains("is held of a"), "{error}");
     }
 }

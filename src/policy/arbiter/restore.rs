@@ -12,140 +12,131 @@
 //! Leases and workers that are taken over count at once, before anything else is admitted, so that nothing is promised
 //! twice.
 
-use super::core::Arbiter;
+use super::{context::Context, worker_orders};
 use crate::policy::{
     book::{AdoptedWorker, Book, BookedLease, BookedRun, BookedStop, BookedWorker},
     decision::{LeaseDecision, WorkerDecision},
     lease::{LeaseId, LeaseKind, LeaseName},
     lease_table::{Lease, Phase},
     reason::StopReason,
+    state::State,
     worker::StopCause,
 };
 
-impl Arbiter {
-    /// The state that the next run has to know of this one.
-    #[must_use]
-    pub fn book(&self) -> Book {
-        let state = &self.state;
-        let booked = |id: LeaseId, lease: &Lease| {
-            Some(BookedLease {
-                id,
-                generation: lease.generation,
-                held: state.ledger.held_by(id),
-                min: lease.min,
-                max: lease.max,
-                request: lease.request.clone()?,
-            })
+/// The state that the next run has to know of this one.
+pub(super) fn book(state: &State) -> Book {
+    let booked = |id: LeaseId, lease: &Lease| {
+        Some(BookedLease {
+            id,
+            generation: lease.generation,
+            held: state.ledger.held_by(id),
+            min: lease.min,
+            max: lease.max,
+            request: lease.request.clone()?,
+        })
+    };
+    let (mut leases, mut ended) = (Vec::new(), Vec::new());
+    for (id, lease) in state.leases.iter() {
+        match lease.phase {
+            Phase::Granted | Phase::Revoking(_) => leases.extend(booked(id, lease)),
+            Phase::Ending { unacknowledged: Some(_), .. } => ended.extend(booked(id, lease)),
+            Phase::Ending { unacknowledged: None, .. } => {}
+        }
+    }
+    let workers = state.workers.values();
+    let workers = workers.map(|worker| worker.booked(state.worker_held(&worker.params.name)));
+    Book { last: state.leases.last_numbers(), leases, ended, workers: workers.collect() }
+}
+
+pub(super) fn take_recovered(cx: &mut Context<'_>, mut book: Book, adopted: &[AdoptedWorker]) {
+    if cx.state.leases.ids().next().is_some() || !cx.state.queue.is_empty() {
+        return cx.decide(LeaseDecision::BookTooLate);
+    }
+    cx.record.noted += 1;
+    // A target may have been sent that was not written down; its number must not come to mean another one.
+    book.last.nonce = book.last.nonce.saturating_add(NONCES_SKIPPED);
+    cx.state.leases.skip(book.last);
+    for booked in &book.workers {
+        if let Some(worker) = cx.state.workers.get_mut(&booked.name) {
+            worker.restore(booked, cx.state.now);
+        }
+    }
+    for worker in adopted {
+        let booked = book.workers.iter().find(|booked| booked.name == worker.worker);
+        adopt_worker(cx, worker, booked);
+    }
+    for lease in book.leases {
+        restore_lease(cx, lease);
+    }
+    for lease in book.ended {
+        let id = lease.id;
+        restore_lease(cx, lease);
+        let held = cx.state.ledger.held_by(id);
+        cx.begin_ending(id, held);
+    }
+    cx.state.changed_at = cx.state.now;
+    let tenants = cx.state.leases.values().filter(|lease| lease.kind == LeaseKind::Tenant);
+    cx.decide(LeaseDecision::TakenOver {
+        leases: tenants.count(),
+        workers: adopted.len(),
+        held: cx.state.ledger.held(),
+        budget: cx.state.ledger.budget(),
+    });
+}
+
+/// Books a worker that runs, and asks it again what it was asked.
+fn adopt_worker(cx: &mut Context<'_>, adopted: &AdoptedWorker, booked: Option<&BookedWorker>) {
+    let name = &adopted.worker;
+    let Some(worker) = cx.state.workers.get(name) else {
+        return;
+    };
+    let run = booked
+        .map(|booked| booked.run.clone())
+        .unwrap_or_else(|| BookedRun { variant: adopted.variant.clone(), ..BookedRun::default() });
+    let (id, held) = run.lease.unwrap_or_else(|| {
+        // Started, and killed before that was written: it may take all that it needs for its start.
+        (cx.state.leases.next_id(), worker.params.peak_of(run.variant.as_deref()))
+    });
+    // Bytes that do not fit are not promised: it shows as unaccounted, and the worker has to go.
+    let fits = held.min(cx.state.ledger.free());
+    if !worker_orders::book(cx, name, id, fits) {
+        return;
+    }
+    if let Some(worker) = cx.state.workers.get_mut(name) {
+        worker.adopt(&run, id, adopted.pid, cx.state.now);
+    }
+    cx.decide(WorkerDecision::TakenOver { worker: name.clone(), pid: adopted.pid, held });
+    if fits < held {
+        let budget = cx.state.ledger.budget();
+        worker_orders::stop(cx, name, StopCause::Recycle, StopReason::OverBudget { held, budget });
+    } else if let Some(stop) = run.stop {
+        let cause = match stop {
+            BookedStop::Again => StopCause::Recycle,
+            BookedStop::ForGood => StopCause::Operator,
+            BookedStop::ToShed => StopCause::Shed,
         };
-        let (mut leases, mut ended) = (Vec::new(), Vec::new());
-        for (id, lease) in state.leases.iter() {
-            match lease.phase {
-                Phase::Granted | Phase::Revoking(_) => leases.extend(booked(id, lease)),
-                Phase::Ending { unacknowledged: Some(_), .. } => ended.extend(booked(id, lease)),
-                Phase::Ending { unacknowledged: None, .. } => {}
-            }
-        }
-        let workers = state.workers.values();
-        let workers = workers.map(|worker| worker.booked(state.worker_held(&worker.params.name)));
-        Book { last: state.leases.last_numbers(), leases, ended, workers: workers.collect() }
+        worker_orders::stop(cx, name, cause, StopReason::AskedBefore);
     }
+}
 
-    /// Changes whenever [`Arbiter::book`] may have; two calls with the same number need only one writing.
-    #[must_use]
-    pub const fn book_changes(&self) -> u64 {
-        self.state.ledger.changes().wrapping_add(self.state.leases.changes()).wrapping_add(self.noted)
+/// A lease goes on for one more term, in which its holder has to come back.
+fn restore_lease(cx: &mut Context<'_>, booked: BookedLease) {
+    let BookedLease { id, generation, held, min, max, request } = booked;
+    let term = request.term.clamp(cx.state.params.lease.term_min, cx.state.params.lease.term_max);
+    let tenant = request.tenant.clone();
+    if cx.state.workers.contains(&tenant) {
+        let lease = LeaseName { id, tenant };
+        return cx.decide(LeaseDecision::NameTaken { lease });
     }
-
-    pub(super) fn take_recovered(&mut self, mut book: Book, adopted: &[AdoptedWorker]) {
-        if self.state.leases.ids().next().is_some() || !self.state.queue.is_empty() {
-            return self.decide(LeaseDecision::BookTooLate);
-        }
-        self.noted += 1;
-        // A target may have been sent that was not written down; its number must not come to mean another one.
-        book.last.nonce = book.last.nonce.saturating_add(NONCES_SKIPPED);
-        self.state.leases.skip(book.last);
-        for booked in &book.workers {
-            if let Some(worker) = self.state.workers.get_mut(&booked.name) {
-                worker.restore(booked, self.state.now);
-            }
-        }
-        for worker in adopted {
-            let booked = book.workers.iter().find(|booked| booked.name == worker.worker);
-            self.adopt_worker(worker, booked);
-        }
-        for lease in book.leases {
-            self.restore_lease(lease);
-        }
-        for lease in book.ended {
-            let id = lease.id;
-            self.restore_lease(lease);
-            let held = self.state.ledger.held_by(id);
-            self.begin_ending(id, held);
-        }
-        self.state.changed_at = self.state.now;
-        let tenants = self.state.leases.values().filter(|lease| lease.kind == LeaseKind::Tenant);
-        self.decide(LeaseDecision::TakenOver {
-            leases: tenants.count(),
-            workers: adopted.len(),
-            held: self.state.ledger.held(),
-            budget: self.state.ledger.budget(),
+    let holder = cx.state.leases.holder_for(&request);
+    let lease = Lease::of_tenant(request, holder, generation, (min, max), term, cx.state.now);
+    if !cx.grant(id, held, lease) {
+        cx.decide(LeaseDecision::NotTakenOver {
+            lease: LeaseName { id, tenant },
+            held,
+            free: cx.state.ledger.free(),
+            budget: cx.state.ledger.budget(),
         });
-    }
-
-    /// Books a worker that runs, and asks it again what it was asked.
-    fn adopt_worker(&mut self, adopted: &AdoptedWorker, booked: Option<&BookedWorker>) {
-        let name = &adopted.worker;
-        let Some(worker) = self.state.workers.get(name) else {
-            return;
-        };
-        let run = booked
-            .map(|booked| booked.run.clone())
-            .unwrap_or_else(|| BookedRun { variant: adopted.variant.clone(), ..BookedRun::default() });
-        let (id, held) = run.lease.unwrap_or_else(|| {
-            // Started, and killed before that was written: it may take all that it needs for its start.
-            (self.state.leases.next_id(), worker.params.peak_of(run.variant.as_deref()))
-        });
-        // Bytes that do not fit are not promised: it shows as unaccounted, and the worker has to go.
-        let fits = held.min(self.state.ledger.free());
-        if !self.book_worker(name, id, fits) {
-            return;
-        }
-        if let Some(worker) = self.state.workers.get_mut(name) {
-            worker.adopt(&run, id, adopted.pid, self.state.now);
-        }
-        self.decide(WorkerDecision::TakenOver { worker: name.clone(), pid: adopted.pid, held });
-        if fits < held {
-            let budget = self.state.ledger.budget();
-            self.stop_worker(name, StopCause::Recycle, StopReason::OverBudget { held, budget });
-        } else if let Some(stop) = run.stop {
-            let cause = match stop {
-                BookedStop::Again => StopCause::Recycle,
-                BookedStop::ForGood => StopCause::Operator,
-                BookedStop::ToShed => StopCause::Shed,
-            };
-            self.stop_worker(name, cause, StopReason::AskedBefore);
-        }
-    }
-
-    /// A lease goes on for one more term, in which its holder has to come back.
-    fn restore_lease(&mut self, booked: BookedLease) {
-        let BookedLease { id, generation, held, min, max, request } = booked;
-        let term = request.term.clamp(self.state.params.lease.term_min, self.state.params.lease.term_max);
-        let tenant = request.tenant.clone();
-        if self.state.workers.contains(&tenant) {
-            let lease = LeaseName { id, tenant };
-            return self.decide(LeaseDecision::NameTaken { lease });
-        }
-        let holder = self.state.leases.holder_for(&request);
-        let lease = Lease::of_tenant(request, holder, generation, (min, max), term, self.state.now);
-        if !self.grant(id, held, lease) {
-            self.decide(LeaseDecision::NotTakenOver {
-                lease: LeaseName { id, tenant },
-                held,
-                free: self.state.ledger.free(),
-                budget: self.state.ledger.budget(),
-            });
-        }
     }
 }
 

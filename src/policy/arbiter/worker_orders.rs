@@ -1,14 +1,14 @@
 //! Orders to workers: start, change, come down, stop.
 //!
-//! There is one way to ask a worker for less, [`ask_for_less`](Arbiter::ask_for_less), and one to stop it,
-//! [`stop_worker`](Arbiter::stop_worker).
+//! There is one way to ask a worker for less, [`ask_for_less`], and one to stop it,
+//! [`stop`].
 //!
 //! Such a worker learns one thing only, that memory is short, and what it comes down to is known from its settings. So
 //! it is asked as a tenant is, by a target with a deadline, and credited as a tenant is, when it is measured; but it
 //! cannot answer, so that what is measured after its notification counts at once. One that does not come down is named,
 //! never notified again, and stopped unless it is at work.
 
-use super::core::Arbiter;
+use super::context::Context;
 use crate::{
     policy::{
         admission::WantKind,
@@ -33,160 +33,157 @@ pub(super) enum Less {
     Variant(String),
 }
 
-impl Arbiter {
-    /// Queues the start of a worker.
-    pub(super) fn want_worker(&mut self, name: &str) {
-        self.noted += 1;
-        let Some(worker) = self.state.workers.get_mut(name) else {
-            return;
-        };
-        worker.want(self.state.now);
-        let class = worker.params.class;
-        let id = self.state.leases.next_id();
-        self.queue_own(name, class, id, WantKind::WorkerStart);
-    }
+/// Queues the start of a worker.
+pub(super) fn want(cx: &mut Context<'_>, name: &str) {
+    cx.record.noted += 1;
+    let Some(worker) = cx.state.workers.get_mut(name) else {
+        return;
+    };
+    worker.want(cx.state.now);
+    let class = worker.params.class;
+    let id = cx.state.leases.next_id();
+    cx.queue_own(name, class, id, WantKind::WorkerStart);
+}
 
-    /// Queues the change of a worker to a larger variant.
-    pub(super) fn queue_variant(&mut self, name: &str, variant: String) {
-        let Some(worker) = self.state.workers.get(name) else {
-            return;
-        };
-        if let Some(lease) = worker.lease() {
-            self.queue_own(name, worker.params.class, lease, WantKind::WorkerVariant { variant });
+/// Queues the change of a worker to a larger variant.
+pub(super) fn queue_variant(cx: &mut Context<'_>, name: &str, variant: String) {
+    let Some(worker) = cx.state.workers.get(name) else {
+        return;
+    };
+    if let Some(lease) = worker.lease() {
+        cx.queue_own(name, worker.params.class, lease, WantKind::WorkerVariant { variant });
+    }
+}
+
+/// Starts a worker that has just ended in order to be started again, before its memory is granted to another
+/// holder.
+pub(super) fn start_again_at_once(cx: &mut Context<'_>, name: &str) {
+    if cx.state.draining || cx.state.worker_peak(name, None) > cx.state.ledger.free() {
+        want(cx, name);
+        return;
+    }
+    let id = cx.state.leases.next_id();
+    start(cx, name, id);
+}
+
+/// Starts a worker; the caller has made sure that its peak fits.
+pub(super) fn start(cx: &mut Context<'_>, name: &str, id: LeaseId) {
+    cx.record.noted += 1;
+    let peak = cx.state.worker_peak(name, None);
+    if !book(cx, name, id, peak) {
+        want(cx, name);
+        return;
+    }
+    let Some(worker) = cx.state.workers.get_mut(name) else {
+        return;
+    };
+    worker.start(id, cx.state.now);
+    let variant = worker.variant().map(str::to_owned);
+    cx.record.said.remove(&out_of_reach(name));
+    cx.decide(WorkerDecision::Starting {
+        worker: name.to_owned(),
+        peak,
+        free: cx.state.ledger.free(),
+        budget: cx.state.ledger.budget(),
+    });
+    cx.out.push(Action::StartWorker { worker: name.to_owned(), variant });
+}
+
+/// Grants the lease that we hold for a worker. Returns `false` if it does not fit.
+pub(super) fn book(cx: &mut Context<'_>, name: &str, id: LeaseId, bytes: Bytes) -> bool {
+    let Some(worker) = cx.state.workers.get(name) else {
+        return false;
+    };
+    let params = &worker.params;
+    let peaks = params.variants.iter().map(|variant| variant.peak);
+    let bounds = (params.steady_of(None), peaks.max().unwrap_or(params.peak_of(None)));
+    let kind = (LeaseKind::Worker, params.class);
+    let lease = Lease::of_ours(&params.name, kind, cx.state.leases.next_generation(), bounds, cx.state.now);
+    let booked = cx.grant(id, bytes, lease);
+    if booked {
+        cx.state.ledger.set_moving(id, true);
+    }
+    booked
+}
+
+/// Lets a worker change; the caller has made sure that the larger size fits.
+pub(super) fn grow(cx: &mut Context<'_>, name: &str, variant: String, tickets: Vec<Ticket>) {
+    let changeable = cx.state.workers.get(name).filter(|worker| worker.is_settled()).and_then(Worker::lease);
+    let peak = cx.state.worker_peak(name, Some(&variant));
+    if changeable.is_some_and(|id| cx.grow_lease(id, peak)) {
+        change(cx, name, variant, tickets, ChangeCause::Asked);
+        return;
+    }
+    for ticket in tickets {
+        let denial = Denial::invalid(name, "worker", &name, Problem::CannotChange);
+        cx.deny(ticket, denial);
+    }
+}
+
+/// Asks a worker for less, to make room. Returns whether it was asked.
+pub(super) fn ask_for_less(cx: &mut Context<'_>, name: &str, less: Less, reason: &ReclaimReason) -> bool {
+    match less {
+        Less::Notification => notify_of_pressure(cx, name, reason),
+        Less::Variant(variant) => {
+            let reason = reason.clone();
+            change(cx, name, variant, Vec::new(), ChangeCause::Room { reason });
+            true
         }
     }
+}
 
-    /// Starts a worker that has just ended in order to be started again, before its memory is granted to another
-    /// holder.
-    pub(super) fn start_again_at_once(&mut self, name: &str) {
-        if self.state.draining || self.state.worker_peak(name, None) > self.state.ledger.free() {
-            self.want_worker(name);
-            return;
-        }
-        let id = self.state.leases.next_id();
-        self.start_worker(name, id);
+/// Notifies a worker that memory is short. Returns whether it was notified.
+pub(super) fn notify_of_pressure(cx: &mut Context<'_>, name: &str, reason: &ReclaimReason) -> bool {
+    let worker = cx.state.workers.get(name);
+    let Some((id, least)) = worker.and_then(|worker| worker.lease().zip(worker.params.shrinks_to)) else {
+        return false;
+    };
+    let class = cx.state.leases.get(id).map_or(Class::Batch, |lease| lease.class);
+    let deadline = cx.state.now + cx.state.notified_deadline(class);
+    let nonce = cx.with_leases(|leases, turn| leases.begin_revocation(id, least, deadline, false, turn));
+    cx.out.push(Action::SetTarget { lease: id, nonce, bytes: least, deadline, reason: reason.clone() });
+    true
+}
+
+pub(super) fn change(cx: &mut Context<'_>, name: &str, variant: String, tickets: Vec<Ticket>, cause: ChangeCause) {
+    cx.record.noted += 1;
+    let resizing = Resizing {
+        variant: variant.clone(),
+        tickets,
+        asked_at: cx.state.now,
+        to_shed: matches!(cause, ChangeCause::Room { .. }),
+    };
+    let worker = name.to_owned();
+    if cause != ChangeCause::Asked {
+        cx.decide(WorkerDecision::Changing { worker: worker.clone(), variant: variant.clone(), cause });
     }
-
-    /// Starts a worker; the caller has made sure that its peak fits.
-    pub(super) fn start_worker(&mut self, name: &str, id: LeaseId) {
-        self.noted += 1;
-        let peak = self.state.worker_peak(name, None);
-        if !self.book_worker(name, id, peak) {
-            self.want_worker(name);
-            return;
-        }
-        let Some(worker) = self.state.workers.get_mut(name) else {
-            return;
-        };
-        worker.start(id, self.state.now);
-        let variant = worker.variant().map(str::to_owned);
-        self.said.remove(&out_of_reach(name));
-        self.decide(WorkerDecision::Starting {
-            worker: name.to_owned(),
-            peak,
-            free: self.state.ledger.free(),
-            budget: self.state.ledger.budget(),
-        });
-        self.out.push(Action::StartWorker { worker: name.to_owned(), variant });
+    if let Some(worker) = cx.state.workers.get_mut(name) {
+        worker.change(resizing);
     }
+    set_moving(cx, name);
+    cx.out.push(Action::ResizeWorker { worker, variant });
+}
 
-    /// Grants the lease that we hold for a worker. Returns `false` if it does not fit.
-    pub(super) fn book_worker(&mut self, name: &str, id: LeaseId, bytes: Bytes) -> bool {
-        let Some(worker) = self.state.workers.get(name) else {
-            return false;
-        };
-        let params = &worker.params;
-        let peaks = params.variants.iter().map(|variant| variant.peak);
-        let bounds = (params.steady_of(None), peaks.max().unwrap_or(params.peak_of(None)));
-        let kind = (LeaseKind::Worker, params.class);
-        let lease = Lease::of_ours(&params.name, kind, self.state.leases.next_generation(), bounds, self.state.now);
-        let booked = self.grant(id, bytes, lease);
-        if booked {
-            self.state.ledger.set_moving(id, true);
-        }
-        booked
-    }
+pub(super) fn stop(cx: &mut Context<'_>, name: &str, cause: StopCause, reason: StopReason) {
+    cx.record.noted += 1;
+    let Some((lease, tickets)) = cx.state.workers.get_mut(name).and_then(|worker| worker.stop(cause, cx.state.now))
+    else {
+        return;
+    };
+    let denial = Denial::invalid(name, "worker", &name, Problem::Stopping(Box::new(reason.clone())));
+    cx.deny_all(tickets, &denial);
+    cx.forget_wants_of(lease, &denial);
+    cx.state.ledger.set_moving(lease, true);
+    cx.out.push(Action::StopWorker { worker: name.to_owned(), reason });
+}
 
-    /// Lets a worker change; the caller has made sure that the larger size fits.
-    pub(super) fn grow_worker(&mut self, name: &str, variant: String, tickets: Vec<Ticket>) {
-        let changeable = self.state.workers.get(name).filter(|worker| worker.is_settled()).and_then(Worker::lease);
-        let peak = self.state.worker_peak(name, Some(&variant));
-        if changeable.is_some_and(|id| self.grow_lease(id, peak)) {
-            self.change_worker(name, variant, tickets, ChangeCause::Asked);
-            return;
-        }
-        for ticket in tickets {
-            let denial = Denial::invalid(name, "worker", &name, Problem::CannotChange);
-            self.deny(ticket, denial);
-        }
-    }
-
-    /// Asks a worker for less, to make room. Returns whether it was asked.
-    pub(super) fn ask_for_less(&mut self, name: &str, less: Less, reason: &ReclaimReason) -> bool {
-        match less {
-            Less::Notification => self.notify_of_pressure(name, reason),
-            Less::Variant(variant) => {
-                let reason = reason.clone();
-                self.change_worker(name, variant, Vec::new(), ChangeCause::Room { reason });
-                true
-            }
-        }
-    }
-
-    /// Notifies a worker that memory is short. Returns whether it was notified.
-    pub(super) fn notify_of_pressure(&mut self, name: &str, reason: &ReclaimReason) -> bool {
-        let worker = self.state.workers.get(name);
-        let Some((id, least)) = worker.and_then(|worker| worker.lease().zip(worker.params.shrinks_to)) else {
-            return false;
-        };
-        let class = self.state.leases.get(id).map_or(Class::Batch, |lease| lease.class);
-        let deadline = self.state.now + self.state.notified_deadline(class);
-        let nonce = self.with_leases(|leases, turn| leases.begin_revocation(id, least, deadline, false, turn));
-        self.out.push(Action::SetTarget { lease: id, nonce, bytes: least, deadline, reason: reason.clone() });
-        true
-    }
-
-    pub(super) fn change_worker(&mut self, name: &str, variant: String, tickets: Vec<Ticket>, cause: ChangeCause) {
-        self.noted += 1;
-        let resizing = Resizing {
-            variant: variant.clone(),
-            tickets,
-            asked_at: self.state.now,
-            to_shed: matches!(cause, ChangeCause::Room { .. }),
-        };
-        let worker = name.to_owned();
-        if cause != ChangeCause::Asked {
-            self.decide(WorkerDecision::Changing { worker: worker.clone(), variant: variant.clone(), cause });
-        }
-        if let Some(worker) = self.state.workers.get_mut(name) {
-            worker.change(resizing);
-        }
-        self.set_worker_moving(name);
-        self.out.push(Action::ResizeWorker { worker, variant });
-    }
-
-    pub(super) fn stop_worker(&mut self, name: &str, cause: StopCause, reason: StopReason) {
-        self.noted += 1;
-        let Some((lease, tickets)) =
-            self.state.workers.get_mut(name).and_then(|worker| worker.stop(cause, self.state.now))
-        else {
-            return;
-        };
-        let denial = Denial::invalid(name, "worker", &name, Problem::Stopping(Box::new(reason.clone())));
-        self.deny_all(tickets, &denial);
-        self.forget_wants_of(lease, &denial);
-        self.state.ledger.set_moving(lease, true);
-        self.out.push(Action::StopWorker { worker: name.to_owned(), reason });
-    }
-
-    pub(super) fn set_worker_moving(&mut self, name: &str) {
-        let Some(worker) = self.state.workers.get(name) else {
-            return;
-        };
-        if let Some(run) = worker.run() {
-            let measured = self.state.ledger.measurement(name).is_some_and(|measured| measured.at >= run.since);
-            self.state.ledger.set_moving(run.lease, !(worker.is_settled() && measured));
-        }
+pub(super) fn set_moving(cx: &mut Context<'_>, name: &str) {
+    let Some(worker) = cx.state.workers.get(name) else {
+        return;
+    };
+    if let Some(run) = worker.run() {
+        let measured = cx.state.ledger.measurement(name).is_some_and(|measured| measured.at >= run.since);
+        cx.state.ledger.set_moving(run.lease, !(worker.is_settled() && measured));
     }
 }
 
@@ -195,67 +192,89 @@ pub(super) fn out_of_reach(name: &str) -> String {
     format!("worker `{name}` is out of reach")
 }
 
-impl Arbiter {
-    /// Credits a worker that was notified if the measurement shows it. Returns whether it has been notified and not
-    /// come down.
-    pub(super) fn settle_notified(&mut self, name: &str, used: Option<Bytes>, taken_at: Timestamp) -> bool {
-        let Some(id) = self.state.workers.get(name).and_then(Worker::lease) else {
-            return false;
-        };
-        if !matches!(self.state.leases.get(id).map(|lease| &lease.phase), Some(Phase::Revoking(_))) {
-            return false;
-        }
-        if let Some(revocation) = self.with_leases(|leases, turn| leases.verify(id, used, taken_at, turn)) {
-            self.end_notification(id, &revocation);
-        }
-        true
+/// Credits a worker that was notified if the measurement shows it. Returns whether it has been notified and not
+/// come down.
+pub(super) fn settle_notified(cx: &mut Context<'_>, name: &str, used: Option<Bytes>, taken_at: Timestamp) -> bool {
+    let Some(id) = cx.state.workers.get(name).and_then(Worker::lease) else {
+        return false;
+    };
+    if !matches!(cx.state.leases.get(id).map(|lease| &lease.phase), Some(Phase::Revoking(_))) {
+        return false;
     }
-
-    /// The deadline has passed, and the worker has not come down.
-    pub(super) fn end_notification(&mut self, id: LeaseId, revocation: &Revocation) {
-        let Some(lease) = self.state.leases.get(id) else { return };
-        let name = lease.tenant.clone();
-        let used = revocation.evidence.used();
-        let late = self.state.now.saturating_since(revocation.target.deadline);
-        let Some(worker) = self.state.workers.get_mut(&name) else {
-            return;
-        };
-        if !worker.ignored_pressure() {
-            return;
-        }
-        let at_work = worker.requests > 0;
-        let ignored = IgnoredPressure {
-            pid: worker.run().and_then(|run| run.pid).unwrap_or_default(),
-            used,
-            target: revocation.target.bytes,
-            late,
-            worker: name,
-        };
-        if at_work {
-            self.decide(WorkerDecision::IgnoresPressure(ignored));
-        } else {
-            let name = ignored.worker.clone();
-            self.stop_worker(&name, StopCause::Shed, StopReason::IgnoredPressure(ignored));
-        }
+    if let Some(revocation) = cx.with_leases(|leases, turn| leases.verify(id, used, taken_at, turn)) {
+        end_notification(cx, id, &revocation);
     }
+    true
+}
 
-    /// Books a worker's steady size again. It is not notified of that: it takes the memory when it needs it.
-    pub(super) fn restore_notified(&mut self, name: &str) -> Result<Done, GrowthWait> {
-        let Some((id, steady)) =
-            self.state.workers.get(name).and_then(|worker| Some((worker.lease()?, worker.steady())))
-        else {
-            return Err(GrowthWait::Changing);
-        };
-        let now = self.state.now;
-        match self.state.ledger.raise(id, steady, now) {
-            Ok(()) => {
-                self.state.changed_at = now;
-                let worker = name.to_owned();
-                let decision = Decision::from(WorkerDecision::Restored { worker, steady });
-                self.decide(decision.clone());
-                Ok(Done::Decided(decision))
-            }
-            Err(_) => Err(GrowthWait::Budget { needs: steady, free: self.state.ledger.free(), reserved: Bytes::ZERO }),
+/// The deadline has passed, and the worker has not come down.
+pub(super) fn end_notification(cx: &mut Context<'_>, id: LeaseId, revocation: &Revocation) {
+    let Some(lease) = cx.state.leases.get(id) else { return };
+    let name = lease.tenant.clone();
+    let used = revocation.evidence.used();
+    let late = cx.state.now.saturating_since(revocation.target.deadline);
+    let Some(worker) = cx.state.workers.get_mut(&name) else {
+        return;
+    };
+    if !worker.ignored_pressure() {
+        return;
+    }
+    let at_work = worker.requests > 0;
+    let ignored = IgnoredPressure {
+        pid: worker.run().and_then(|run| run.pid).unwrap_or_default(),
+        used,
+        target: revocation.target.bytes,
+        late,
+        worker: name,
+    };
+    if at_work {
+        cx.decide(WorkerDecision::IgnoresPressure(ignored));
+    } else {
+        let name = ignored.worker.clone();
+        stop(cx, &name, StopCause::Shed, StopReason::IgnoredPressure(ignored));
+    }
+}
+
+/// Books a worker's steady size again. It is not notified of that: it takes the memory when it needs it.
+pub(super) fn restore_notified(cx: &mut Context<'_>, name: &str) -> Result<Done, GrowthWait> {
+    let Some((id, steady)) = cx.state.workers.get(name).and_then(|worker| Some((worker.lease()?, worker.steady())))
+    else {
+        return Err(GrowthWait::Changing);
+    };
+    let now = cx.state.now;
+    match cx.state.ledger.raise(id, steady, now) {
+        Ok(()) => {
+            cx.state.changed_at = now;
+            let worker = name.to_owned();
+            let decision = Decision::from(WorkerDecision::Restored { worker, steady });
+            cx.decide(decision.clone());
+            Ok(Done::Decided(decision))
         }
+        Err(_) => Err(GrowthWait::Budget { needs: steady, free: cx.state.ledger.free(), reserved: Bytes::ZERO }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::{
+        arbiter::context::{Machine, Record},
+        params::{Params, Scope, WorkerParams},
+        state::State,
+    };
+
+    #[test]
+    fn a_start_books_the_peak_and_an_order_to_stop_frees_nothing() {
+        let (steady, peak) = (Bytes::from_mib(10), Bytes::from_mib(20));
+        let mut params = Params::for_budget(Bytes::from_mib(64), Bytes::ZERO, Scope::Machine);
+        params.workers = vec![WorkerParams { name: "asr".to_owned(), steady, peak, ..WorkerParams::default() }];
+        let (mut state, mut machine, mut record) = (State::new(params).unwrap(), Machine::default(), Record::default());
+        let mut cx = Context::new(&mut state, &mut machine, &mut record);
+        let id = cx.state.leases.next_id();
+        start(&mut cx, "asr", id);
+        assert!(matches!(cx.out.last(), Some(Action::StartWorker { .. })));
+        stop(&mut cx, "asr", StopCause::Operator, StopReason::Operator);
+        assert!(matches!(cx.out.last(), Some(Action::StopWorker { reason: StopReason::Operator, .. })));
+        assert_eq!(cx.state.worker_held("asr"), peak);
     }
 }

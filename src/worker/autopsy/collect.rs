@@ -440,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_no_program_is_told() {
+    fn a_file_that_is_no_program_is_reported() {
         let dir = tempfile::tempdir().unwrap();
         let file = |name: &str, bytes: &[u8]| {
             let path = dir.path().join(name);

@@ -156,7 +156,7 @@ fn names(evidence: &Evidence, record: &KernelRecord) -> bool {
     };
     !evidence.found.comm.is_empty()
         && cut(&record.comm) == cut(&evidence.found.comm)
-        && own_group.zip(task_group).is_some_and(|(own, told)| told.ends_with(own) && own != "/")
+        && own_group.zip(task_group).is_some_and(|(own, reported)| reported.ends_with(own) && own != "/")
 }
 
 /// The kernel cuts names to 15 characters.

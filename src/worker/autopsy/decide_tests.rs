@@ -180,7 +180,7 @@ fn sigkill_without_a_record_is_of_an_unknown_sender_and_never_out_of_memory() {
 }
 
 #[test]
-fn a_log_that_cannot_be_read_lowers_the_confidence_and_is_told() {
+fn a_log_that_cannot_be_read_lowers_the_confidence_and_is_reported() {
     let unreadable = |evidence: &mut Evidence| {
         evidence.found.log.unreadable = Some("cannot read `/dev/kmsg`: Operation not permitted".to_owned());
         evidence.found.after.machine_kills = Some(1);
@@ -269,8 +269,8 @@ fn our_own_hand_is_named_with_its_reason() {
     ] {
         let verdict = with(status, |evidence| evidence.asked = asked(intent, by_force));
         assert_eq!(verdict.class, class, "{status:?} {intent:?}");
-        let told = verdict.evidence.iter().any(|found| found.text.contains("2 GiB are needed"));
-        assert!(told, "{:?}", verdict.evidence);
+        let reported = verdict.evidence.iter().any(|found| found.text.contains("2 GiB are needed"));
+        assert!(reported, "{:?}", verdict.evidence);
     }
 }
 
@@ -304,7 +304,7 @@ fn signals_have_their_classes() {
 }
 
 #[test]
-fn a_fault_is_told_with_its_address() {
+fn a_fault_is_reported_with_its_address() {
     let line = "asr-worker[341226]: segfault at 6b015ee0 ip 00007fd450365d0f sp 00007fff43b9c470 error 4 in libggml-base.so.0.25.3[32d0f,7fd45034a000+8e000] likely on CPU 3 (core 3, socket 0)";
     let verdict = with(killed(11), |evidence| evidence.found.log = logged(&[line]));
     assert!(verdict.sentence.contains("SIGSEGV at 6b015ee0 ip 00007fd450365d0f"), "{}", verdict.sentence);
@@ -368,7 +368,7 @@ fn a_limit_of_its_own_explains_a_refused_allocation() {
 }
 
 #[test]
-fn libraries_that_are_missing_or_of_another_cuda_are_told_apart() {
+fn libraries_that_are_missing_or_of_another_cuda_are_reported_apart() {
     let missing = "./asr: error while loading shared libraries: libcudart.so.12: cannot open shared object file: No such file or directory";
     let verdict = with(ExitStatus::Code(127), |evidence| {
         evidence.lines = vec![missing.to_owned()];
@@ -442,7 +442,7 @@ fn an_end_that_is_not_ours_to_read_is_unknown_unless_the_kernel_names_it() {
 }
 
 #[test]
-fn a_machine_without_a_rival_and_one_with_are_told_apart() {
+fn a_machine_without_a_rival_and_one_with_are_reported_apart() {
     let verdict = with(killed(15), |evidence| {
         evidence.found.killers = vec!["earlyoom (pid 812)".to_owned()];
     });

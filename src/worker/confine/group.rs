@@ -374,7 +374,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_group_of_ours_the_reason_is_told() {
+    fn without_a_group_of_ours_the_reason_is_reported() {
         let (_dir, roots) = tree("0::/\n", &[("cgroup.controllers", "memory"), ("cgroup.procs", "1\n")]);
         let reason = Groups::open(&roots).describe().unwrap_err();
         assert!(reason.starts_with("no group of ours with a memory controller"), "{reason}");

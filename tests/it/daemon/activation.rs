@@ -9,8 +9,8 @@ use std::{
 use nix::sys::signal::Signal;
 
 use super::{
-    door::{Client, DOOR, door},
-    house::{House, budget},
+    installation::{Installation, budget},
+    wyoming_client::{Client, LISTENER, wyoming_socket},
 };
 use crate::{http::client::get, support::PATIENCE};
 
@@ -30,18 +30,18 @@ fn answer(mut stream: TcpStream) -> String {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_connection_made_before_the_daemon_runs_is_served_and_a_restart_refuses_none() {
-    let mut house = House::new("");
+    let mut installation = Installation::new("");
     let http = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = http.local_addr().unwrap();
-    house.configure_with_http(&format!("{}{DOOR}", budget(64)), &address.to_string());
-    let (grpc, wyoming) = (house.socket(), door(&house));
-    house.passed = vec![
+    installation.configure_with_http(&format!("{}{LISTENER}", budget(64)), &address.to_string());
+    let (grpc, wyoming) = (installation.socket(), wyoming_socket(&installation));
+    installation.passed = vec![
         ("http", http.into()),
         ("grpc", UnixListener::bind(&grpc).unwrap().into()),
         ("wyoming", UnixListener::bind(&wyoming).unwrap().into()),
     ];
     let early = asks(address);
-    let daemon = house.start().await;
+    let daemon = installation.start().await;
     assert_eq!(answer(early), "HTTP/1.1 200 OK");
     assert_eq!(daemon.http, address);
     assert!(!daemon.status().await.boot_id.is_empty(), "gRPC is served on its socket");
@@ -49,33 +49,37 @@ async fn a_connection_made_before_the_daemon_runs_is_served_and_a_restart_refuse
     // Killed, and ended as it should: whatever connects meanwhile is served by the next one.
     daemon.kill();
     let meanwhile = asks(address);
-    let daemon = house.start().await;
+    let daemon = installation.start().await;
     assert_eq!(answer(meanwhile), "HTTP/1.1 200 OK");
     daemon.signal(Signal::SIGTERM);
     assert!(daemon.ends().success());
     assert!(grpc.exists() && wyoming.exists(), "the files belong to the one who listens");
     let meanwhile = asks(address);
-    let daemon = house.start().await;
+    let daemon = installation.start().await;
     assert_eq!(answer(meanwhile), "HTTP/1.1 200 OK");
-    let _connected = Client::connect(&house).await;
-    assert!(!house.log().contains("systemd's socket"), "all agree with the configuration: {}", house.log());
+    let _connected = Client::connect(&installation).await;
+    assert!(
+        !installation.log().contains("systemd's socket"),
+        "all agree with the configuration: {}",
+        installation.log()
+    );
     daemon.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn passed_sockets_that_the_configuration_does_not_name_are_reported() {
-    let mut house = House::new(&budget(64));
+    let mut installation = Installation::new(&budget(64));
     let (other, unknown) = (TcpListener::bind("127.0.0.1:0").unwrap(), TcpListener::bind("127.0.0.1:0").unwrap());
     let (other_address, unknown_address) = (other.local_addr().unwrap(), unknown.local_addr().unwrap());
     // The configuration wants HTTP on a socket of its own.
     let own = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    house.configure_with_http(&budget(64), &own.to_string());
-    house.passed = vec![("http", other.into()), ("smtp", unknown.into())];
-    let daemon = house.start().await;
+    installation.configure_with_http(&budget(64), &own.to_string());
+    installation.passed = vec![("http", other.into()), ("smtp", unknown.into())];
+    let daemon = installation.start().await;
     for address in [own, other_address] {
         assert_eq!(get(address, "/v1/models").await.status, 200, "{address}");
     }
-    let log = house.log();
+    let log = installation.log();
     let named = format!("systemd's socket `http` listens on {other_address}, which `http.listen` does not name");
     assert!(log.contains(&named), "{log}");
     let refused = format!("systemd's socket `smtp` on {unknown_address} is not served: no API has this name");

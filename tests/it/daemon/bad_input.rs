@@ -18,8 +18,8 @@ use tonic::{Code, Status};
 use tonic_types::StatusExt as _;
 
 use super::{
-    door::{Client, DOOR},
-    house::{House, budget, demo_model, tts},
+    installation::{Installation, budget, demo_model, tts},
+    wyoming_client::{Client, LISTENER},
 };
 use crate::{
     http::client::post_json,
@@ -46,19 +46,19 @@ fn reason(status: &Status) -> (Code, String) {
 }
 
 /// What is on the book; not how long it may stay there, nor what was measured.
-fn book(house: &House) -> Vec<(Value, Value, Value)> {
-    let leases = house.json(&["leases"]);
+fn book(installation: &Installation) -> Vec<(Value, Value, Value)> {
+    let leases = installation.json(&["leases"]);
     let of = |lease: &Value| (lease["name"].clone(), lease["state"].clone(), lease["heldBytes"].clone());
     leases.as_array().unwrap().iter().map(of).collect()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_a_tenant_says_wrong_is_refused_with_a_reason_and_the_book_is_untouched() {
-    let house = House::new(&budget(64));
-    let daemon = house.start().await;
+    let installation = Installation::new(&budget(64));
+    let daemon = installation.start().await;
     let mut client = daemon.leases();
     let lease = granted(&mut client, good("one")).await;
-    let before = book(&house);
+    let before = book(&installation);
     assert_eq!(before.len(), 1);
 
     // There is no worker of the name here that is refused there.
@@ -78,7 +78,7 @@ async fn what_a_tenant_says_wrong_is_refused_with_a_reason_and_the_book_is_untou
         assert!(!reason.is_empty() || code == Code::OutOfRange, "{what}: {status:?}");
         assert!(status.message().len() < 1000, "{what}: a message of bounded length");
     }
-    assert_eq!(book(&house), before);
+    assert_eq!(book(&installation), before);
 
     // The same request again is the same lease; with another content it is refused.
     let again = granted(&mut client, good("one")).await;
@@ -100,7 +100,7 @@ async fn what_a_tenant_says_wrong_is_refused_with_a_reason_and_the_book_is_untou
         let status = client.renew_lease(asked).await.unwrap_err();
         assert_eq!(reason(&status), (expected.0, expected.1.to_owned()), "{status:?}");
     }
-    assert_eq!(book(&house), before);
+    assert_eq!(book(&installation), before);
 
     // Answers to targets that were never set, or long ago, and again.
     let (say, said) = tokio::sync::mpsc::channel(8);
@@ -120,11 +120,11 @@ async fn what_a_tenant_says_wrong_is_refused_with_a_reason_and_the_book_is_untou
         say.send(answer(nonce)).await.unwrap();
     }
     let mut heard = client.hold_lease(ReceiverStream::new(said)).await.unwrap().into_inner();
-    let told = heard.message().await;
-    assert!(told.is_ok(), "{told:?}");
-    assert_eq!(book(&house), before, "nothing is credited for what nobody asked");
+    let reported = heard.message().await;
+    assert!(reported.is_ok(), "{reported:?}");
+    assert_eq!(book(&installation), before, "nothing is credited for what nobody asked");
     drop((say, heard));
-    assert!(house.tell(&["status"]).contains("held 8 MiB"));
+    assert!(installation.tell(&["status"]).contains("held 8 MiB"));
     daemon.end().await;
 }
 
@@ -132,8 +132,8 @@ async fn what_a_tenant_says_wrong_is_refused_with_a_reason_and_the_book_is_untou
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_answer_that_is_said_again_while_its_target_is_pending_changes_nothing() {
     // This process is the holder that is measured; nothing ends its lease for being late.
-    let house = House::new(&budget(768).replace("8MiB}", "8MiB, deadlines: {batch: 60s}}"));
-    let daemon = house.start().await;
+    let installation = Installation::new(&budget(768).replace("8MiB}", "8MiB, deadlines: {batch: 60s}}"));
+    let daemon = installation.start().await;
     let mut client = daemon.leases();
     let batch = CreateLeaseRequest {
         tenant: "index".to_owned(),
@@ -158,7 +158,7 @@ async fn an_answer_that_is_said_again_while_its_target_is_pending_changes_nothin
     });
     let target = held.target().await;
     let (nonce, bytes, used) = (target.nonce, target.target_bytes, Bytes::new(500 * MIB));
-    let before = book(&house);
+    let before = book(&installation);
     for (nonce, bytes, said, verdict) in [
         (nonce, bytes, TargetState::Deferred, TargetState::Deferred),
         (nonce, bytes, TargetState::Deferred, TargetState::Deferred),
@@ -170,32 +170,32 @@ async fn an_answer_that_is_said_again_while_its_target_is_pending_changes_nothin
         held.answer(nonce, bytes, said, used).await;
         assert_eq!(held.receipt().await.1, verdict);
     }
-    assert_eq!(book(&house), before, "nothing is credited");
+    assert_eq!(book(&installation), before, "nothing is credited");
     assert!(!urgent.is_finished());
     urgent.abort();
     let release = ReleaseLeaseRequest { name: lease.name, boot_id: lease.boot_id, generation: lease.generation };
     client.release_lease(release).await.unwrap();
     daemon.end().await;
-    let journal = std::fs::read_to_string(house.path("journal.ndjson")).unwrap();
+    let journal = std::fs::read_to_string(installation.path("journal.ndjson")).unwrap();
     let answers = journal.matches(r#""event":"target_answered""#).count();
     assert_eq!(answers, 1, "the others stay outside the arbiter");
-    house.replay();
+    installation.replay();
 }
 
 /// A user who is nobody here.
-const STRANGER: u32 = 61_006;
+const OTHER_UID: u32 = 61_006;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn another_users_lease_can_neither_be_renewed_nor_released() {
-    let house = House::new(&budget(64));
-    let daemon = house.start().await;
-    let Some(channel) = channel_of(&house.abstract_name(), STRANGER).await else {
+    let installation = Installation::new(&budget(64));
+    let daemon = installation.start().await;
+    let Some(channel) = channel_of(&installation.abstract_name(), OTHER_UID).await else {
         eprintln!("left out: only root can be another user");
         daemon.end().await;
         return;
     };
     let lease = granted(&mut daemon.leases(), good("one")).await;
-    let before = book(&house);
+    let before = book(&installation);
     let mut process = LeaseServiceClient::new(channel);
     let renewed = process.renew_lease(RenewLeaseRequest {
         name: lease.name.clone(),
@@ -213,18 +213,18 @@ async fn another_users_lease_can_neither_be_renewed_nor_released() {
         assert_eq!(status.code(), Code::PermissionDenied, "{status:?}");
         assert!(!reason(&status).1.is_empty(), "{status:?}");
     }
-    assert_eq!(book(&house), before);
+    assert_eq!(book(&installation), before);
     daemon.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn ten_thousand_connections_and_an_unread_stream_leave_others_served() {
-    let house = House::new("");
-    house.configure_grpc(
+    let installation = Installation::new("");
+    installation.configure_grpc(
         &budget(64),
         "limits: {connections: {per_process: 8}, streams: {per_process: 1}, reader_patience: 1s}",
     );
-    let daemon = house.start().await;
+    let daemon = installation.start().await;
     let mut client = daemon.leases();
     let lease = granted(&mut client, good("one")).await;
 
@@ -233,13 +233,14 @@ async fn ten_thousand_connections_and_an_unread_stream_leave_others_served() {
         let asked = CreateLeaseRequest { tenant: "t".repeat(63), validate_only: true, ..good(&format!("r{number}")) };
         client.create_lease(asked).await.unwrap();
     }
-    let narrow = tonic::transport::Endpoint::from_shared(format!("unix://{}", house.socket().display())).unwrap();
+    let narrow =
+        tonic::transport::Endpoint::from_shared(format!("unix://{}", installation.socket().display())).unwrap();
     let narrow = narrow.initial_stream_window_size(65_535).connect().await.unwrap();
     let mut narrow = OperatorServiceClient::new(narrow);
     let unread = narrow.watch_events(WatchEventsRequest::default());
     let mut unread = unread.await.unwrap().into_inner();
 
-    let socket = house.socket();
+    let socket = installation.socket();
     let crowd = tokio::task::spawn_blocking(move || {
         let (mut open, mut closed) = (Vec::new(), 0);
         for _ in 0..10_000 {
@@ -280,17 +281,17 @@ async fn ten_thousand_connections_and_an_unread_stream_leave_others_served() {
         }
     };
     assert_eq!(reason(&status), (Code::Aborted, "READER_STALLED".to_owned()));
-    assert!(house.tell(&["status"]).contains("held 8 MiB"));
+    assert!(installation.tell(&["status"]).contains("held 8 MiB"));
     daemon.end().await;
 }
 
-/// A worker whose memory can never be had is not waited for: every speech door says so at once, with the figures.
+/// A worker whose memory can never be had is not waited for: every speech listener says so at once, with the figures.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn speech_that_can_never_be_had_is_refused_at_once_at_every_door() {
     // It fits the budget, and not beside the least that the LLM runs with.
     let voice = tts().replace("peak: 16MiB", "peak: 62MiB");
-    let house = House::new(&format!("{}{}workers:\n{voice}{DOOR}", budget(64), demo_model(1024)));
-    let daemon = house.start().await;
+    let installation = Installation::new(&format!("{}{}workers:\n{voice}{LISTENER}", budget(64), demo_model(1024)));
+    let daemon = installation.start().await;
     daemon
         .until("the LLM runs", |status| {
             let state = status.engine.as_ref().map(Engine::state);
@@ -304,7 +305,7 @@ async fn speech_that_can_never_be_had_is_refused_at_once_at_every_door() {
     let message = error["error"]["message"].as_str().unwrap();
     assert!(message.contains("62 MiB") && message.contains("budget"), "{message}");
 
-    let mut client = Client::connect(&house).await;
+    let mut client = Client::connect(&installation).await;
     client.say(Event::Synthesize(Synthesize { text: "good night".to_owned(), voice: None })).await;
     let (code, text) = timeout(PATIENCE, client.refusal()).await.unwrap();
     assert_eq!(code, "memory-pressure", "{text}");
@@ -312,11 +313,11 @@ async fn speech_that_can_never_be_had_is_refused_at_once_at_every_door() {
     daemon.end().await;
 }
 
-/// What every door takes for a number of the right kind and size, and no token could be chosen with, is the caller's mistake.
+/// What every listener takes for a number of the right kind and size, and no token could be chosen with, is the caller's mistake.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_setting_that_no_token_could_be_chosen_with_is_refused_with_its_limits() {
-    let house = House::new(&format!("{}{}", budget(128), demo_model(1024)));
-    let daemon = house.start().await;
+    let installation = Installation::new(&format!("{}{}", budget(128), demo_model(1024)));
+    let daemon = installation.start().await;
     daemon.whole().await;
     let messages = json!([{"role": "user", "content": "hello"}]);
     let refused = daemon.chat(json!({ "messages": messages, "temperature": 1.0, "top_p": 1e-46 })).await;

@@ -1,4 +1,4 @@
-//! What stands behind the doors and is not as it should be: workers that hang, break off, or have more to tell than ours.
+//! What stands behind the listeners and is not as it should be: workers that hang, break off, or have more to tell than ours.
 
 use std::time::{Duration, Instant};
 
@@ -14,21 +14,21 @@ use serde_json::json;
 use tokio::io::AsyncWriteExt as _;
 
 use super::{
-    door::{Client, DOOR},
-    house::{Daemon, House, budget, worker, workers_ready},
+    installation::{Daemon, Installation, budget, worker, workers_ready},
     workers::python_is_there,
+    wyoming_client::{Client, LISTENER},
 };
 use crate::{
     http::client::{Answer, post},
     support::{PATIENCE, fixture},
 };
 
-/// A house with one worker that hears and one that speaks, in a few lines of Python.
-fn house() -> House {
-    house_with("500ms")
+/// An installation with one worker that hears and one that speaks, in a few lines of Python.
+fn installation() -> Installation {
+    installation_with("500ms")
 }
 
-fn house_with(answer_timeout: &str) -> House {
+fn installation_with(answer_timeout: &str) -> Installation {
     let entry = |name: &str, role: &str| {
         format!(
             "  - name: {name}
@@ -41,7 +41,7 @@ fn house_with(answer_timeout: &str) -> House {
             fixture("wyoming_worker.py").display()
         )
     };
-    House::new(&format!("{}{DOOR}workers:\n{}{}", budget(128), entry("ears", "asr"), entry("mouth", "tts")))
+    Installation::new(&format!("{}{LISTENER}workers:\n{}{}", budget(128), entry("ears", "asr"), entry("mouth", "tts")))
 }
 
 fn speaks(text: &str, voice: Option<Voice>) -> Event {
@@ -57,8 +57,8 @@ fn silence() -> Vec<u8> {
     cotenant::speech::audio::MonoAudio::new(16_000, vec![0; 1600]).to_wav().unwrap()
 }
 
-/// Waits until the door says of its workers what they have said to it.
-async fn told(client: &mut Client, wanted: impl Fn(&serde_json::Map<String, serde_json::Value>) -> bool) {
+/// Waits until the listener says of its workers what they have said to it.
+async fn reported(client: &mut Client, wanted: impl Fn(&serde_json::Map<String, serde_json::Value>) -> bool) {
     loop {
         client.say(Event::Describe).await;
         let info = client.until("info").await.pop().unwrap();
@@ -77,16 +77,16 @@ async fn hears(daemon: &Daemon<'_>) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_that_hangs_in_the_middle_of_its_audio_is_told_ended_and_started_again() {
+async fn a_worker_that_hangs_in_the_middle_of_its_audio_is_reported_ended_and_started_again() {
     if !python_is_there() {
         return;
     }
-    let house = house();
-    let daemon = house.start().await;
+    let installation = installation();
+    let daemon = installation.start().await;
     let before = daemon.until("ready", workers_ready).await;
 
-    // One request of it stands still: its client is told, and nothing else is touched.
-    let mut client = Client::connect(&house).await;
+    // One request of it stands still: its client is notified, and nothing else is touched.
+    let mut client = Client::connect(&installation).await;
     client.say(speaks("stick", None)).await;
     assert_eq!(client.until("audio-chunk").await[0].kind, "audio-start");
     let (code, text) = client.refusal().await;
@@ -100,7 +100,7 @@ async fn a_worker_that_hangs_in_the_middle_of_its_audio_is_told_ended_and_starte
     assert_eq!(worker(&status, "mouth").pid, worker(&before, "mouth").pid, "it answers others");
 
     // All of it stands still: it is ended, and the certificate says why.
-    let mut client = Client::connect(&house).await;
+    let mut client = Client::connect(&installation).await;
     client.say(speaks("hang", None)).await;
     assert_eq!(client.refusal().await.0, "worker-lost");
     hears(&daemon).await;
@@ -111,9 +111,9 @@ async fn a_worker_that_hangs_in_the_middle_of_its_audio_is_told_ended_and_starte
         })
         .await;
     assert_eq!(worker(&status, "ears").pid, worker(&before, "ears").pid);
-    let certificate = house.json(&["postmortem", "mouth"]);
+    let certificate = installation.json(&["postmortem", "mouth"]);
     assert!(certificate.to_string().contains("\"hang\""), "{certificate}");
-    let words = house.tell(&["postmortem", "mouth"]);
+    let words = installation.tell(&["postmortem", "mouth"]);
     assert!(words.contains("3 questions after it went unanswered"), "{words}");
     assert_eq!(daemon.speak("hello").await.status, 200);
     daemon.end_after(&["worker does not respond"]).await;
@@ -125,7 +125,7 @@ async fn a_worker_over_http_that_answers_no_request_in_a_row_is_ended_as_hung() 
     if !python_is_there() {
         return;
     }
-    let house = House::new(&format!(
+    let installation = Installation::new(&format!(
         "{}workers:
   - name: mouth
     role: tts
@@ -139,7 +139,7 @@ async fn a_worker_over_http_that_answers_no_request_in_a_row_is_ended_as_hung() 
         budget(128),
         fixture("speech_server.py").display()
     ));
-    let daemon = house.start().await;
+    let daemon = installation.start().await;
     daemon.until("ready", workers_ready).await;
     // Two are no proof, with one between that is answered.
     for text in ["hang", "hello", "hang", "hang"] {
@@ -150,33 +150,33 @@ async fn a_worker_over_http_that_answers_no_request_in_a_row_is_ended_as_hung() 
     assert_eq!(worker(&daemon.status().await, "mouth").starts, 1);
     assert_eq!(daemon.speak("hang").await.status, 503);
     daemon.until("another one is ready", |status| workers_ready(status) && worker(status, "mouth").starts == 2).await;
-    let words = house.tell(&["postmortem", "mouth"]);
+    let words = installation.tell(&["postmortem", "mouth"]);
     assert!(words.contains("none of the last 3 requests was answered"), "{words}");
     assert_eq!(daemon.speak("hello").await.status, 200);
     daemon.end_after(&["worker does not respond"]).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_a_worker_sends_wrong_is_told_to_that_client_alone() {
+async fn what_a_worker_sends_wrong_is_reported_to_that_client_alone() {
     if !python_is_there() {
         return;
     }
-    let house = house();
-    let daemon = house.start().await;
+    let installation = installation();
+    let daemon = installation.start().await;
     let before = daemon.until("ready", workers_ready).await;
     for (text, problem) in [("garbage", "does not speak Wyoming"), ("half", "")] {
-        let mut client = Client::connect(&house).await;
+        let mut client = Client::connect(&installation).await;
         client.say(speaks(text, None)).await;
         let (code, said) = client.refusal().await;
         assert_eq!(code, "worker-lost");
         assert!(said.starts_with("worker `mouth` failed: ") && said.contains(problem), "{said}");
-        let mut next = Client::connect(&house).await;
+        let mut next = Client::connect(&installation).await;
         next.say(speaks("hello", None)).await;
         next.until("audio-stop").await;
         hears(&daemon).await;
     }
     // And a client that sends half a frame, and goes.
-    let mut client = Client::connect(&house).await;
+    let mut client = Client::connect(&installation).await;
     client.writer.write_all(b"{\"type\":\"audio-chunk\",\"payload_length\":640}\n\0\0").await.unwrap();
     drop(client);
     hears(&daemon).await;
@@ -192,23 +192,23 @@ async fn a_transcript_that_comes_in_pieces_is_passed_on_in_pieces() {
     if !python_is_there() {
         return;
     }
-    let house = house();
-    let daemon = house.start().await;
+    let installation = installation();
+    let daemon = installation.start().await;
     daemon.until("ready", workers_ready).await;
-    let mut client = Client::connect(&house).await;
-    told(&mut client, |info| info["asr"][0]["supports_transcript_streaming"] == true).await;
+    let mut client = Client::connect(&installation).await;
+    reported(&mut client, |info| info["asr"][0]["supports_transcript_streaming"] == true).await;
     let format = AudioFormat::mono_16_bit(16_000);
     for _ in 0..2 {
         client.say(Event::AudioStart(AudioStart { format, timestamp: None })).await;
         client.say(Event::AudioChunk(AudioChunk { format, timestamp: None, audio: vec![0; 3200] })).await;
         client.say(Event::AudioStop(AudioStop::default())).await;
         let frames = client.until("transcript-stop").await;
-        let told: Vec<_> = frames
+        let reported: Vec<_> = frames
             .iter()
             .map(|frame| (frame.kind.as_str(), frame.data.get("text").and_then(|text| text.as_str())))
             .collect();
         assert_eq!(
-            told,
+            reported,
             [
                 ("transcript-start", None),
                 ("transcript-chunk", Some("turn")),
@@ -228,9 +228,9 @@ async fn a_transcript_that_comes_in_pieces_is_passed_on_in_pieces() {
         .filter_map(|line| line.strip_prefix("data: "))
         .filter_map(|line| serde_json::from_str(line).ok())
         .collect();
-    let told: Vec<_> =
+    let reported: Vec<_> =
         payloads.iter().map(|payload| payload["delta"].as_str().or_else(|| payload["text"].as_str())).collect();
-    assert_eq!(told, [Some("turn"), Some(" on"), Some("turn on")], "{}", answer.text());
+    assert_eq!(reported, [Some("turn"), Some(" on"), Some("turn on")], "{}", answer.text());
     daemon.end().await;
 }
 
@@ -239,11 +239,11 @@ async fn a_voice_of_several_people_speaks_as_the_one_who_is_asked_for() {
     if !python_is_there() {
         return;
     }
-    let house = house();
-    let daemon = house.start().await;
+    let installation = installation();
+    let daemon = installation.start().await;
     daemon.until("ready", workers_ready).await;
-    let mut client = Client::connect(&house).await;
-    told(&mut client, |info| info["tts"][0]["voices"][0]["speakers"][1]["name"] == "bass").await;
+    let mut client = Client::connect(&installation).await;
+    reported(&mut client, |info| info["tts"][0]["voices"][0]["speakers"][1]["name"] == "bass").await;
     for (voice, sample) in [
         (None, 0),
         (speaker(Some("choir"), "alto"), 1),
@@ -262,7 +262,7 @@ async fn a_voice_of_several_people_speaks_as_the_one_who_is_asked_for() {
         (speaker(None, "tenor"), "no voice here knows it"),
         (speaker(Some("alloy"), "tenor"), "no voice here knows it"),
     ] {
-        let mut client = Client::connect(&house).await;
+        let mut client = Client::connect(&installation).await;
         client.say(speaks("hello", voice)).await;
         let (code, text) = client.refusal().await;
         assert!(code == "bad-request" && text.contains(problem), "{code}: {text}");
@@ -277,8 +277,8 @@ async fn speech_that_cannot_come_within_the_clients_read_timeout_is_refused_at_o
     if !python_is_there() {
         return;
     }
-    let house = house_with("10s");
-    let daemon = house.start().await;
+    let installation = installation_with("10s");
+    let daemon = installation.start().await;
     daemon.until("ready", workers_ready).await;
     let say = async |text: &str, format: &str, patience: Option<&str>| {
         let mut headers = vec![("content-type", "application/json")];

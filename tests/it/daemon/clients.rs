@@ -10,7 +10,7 @@ use std::{
 
 use tokio::io::{AsyncBufReadExt as _, BufReader};
 
-use super::house::{Daemon, House, asr, budget, demo_model, said, tts};
+use super::installation::{Daemon, Installation, asr, budget, demo_model, said, tts};
 use crate::support::speech_is_installed;
 
 /// Far beyond what a client takes (10 s on an idle machine): only one that hangs is given up.
@@ -41,17 +41,17 @@ async fn run(interpreter: Command, script: &str, arguments: &[String]) -> Output
     output
 }
 
-/// A house of the release build where there is one: clients ask for many answers.
-fn house(workers: &str) -> House {
-    let mut house = House::new(&format!(
+/// An installation of the release build where there is one: clients ask for many answers.
+fn installation(workers: &str) -> Installation {
+    let mut installation = Installation::new(&format!(
         "{}{}{workers}",
         // As much as the gRPC client wants to be refused.
         budget(1024),
         // An answer that outgrows the floor may be cut short while memory is taken; those that are asked here do not.
         demo_model(32_768).replace("kv_floor: 128", "kv_floor: 1024"),
     ));
-    house.prefer_release();
-    house
+    installation.prefer_release();
+    installation
 }
 
 fn speech_workers() -> String {
@@ -63,10 +63,10 @@ fn url(daemon: &Daemon<'_>) -> String {
 }
 
 /// Sheds and lets grow back, again and again.
-async fn shed_until(house: &House, over: &AtomicBool) {
+async fn shed_until(installation: &Installation, over: &AtomicBool) {
     while !over.load(Ordering::Relaxed) {
         for command in [&["shed", "64MiB"][..], &["regrow"]] {
-            let _refused_at_times = tokio::task::block_in_place(|| house.run(command));
+            let _refused_at_times = tokio::task::block_in_place(|| installation.run(command));
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     }
@@ -74,8 +74,8 @@ async fn shed_until(house: &House, over: &AtomicBool) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn anthropic_and_openais_responses_work_unmodified_also_while_memory_is_shed() {
-    let house = house("");
-    let daemon = house.start().await;
+    let installation = installation("");
+    let daemon = installation.start().await;
     daemon.whole().await;
     let scripts = [
         ("anthropic_client.py", vec![format!("http://{}", daemon.http)]),
@@ -88,7 +88,7 @@ async fn anthropic_and_openais_responses_work_unmodified_also_while_memory_is_sh
         assert!(output.status.success(), "{script}: {}", said(&output));
     }
     let over = AtomicBool::new(false);
-    let sheds = shed_until(&house, &over);
+    let sheds = shed_until(&installation, &over);
     let clients = async {
         let [anthropic, openai] = scripts.each_ref().map(|(script, arguments)| client(script, arguments));
         let outputs = tokio::join!(anthropic, openai);
@@ -97,7 +97,7 @@ async fn anthropic_and_openais_responses_work_unmodified_also_while_memory_is_sh
     };
     let ((anthropic, openai), ()) = tokio::join!(clients, sheds);
     for output in [anthropic.unwrap(), openai.unwrap()] {
-        assert!(output.status.success(), "{}\n{}", said(&output), house.events());
+        assert!(output.status.success(), "{}\n{}", said(&output), installation.events());
     }
     let sheds = daemon.status().await.engine.unwrap().sheds;
     println!("{sheds} sheds");
@@ -110,15 +110,15 @@ async fn openai_ollama_wyoming_and_grpcio_work_unmodified() {
     if !speech_is_installed() {
         return;
     }
-    let house = house(&speech_workers());
-    let daemon = house.start().await;
+    let installation = installation(&speech_workers());
+    let daemon = installation.start().await;
     daemon.whole().await;
     let say = ["--say".to_owned(), "turn on the kitchen light".to_owned()];
     let mut openai = vec![url(&daemon)];
     openai.extend(say.clone());
-    let worker = |name: &str| house.path(&format!("run/{name}.sock")).display().to_string();
+    let worker = |name: &str| installation.path(&format!("run/{name}.sock")).display().to_string();
     let wyoming = vec![worker("tts"), worker("asr"), say[1].clone()];
-    let grpc = vec![house.socket().display().to_string(), house.abstract_name()];
+    let grpc = vec![installation.socket().display().to_string(), installation.abstract_name()];
     let ollama = vec![format!("http://{}", daemon.http)];
     for (script, arguments) in [
         ("openai_client.py", openai),
@@ -137,13 +137,13 @@ async fn openai_ollama_wyoming_and_grpcio_work_unmodified() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_cannot_begin_while_the_client_waits_is_refused_at_once() {
-    let house = House::new(&format!("{}{}", budget(256), demo_model(32_768)));
-    let daemon = house.start().await;
+    let installation = Installation::new(&format!("{}{}", budget(256), demo_model(32_768)));
+    let daemon = installation.start().await;
     daemon.whole().await;
     let Some(output) = client("deadline_client.py", &[url(&daemon)]).await else {
         return;
     };
-    assert!(output.status.success(), "{}\n{}", said(&output), house.log());
+    assert!(output.status.success(), "{}\n{}", said(&output), installation.log());
     for (route, code, count) in
         [("/v1/chat/completions", 503, 2.0), ("/v1/responses", 503, 1.0), ("/v1/messages", 529, 1.0)]
     {
@@ -172,8 +172,8 @@ async fn frameworks_work_unmodified_also_while_memory_is_shed() {
     if !speech_is_installed() {
         return;
     }
-    let house = house(&speech_workers());
-    let daemon = house.start().await;
+    let installation = installation(&speech_workers());
+    let daemon = installation.start().await;
     daemon.whole().await;
     let arguments = [format!("http://{}", daemon.http)];
     let all = async || {
@@ -182,7 +182,7 @@ async fn frameworks_work_unmodified_also_while_memory_is_shed() {
             for script in scripts {
                 let interpreter = if script.ends_with(".mjs") { Command::new("node") } else { python(&folder) };
                 let output = run(interpreter, script, &arguments).await;
-                assert!(output.status.success(), "{script}: {}\n{}", said(&output), house.events());
+                assert!(output.status.success(), "{script}: {}\n{}", said(&output), installation.events());
             }
         }
     };
@@ -193,7 +193,7 @@ async fn frameworks_work_unmodified_also_while_memory_is_shed() {
         all().await;
         over.store(true, Ordering::Relaxed);
     };
-    tokio::join!(clients, shed_until(&house, &over));
+    tokio::join!(clients, shed_until(&installation, &over));
     let sheds = daemon.status().await.engine.unwrap().sheds - before;
     println!("{sheds} sheds");
     assert!(sheds >= 4, "{sheds} sheds only");
@@ -207,9 +207,9 @@ async fn the_page_is_readable_in_a_browser_and_follows_the_next_daemon() {
         return;
     };
     let sections = format!("{}{}", budget(256), demo_model(1024));
-    let mut house = House::new(&sections);
-    house.prefer_release();
-    let daemon = house.start().await;
+    let mut installation = Installation::new(&sections);
+    installation.prefer_release();
+    let daemon = installation.start().await;
     daemon.whole().await;
     let address = daemon.http.to_string();
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/clients/page_client.py");
@@ -221,8 +221,8 @@ async fn the_page_is_readable_in_a_browser_and_follows_the_next_daemon() {
     assert_eq!(lines.next_line().await.unwrap().as_deref(), Some("watching"));
     daemon.end().await;
     assert_eq!(lines.next_line().await.unwrap().as_deref(), Some("lost"));
-    house.configure_with_http(&sections, &address);
-    let daemon = house.start().await;
+    installation.configure_with_http(&sections, &address);
+    let daemon = installation.start().await;
     let seen = tokio::time::timeout(CLIENT_PATIENCE, browser.wait()).await;
     assert!(seen.expect("the browser hangs").unwrap().success(), "its output is above");
     daemon.end().await;

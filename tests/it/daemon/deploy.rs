@@ -2,7 +2,7 @@
 
 use std::{path::Path, process::Command};
 
-use super::house::{House, said};
+use super::installation::{Installation, said};
 
 fn repository(path: &str) -> std::path::PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
@@ -73,8 +73,8 @@ fn the_unit_file_gives_what_workers_need_and_no_more() {
 
 #[test]
 fn the_documented_configuration_is_accepted_as_it_is() {
-    let house = House::new("");
-    let check = house.run(&["check", repository("deploy/cotenant.yaml").to_str().unwrap()]);
+    let installation = Installation::new("");
+    let check = installation.run(&["check", repository("deploy/cotenant.yaml").to_str().unwrap()]);
     assert!(check.status.success(), "{}", said(&check));
 }
 
@@ -118,16 +118,16 @@ async fn alerts_and_metrics_are_what_promtool_accepts() {
         std::io::Write::write_all(&mut child.stdin.take().unwrap(), input.as_bytes()).unwrap();
         Some(child.wait_with_output().unwrap())
     };
-    let house = House::new(&super::house::budget(64));
-    let daemon = house.start().await;
+    let installation = Installation::new(&super::installation::budget(64));
+    let daemon = installation.start().await;
     let url = format!("http://{}/metrics", daemon.http);
-    let metrics = house.tell(&["metrics", "--url", &url]);
-    let textfile = house.path("cotenant.prom");
-    house.tell(&["metrics", "--url", &url, "--textfile", textfile.to_str().unwrap()]);
+    let metrics = installation.tell(&["metrics", "--url", &url]);
+    let textfile = installation.path("cotenant.prom");
+    installation.tell(&["metrics", "--url", &url, "--textfile", textfile.to_str().unwrap()]);
     assert!(std::fs::read_to_string(&textfile).unwrap().contains("cotenant_budget_bytes "));
-    assert!(house.json(&["metrics", "--url", &url]).as_array().unwrap().len() > 20);
+    assert!(installation.json(&["metrics", "--url", &url]).as_array().unwrap().len() > 20);
     daemon.end().await;
-    let refused = house.run(&["metrics", "--url", &url, "--textfile", textfile.to_str().unwrap()]);
+    let refused = installation.run(&["metrics", "--url", &url, "--textfile", textfile.to_str().unwrap()]);
     assert_eq!(refused.status.code(), Some(3), "{}", said(&refused));
     assert!(textfile.exists(), "the file of a daemon that has ended keeps its age");
     let runs: [(&[&str], &str); 3] = [
@@ -174,7 +174,7 @@ fn the_package_has_everything_that_a_service_needs_and_scripts_that_a_shell_unde
     };
     let out = folder.path().to_str().unwrap();
     let packed =
-        run(repository("deploy/package").to_str().unwrap(), &["--program", super::house::PROGRAM, "--out", out]);
+        run(repository("deploy/package").to_str().unwrap(), &["--program", super::installation::PROGRAM, "--out", out]);
     let deb = packed.lines().find(|line| line.ends_with(".deb")).unwrap();
     let listed = run("dpkg-deb", &["-c", deb]);
     for file in [
@@ -217,9 +217,9 @@ fn the_package_has_everything_that_a_service_needs_and_scripts_that_a_shell_unde
     let config = std::fs::read_to_string(root.join("etc/cotenant/cotenant.yaml")).unwrap();
     let demo = root.join("usr/share/cotenant/demo.gguf");
     assert!(config.contains("path: /usr/share/cotenant/demo.gguf"));
-    let house = House::new("");
+    let installation = Installation::new("");
     let here = folder.path().join("here.yaml");
     std::fs::write(&here, config.replace("/usr/share/cotenant/demo.gguf", demo.to_str().unwrap())).unwrap();
-    let check = house.run(&["check", here.to_str().unwrap()]);
+    let check = installation.run(&["check", here.to_str().unwrap()]);
     assert!(check.status.success(), "{}", said(&check));
 }

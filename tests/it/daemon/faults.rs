@@ -6,7 +6,9 @@ use cotenant::rpc::v1::{CreateLeaseRequest, LeaseClass, WorkerState};
 use serde_json::json;
 use tonic::Code;
 
-use super::house::{House, anonymous, ballast, budget, chat_body, content, demo_model, said, whole, worker};
+use super::installation::{
+    Installation, anonymous, ballast, budget, chat_body, content, demo_model, said, whole, worker,
+};
 use crate::{
     http::client::{Connection, request},
     support::children,
@@ -16,14 +18,14 @@ const MIB: u64 = 1 << 20;
 
 #[test]
 fn a_configuration_with_several_faults_is_refused_with_all_of_them() {
-    let house = House::new(
+    let installation = Installation::new(
         "budget: {total: 12G, reserve: 64, scope: galaxy}\n\
          llm: {path: model.gguf, context: 8, mode: fastest}\n\
          workers:\n  - {name: ASR!, role: asr, argv: []}\n",
     );
-    let (status, text) = house.refuses_to_start();
+    let (status, text) = installation.refuses_to_start();
     assert_eq!(status.code(), Some(78), "{text}");
-    let check = house.run(&["check", house.config().to_str().unwrap()]);
+    let check = installation.run(&["check", installation.config().to_str().unwrap()]);
     assert_eq!(check.status.code(), Some(78), "{}", said(&check));
     assert_eq!(
         String::from_utf8_lossy(&check.stdout),
@@ -49,7 +51,7 @@ fn a_configuration_with_several_faults_is_refused_with_all_of_them() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_that_never_gets_ready_is_given_up_and_the_others_serve() {
-    let house = House::new(&format!(
+    let installation = Installation::new(&format!(
         "{}{}workers:
   - name: mute
     role: asr
@@ -67,7 +69,7 @@ async fn a_worker_that_never_gets_ready_is_given_up_and_the_others_serve() {
         demo_model(1024),
         ballast()
     ));
-    let daemon = house.start().await;
+    let daemon = installation.start().await;
     let status = daemon
         .until("both have been given up", |status| {
             ["mute", "gone"].iter().all(|name| worker(status, name).state() == WorkerState::Degraded)
@@ -89,15 +91,15 @@ async fn a_worker_that_never_gets_ready_is_given_up_and_the_others_serve() {
     let refused = daemon.hear(b"RIFF").await;
     assert!([400, 503].contains(&refused.status), "{}", refused.text());
     // An operator may try again.
-    house.tell(&["start", "mute"]);
+    installation.tell(&["start", "mute"]);
     daemon.until("it was tried again", |status| worker(status, "mute").starts > 2).await;
     daemon.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_request_beyond_the_budget_is_denied_with_the_figures() {
-    let house = House::new(&format!("{}{}", budget(128), demo_model(1024)));
-    let daemon = house.start().await;
+    let installation = Installation::new(&format!("{}{}", budget(128), demo_model(1024)));
+    let daemon = installation.start().await;
     daemon.whole().await;
     let ask = |mib: u64| CreateLeaseRequest {
         request_id: format!("it-{mib}"),
@@ -119,8 +121,8 @@ async fn a_request_beyond_the_budget_is_denied_with_the_figures() {
     assert_ne!(denied.code(), Code::Internal);
     let granted = daemon.leases().create_lease(ask(16)).await.unwrap().into_inner().lease.unwrap();
     assert_eq!(granted.held_bytes, 16 * MIB);
-    assert!(house.tell(&["leases"]).contains("camera"));
-    house.tell(&["leases", "release", &granted.name]);
+    assert!(installation.tell(&["leases"]).contains("camera"));
+    installation.tell(&["leases", "release", &granted.name]);
     // Its bytes are off the book as soon as its process has been measured again, which goes on using memory.
     daemon
         .until("the lease is gone", |status| {
@@ -133,8 +135,8 @@ async fn a_request_beyond_the_budget_is_denied_with_the_figures() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_prompt_too_long_for_now_is_not_one_too_long_for_ever() {
-    let house = House::new(&format!("{}{}", budget(128), demo_model(1024)));
-    let daemon = house.start().await;
+    let installation = Installation::new(&format!("{}{}", budget(128), demo_model(1024)));
+    let daemon = installation.start().await;
     daemon.whole().await;
     // Beyond what the engine ever wants to hold.
     let endless = daemon.ask(&"turn on the kitchen light ".repeat(400)).await;
@@ -172,7 +174,7 @@ async fn a_prompt_too_long_for_now_is_not_one_too_long_for_ever() {
     // A short one is answered all the same.
     assert!(!content(&daemon.ask("hello").await).is_empty());
 
-    house.tell(&["leases", "release", &lease.name]);
+    installation.tell(&["leases", "release", &lease.name]);
     daemon.whole().await;
     let fits = json!({ "messages": [{"role": "user", "content": long}], "max_tokens": 1 });
     assert_eq!(daemon.chat(fits).await.status, 200, "it fits now");
@@ -181,8 +183,8 @@ async fn a_prompt_too_long_for_now_is_not_one_too_long_for_ever() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_client_that_goes_away_ends_its_generation() {
-    let house = House::new(&format!("{}{}", budget(128), demo_model(8192)));
-    let daemon = house.start().await;
+    let installation = Installation::new(&format!("{}{}", budget(128), demo_model(8192)));
+    let daemon = installation.start().await;
     daemon.whole().await;
     let body = chat_body(json!({
         "stream": true, "max_tokens": 4000, "temperature": 2.0, "seed": 3,
@@ -207,8 +209,8 @@ async fn an_answer_without_a_limit_of_its_own_ends_by_those_of_the_configuration
         let model = demo_model(8192).replace("kv_floor: 128", &format!("{limit}, kv_floor: 128"));
         format!("{}{model}", budget(128))
     };
-    let house = House::new(&limited("answer_tokens_max: 7"));
-    let daemon = house.start().await;
+    let installation = Installation::new(&limited("answer_tokens_max: 7"));
+    let daemon = installation.start().await;
     daemon.whole().await;
     let story = |more: serde_json::Value| {
         let mut fields = json!({
@@ -226,8 +228,8 @@ async fn an_answer_without_a_limit_of_its_own_ends_by_those_of_the_configuration
     assert_eq!(ended(&short), ("length".to_owned(), 7), "{}", short.text());
     daemon.end().await;
     // Its client's own limit is the larger one, the text has to be long, and time ends it.
-    house.configure(&limited("answer_time_max: 2s"));
-    let daemon = house.start().await;
+    installation.configure(&limited("answer_time_max: 2s"));
+    let daemon = installation.start().await;
     daemon.whole().await;
     let text =
         json!({"type": "object", "properties": {"text": {"type": "string", "minLength": 6000}}, "required": ["text"]});
@@ -241,8 +243,8 @@ async fn an_answer_without_a_limit_of_its_own_ends_by_those_of_the_configuration
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_long_answer_ends_for_one_that_waits() {
     let model = demo_model(8192).replace("kv_floor: 128", "answer_time_shared: 1s, kv_floor: 128");
-    let house = House::new(&format!("{}{model}", budget(128)));
-    let daemon = house.start().await;
+    let installation = Installation::new(&format!("{}{model}", budget(128)));
+    let daemon = installation.start().await;
     daemon.whole().await;
     let text =
         json!({"type": "object", "properties": {"text": {"type": "string", "minLength": 9000}}, "required": ["text"]});
@@ -267,8 +269,8 @@ async fn a_long_answer_ends_for_one_that_waits() {
 /// Two hundred bytes that once took gigabytes: by each API it is refused, and by a client that leaves it is given up.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_schema_that_would_take_all_memory_takes_none() {
-    let house = House::new(&format!("{}{}", budget(256), demo_model(1024)));
-    let daemon = house.start().await;
+    let installation = Installation::new(&format!("{}{}", budget(256), demo_model(1024)));
+    let daemon = installation.start().await;
     daemon.whole().await;
     let schema = json!({"type": "integer", "multipleOf": 62_615_533});
     let question = json!([{"role": "user", "content": "hi"}]);
@@ -313,18 +315,18 @@ async fn a_schema_that_would_take_all_memory_takes_none() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_belongs_to_another_is_not_taken_away() {
-    let house = House::new(&budget(64));
-    let daemon = house.start().await;
+    let installation = Installation::new(&budget(64));
+    let daemon = installation.start().await;
 
     // The socket of a daemon that runs.
-    let (status, text) = house.refuses_to_start();
+    let (status, text) = installation.refuses_to_start();
     assert_eq!(status.code(), Some(1), "{text}");
     let named = format!("the supervisor with pid {} runs in `", daemon.pid());
     assert!(text.contains(&named) && text.contains("hint: "), "{text}");
 
     // The port of a program that runs.
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
-    let other = House::new("");
+    let other = Installation::new("");
     let address = taken.local_addr().unwrap().to_string();
     other.configure_with_http(&budget(64), &address);
     let (status, text) = other.refuses_to_start();
@@ -335,7 +337,7 @@ async fn what_belongs_to_another_is_not_taken_away() {
     other.start().await.end().await;
 
     // A folder that cannot be made.
-    let third = House::new("");
+    let third = Installation::new("");
     fs::write(third.path("run"), "a file").unwrap();
     third.configure(&budget(64));
     let (status, text) = third.refuses_to_start();
@@ -343,6 +345,6 @@ async fn what_belongs_to_another_is_not_taken_away() {
     assert!(text.contains("run`") && text.contains("hint: "), "{text}");
 
     // The first one has not noticed.
-    assert!(house.tell(&["status"]).contains("normal"));
+    assert!(installation.tell(&["status"]).contains("normal"));
     daemon.end().await;
 }

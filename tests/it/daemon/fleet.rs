@@ -7,7 +7,7 @@ use std::{
     process::{Command, Output},
 };
 
-use super::house::{House, PROGRAM, budget, said};
+use super::installation::{Installation, PROGRAM, budget, said};
 
 /// Certificates of one CA in a folder of their own.
 struct Ca(PathBuf);
@@ -68,9 +68,9 @@ async fn only_certificates_of_the_fleet_are_served_over_tcp() {
         println!("left out: `openssl` cannot be run: {error}");
         return;
     }
-    let house = House::new("");
-    let (fleet, other) = (Ca::new(house.path("fleet")), Ca::new(house.path("other")));
-    for (ca, name, days) in [(&fleet, "box", 2), (&fleet, "desk", 2), (&fleet, "old", -1), (&other, "stranger", 2)] {
+    let installation = Installation::new("");
+    let (fleet, other) = (Ca::new(installation.path("fleet")), Ca::new(installation.path("other")));
+    for (ca, name, days) in [(&fleet, "box", 2), (&fleet, "desk", 2), (&fleet, "old", -1), (&other, "outsider", 2)] {
         ca.issue(name, days);
     }
     let folder = fleet.0.display();
@@ -80,17 +80,17 @@ async fn only_certificates_of_the_fleet_are_served_over_tcp() {
         )
     };
     // Files that do not fit, and a key for everybody, are errors of the start.
-    house.configure_grpc(&budget(64), &tcp("desk.key"));
-    let (status, text) = house.refuses_to_start();
+    installation.configure_grpc(&budget(64), &tcp("desk.key"));
+    let (status, text) = installation.refuses_to_start();
     assert!(status.code() == Some(1) && text.contains("must belong together"), "{text}");
     fs::set_permissions(fleet.file("box.key"), fs::Permissions::from_mode(0o644)).unwrap();
-    house.configure_grpc(&budget(64), &tcp("box.key"));
-    let (status, text) = house.refuses_to_start();
+    installation.configure_grpc(&budget(64), &tcp("box.key"));
+    let (status, text) = installation.refuses_to_start();
     assert!(status.code() == Some(78) && text.contains("mode 0644"), "{text}");
     fs::set_permissions(fleet.file("box.key"), fs::Permissions::from_mode(0o600)).unwrap();
 
-    let daemon = house.start().await;
-    let log = house.log();
+    let daemon = installation.start().await;
+    let log = installation.log();
     let at = log.rfind("https://127.0.0.1:").unwrap();
     let url: String = log[at..].chars().take_while(|c| c.is_ascii_alphanumeric() || ":/.".contains(*c)).collect();
     let url = url.as_str();
@@ -109,7 +109,7 @@ async fn only_certificates_of_the_fleet_are_served_over_tcp() {
         (None, "needs a certificate, its key and the CA"),
         (Some((&fleet, "old", &fleet)), "refuses this client's certificate: it has expired"),
         (
-            Some((&other, "stranger", &fleet)),
+            Some((&other, "outsider", &fleet)),
             "refuses this client's certificate: its CA is not that of `grpc.tcp.client_ca`",
         ),
         (Some((&fleet, "desk", &other)), "invalid peer certificate"),

@@ -11,7 +11,7 @@ use std::{
 use cotenant::rpc::v1::EngineState;
 use serde_json::{Value, json};
 
-use super::house::{Daemon, House, budget, content, demo_model, whole};
+use super::installation::{Daemon, Installation, budget, content, demo_model, whole};
 use crate::{http::client::Answer, support::PATIENCE};
 
 /// Two short answers, and three that end after [`TOKENS_MAX`]: more than 256 tokens in all.
@@ -45,15 +45,15 @@ fn sections(device: &str) -> String {
     format!("{}{model}", budget(256))
 }
 
-/// A house whose next daemons find the imitated driver, with these settings of it, and the log that it writes.
-fn with_driver(house: &mut House, settings: &[(&str, &str)]) -> PathBuf {
-    let log = house.path("driver.ndjson");
-    house.environment = vec![
+/// An installation whose next daemons find the imitated driver, with these settings of it, and the log that it writes.
+fn with_driver(installation: &mut Installation, settings: &[(&str, &str)]) -> PathBuf {
+    let log = installation.path("driver.ndjson");
+    installation.environment = vec![
         ("LD_LIBRARY_PATH".to_owned(), driver().display().to_string()),
         ("FAKE_CUDA_LOG".to_owned(), log.display().to_string()),
     ];
     let settings = settings.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
-    house.environment.extend(settings);
+    installation.environment.extend(settings);
     log
 }
 
@@ -85,17 +85,17 @@ fn clean_exit(log: &Path) -> Value {
 /// Asks everything of a daemon on the CPU and of one on the imitated GPU: while nothing is short; while memory is taken and given
 /// back; with all of the model streamed; with its context in every type.
 async fn answers_as_on_the_cpu(settings: &[(&str, &str)]) {
-    let mut house = House::new(&sections("cpu"));
-    house.prefer_release();
-    let daemon = house.start().await;
+    let mut installation = Installation::new(&sections("cpu"));
+    installation.prefer_release();
+    let daemon = installation.start().await;
     daemon.whole().await;
     let (expected, tokens) = answers(&daemon).await;
     assert!(tokens >= 256, "{tokens} tokens");
     daemon.end().await;
 
-    let log = with_driver(&mut house, settings);
-    house.configure(&sections("cuda"));
-    let daemon = house.start().await;
+    let log = with_driver(&mut installation, settings);
+    installation.configure(&sections("cuda"));
+    let daemon = installation.start().await;
     daemon.whole().await;
     let over = AtomicBool::new(false);
     let asking = async {
@@ -107,7 +107,7 @@ async fn answers_as_on_the_cpu(settings: &[(&str, &str)]) {
         while !over.load(Ordering::Relaxed) {
             for command in [&["shed", "64MiB"][..], &["regrow"]] {
                 tokio::time::sleep(Duration::from_millis(300)).await;
-                let _refused_at_times = tokio::task::block_in_place(|| house.run(command));
+                let _refused_at_times = tokio::task::block_in_place(|| installation.run(command));
             }
         }
     };
@@ -116,14 +116,14 @@ async fn answers_as_on_the_cpu(settings: &[(&str, &str)]) {
     let sheds = daemon.status().await.engine.unwrap().sheds;
     assert!(sheds >= 2, "{sheds} sheds only");
 
-    tokio::task::block_in_place(|| house.run(&["shed", "64MiB"]));
+    tokio::task::block_in_place(|| installation.run(&["shed", "64MiB"]));
     let engine = daemon.status().await.engine.unwrap();
     assert!(engine.layers_resident < engine.layers_total, "{engine:?}");
     assert_eq!(content(&ask(&daemon, QUESTIONS[1]).await), expected[1], "streamed");
-    tokio::task::block_in_place(|| house.run(&["regrow"]));
+    tokio::task::block_in_place(|| installation.run(&["regrow"]));
     daemon.until("grown back", whole).await;
     for kind in ["q8", "q4", "f16"] {
-        tokio::task::block_in_place(|| house.tell(&["kv-type", kind]));
+        tokio::task::block_in_place(|| installation.tell(&["kv-type", kind]));
         assert_eq!(content(&ask(&daemon, QUESTIONS[3]).await), expected[3], "{kind}");
     }
     daemon.end().await;
@@ -148,8 +148,8 @@ async fn a_gpu_that_computes_at_any_moment_answers_as_the_cpu() {
 
 /// Asks for long answers until the GPU breaks, by a fault behind all that is computed while a model is loaded and measured; returns
 /// an answer from before, and one from after the engine is back.
-async fn broken_in_an_answer(house: &House) -> (String, String) {
-    let daemon = house.start().await;
+async fn broken_in_an_answer(installation: &Installation) -> (String, String) {
+    let daemon = installation.start().await;
     daemon.whole().await;
     let before = content(&ask(&daemon, QUESTIONS[1]).await);
     let mut lost = None;
@@ -165,7 +165,7 @@ async fn broken_in_an_answer(house: &House) -> (String, String) {
     let mut after = ask(&daemon, QUESTIONS[1]).await;
     let deadline = Instant::now() + PATIENCE;
     while after.status != 200 {
-        assert!(Instant::now() < deadline, "{}\n{}", after.text(), house.log());
+        assert!(Instant::now() < deadline, "{}\n{}", after.text(), installation.log());
         tokio::time::sleep(Duration::from_millis(100)).await;
         after = ask(&daemon, QUESTIONS[1]).await;
     }
@@ -176,40 +176,40 @@ async fn broken_in_an_answer(house: &House) -> (String, String) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_gpu_that_breaks_costs_an_answer_and_is_used_again() {
-    let mut house = House::new(&sections("cuda"));
-    house.prefer_release();
+    let mut installation = Installation::new(&sections("cuda"));
+    installation.prefer_release();
     let settings = [("FAKE_CUDA_DEVICE", "hopper"), ("FAKE_CUDA_FAULTS", "kernel@14000=719!")];
-    let log = with_driver(&mut house, &settings);
-    let (before, after) = broken_in_an_answer(&house).await;
+    let log = with_driver(&mut installation, &settings);
+    let (before, after) = broken_in_an_answer(&installation).await;
     assert_eq!(before, after);
-    assert_eq!(house.log().matches("cuda (Imitated hopper").count(), 2, "{}", house.log());
+    assert_eq!(installation.log().matches("cuda (Imitated hopper").count(), 2, "{}", installation.log());
     assert!(fs::read_to_string(&log).unwrap().contains("\"code\":719"));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_cpu_answers_when_the_gpu_is_lost() {
-    let mut house = House::new(&sections("auto"));
-    house.prefer_release();
+    let mut installation = Installation::new(&sections("auto"));
+    installation.prefer_release();
     let settings = [("FAKE_CUDA_DEVICE", "hopper"), ("FAKE_CUDA_FAULTS", "kernel@14000=719!!")];
-    with_driver(&mut house, &settings);
-    let (before, after) = broken_in_an_answer(&house).await;
+    with_driver(&mut installation, &settings);
+    let (before, after) = broken_in_an_answer(&installation).await;
     assert_eq!(before, after);
-    assert!(house.log().contains("the LLM computes on the CPU"), "{}", house.log());
+    assert!(installation.log().contains("the LLM computes on the CPU"), "{}", installation.log());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_gpu_that_did_not_compute_is_tried_again_for_an_operator_and_its_context_is_on_the_book() {
-    let mut house = House::new(&sections("cuda"));
-    house.prefer_release();
+    let mut installation = Installation::new(&sections("cuda"));
+    installation.prefer_release();
     let log = with_driver(
-        &mut house,
+        &mut installation,
         &[
             ("FAKE_CUDA_DEVICE", "hopper"),
             ("FAKE_CUDA_FAULTS", "cuModuleLoadData@1=2"),
             ("FAKE_CUDA_CONTEXT", "67108864"),
         ],
     );
-    let daemon = house.start().await;
+    let daemon = installation.start().await;
     let status = daemon
         .until("the GPU was refused", |status| {
             let engine = status.engine.as_ref();
@@ -218,10 +218,10 @@ async fn a_gpu_that_did_not_compute_is_tried_again_for_an_operator_and_its_conte
         .await;
     let failure = status.engine.unwrap().failure;
     assert!(failure.contains("cuModuleLoadData: CUDA_ERROR_OUT_OF_MEMORY"), "{failure}");
-    tokio::task::block_in_place(|| house.tell(&["load"]));
+    tokio::task::block_in_place(|| installation.tell(&["load"]));
     daemon.whole().await;
     assert!(!content(&ask(&daemon, QUESTIONS[1]).await).is_empty());
-    let lease = &house.json(&["leases"])[0];
+    let lease = &installation.json(&["leases"])[0];
     // All of the rest is its KV cache, 32 MiB, 5 MiB of weights, and small.
     let held = lease["heldBytes"].as_u64().unwrap() >> 20;
     assert!((64 + 32 + 5..64 + 32 + 5 + 32).contains(&held), "{lease}");
@@ -232,14 +232,14 @@ async fn a_gpu_that_did_not_compute_is_tried_again_for_an_operator_and_its_conte
 /// What was measured of an integrated device at a start lies in the state directory, and is taken from there.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_gpu_is_measured_by_the_first_start_and_again_when_an_operator_wants_it() {
-    let mut house = House::new(&sections("cuda"));
-    house.prefer_release();
-    let log = with_driver(&mut house, &[("FAKE_CUDA_DEVICE", "orin")]);
-    let daemon = house.start().await;
+    let mut installation = Installation::new(&sections("cuda"));
+    installation.prefer_release();
+    let log = with_driver(&mut installation, &[("FAKE_CUDA_DEVICE", "orin")]);
+    let daemon = installation.start().await;
     daemon.whole().await;
     daemon.end().await;
     clean_exit(&log);
-    let file = house.path("state/gpu.json");
+    let file = installation.path("state/gpu.json");
     let stored = || serde_json::from_str::<Value>(&fs::read_to_string(&file).unwrap()).unwrap();
     let measured = stored();
     assert_eq!(measured["of"]["device"], "Imitated orin");
@@ -248,11 +248,12 @@ async fn a_gpu_is_measured_by_the_first_start_and_again_when_an_operator_wants_i
     fs::write(&file, other.to_string()).unwrap();
     let check = |more: &[&str]| {
         let mut check = Command::new(env!("CARGO_BIN_EXE_cotenant"));
-        let check = check.arg("check").args(more).arg(house.config()).envs(house.environment.iter().cloned());
+        let check =
+            check.arg("check").args(more).arg(installation.config()).envs(installation.environment.iter().cloned());
         String::from_utf8_lossy(&check.output().unwrap().stdout).into_owned()
     };
-    let told = check(&[]);
-    assert!(told.contains("in one piece and 77 MiB in several may be had"), "{told}");
+    let reported = check(&[]);
+    assert!(reported.contains("in one piece and 77 MiB in several may be had"), "{reported}");
     let again = check(&["--reprobe"]);
     assert!(again.contains("in one piece and") && !again.contains("77 MiB in several"), "{again}");
     assert!(stored()["room"]["sumBytes"].as_u64() >= stored()["room"]["largestBytes"].as_u64());

@@ -16,7 +16,7 @@ use tokio::{
 };
 
 use super::{
-    house::{House, PROGRAM, budget, said},
+    installation::{Installation, PROGRAM, budget, said},
     pressure::compiled,
 };
 use crate::support::{PATIENCE, eventually, runs};
@@ -24,17 +24,17 @@ use crate::support::{PATIENCE, eventually, runs};
 const MIB: u64 = 1 << 20;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_program_under_a_lease_sheds_when_told_and_ends_when_the_supervisor_stays_away() {
-    let house = House::new(&budget(220));
-    let program = house.path("pressure_worker");
+async fn a_program_under_a_lease_sheds_when_reported_and_ends_when_the_supervisor_stays_away() {
+    let installation = Installation::new(&budget(220));
+    let program = installation.path("pressure_worker");
     if !compiled(&program) {
         return;
     }
-    let daemon = house.start().await;
+    let daemon = installation.start().await;
     let mut holder = Command::new(PROGRAM)
         .args(["hold", "vision", "--min", "60MiB", "--max", "140MiB", "--class", "batch", "--term", "2s"])
         .arg("--endpoint")
-        .arg(format!("unix://{}", house.socket().display()))
+        .arg(format!("unix://{}", installation.socket().display()))
         .arg("--")
         .arg(&program)
         .args(["20", "80"])
@@ -89,26 +89,28 @@ async fn a_program_under_a_lease_sheds_when_told_and_ends_when_the_supervisor_st
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_lease_ends_with_its_program_which_tells_the_code_and_a_refusal_starts_nothing() {
-    let house = House::new(&budget(64));
-    let daemon = house.start().await;
-    let output = house.run(&["hold", "short", "--min", "8MiB", "--", "sh", "-c", "echo $COTENANT_LEASE_BYTES; exit 7"]);
+    let installation = Installation::new(&budget(64));
+    let daemon = installation.start().await;
+    let output =
+        installation.run(&["hold", "short", "--min", "8MiB", "--", "sh", "-c", "echo $COTENANT_LEASE_BYTES; exit 7"]);
     assert_eq!(output.status.code(), Some(7), "{}", said(&output));
     assert_eq!(String::from_utf8_lossy(&output.stdout), format!("{}\n", 8 * MIB));
     daemon.until("its lease is gone", |status| status.leases.is_empty()).await;
-    let output = house.run(&["hold", "huge", "--min", "900GiB", "--", "echo", "started"]);
+    let output = installation.run(&["hold", "huge", "--min", "900GiB", "--", "echo", "started"]);
     assert_eq!(output.status.code(), Some(4), "{}", said(&output));
     assert_eq!(String::from_utf8_lossy(&output.stdout), "");
     assert!(said(&output).contains("64 MiB"), "{}", said(&output));
-    let output = house.run(&["hold", "lost", "--min", "8MiB", "--", "/no/such/program"]);
+    let output = installation.run(&["hold", "lost", "--min", "8MiB", "--", "/no/such/program"]);
     assert_eq!(output.status.code(), Some(127), "{}", said(&output));
     daemon.until("its lease is gone", |status| status.leases.is_empty()).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_lease_lasts_as_long_as_anything_that_its_program_has_started() {
-    let house = House::new(&budget(128));
-    let daemon = house.start().await;
-    let output = house.run(&["hold", "short", "--min", "8MiB", "--", "sh", "-c", "(setsid sleep 0.5 &); exit 7"]);
+    let installation = Installation::new(&budget(128));
+    let daemon = installation.start().await;
+    let output =
+        installation.run(&["hold", "short", "--min", "8MiB", "--", "sh", "-c", "(setsid sleep 0.5 &); exit 7"]);
     assert_eq!(output.status.code(), Some(7), "{}", said(&output));
     assert!(said(&output).contains("the lease goes on with 1 of its processes"), "{}", said(&output));
 
@@ -116,7 +118,7 @@ async fn a_lease_lasts_as_long_as_anything_that_its_program_has_started() {
     let mut holder = Command::new(PROGRAM)
         .args(["hold", "hiding", "--min", "40MiB"])
         .arg("--endpoint")
-        .arg(format!("unix://{}", house.socket().display()))
+        .arg(format!("unix://{}", installation.socket().display()))
         .args(["--", "sh", "-c", &hidden])
         .stdin(Stdio::null())
         .stderr(Stdio::null())
@@ -142,13 +144,13 @@ async fn a_lease_lasts_as_long_as_anything_that_its_program_has_started() {
 /// give back: while it waits its memory is nobody's lease.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn who_waits_by_a_name_is_not_measured_as_its_holder() {
-    let house = House::new(&budget(128));
-    let daemon = house.start().await;
+    let installation = Installation::new(&budget(128));
+    let daemon = installation.start().await;
     // It comes down to any target at once: it uses next to nothing.
     let mut holder = Command::new(PROGRAM)
         .args(["hold", "vision", "--min", "30MiB", "--max", "110MiB", "--class", "batch"])
         .arg("--endpoint")
-        .arg(format!("unix://{}", house.socket().display()))
+        .arg(format!("unix://{}", installation.socket().display()))
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
@@ -171,7 +173,7 @@ async fn who_waits_by_a_name_is_not_measured_as_its_holder() {
     let waiting = tokio::spawn(async move { leases.create_lease(asked).await });
     daemon.until("the second one waits", |status| status.waiting_requests == 1).await;
     // What takes half of the first one's lease is granted as soon as that is down.
-    house.tell(&[
+    installation.tell(&[
         "hold",
         "voice",
         "--min",
@@ -189,10 +191,10 @@ async fn who_waits_by_a_name_is_not_measured_as_its_holder() {
     let first: Vec<_> = status.leases.iter().filter(|lease| lease.held_bytes > 0).collect();
     assert_eq!(first.len(), 1, "it has its lease: {status:?}");
     assert!(first[0].held_bytes <= 68 * MIB && first[0].used_bytes() < 68 * MIB, "{first:?}");
-    assert!(house.events().contains("verified after"), "{}", house.events());
+    assert!(installation.events().contains("verified after"), "{}", installation.events());
     assert_eq!(filled.iter().step_by(4096).count(), 160 << 8);
     waiting.abort();
     let _ = waiting.await;
     daemon.end().await;
-    house.replay();
+    installation.replay();
 }

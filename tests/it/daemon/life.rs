@@ -13,8 +13,8 @@ use cotenant::rpc::{
 use nix::sys::signal::{Signal, kill};
 use serde_json::{Value, json};
 
-use super::house::{
-    House, PROGRAM, asr, ballast, budget, content, demo_model, pid_of, pids, said, worker, workers_ready,
+use super::installation::{
+    Installation, PROGRAM, asr, ballast, budget, content, demo_model, pid_of, pids, said, worker, workers_ready,
 };
 use crate::{
     http::client::{get, post},
@@ -28,24 +28,24 @@ pub(super) fn in_one_line(text: &str) -> String {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_daemon_without_a_model_manages_workers_and_leases() {
-    let house = House::new(&format!("{}workers:\n{}", budget(64), ballast()));
-    let daemon = house.start().await;
+    let installation = Installation::new(&format!("{}workers:\n{}", budget(64), ballast()));
+    let daemon = installation.start().await;
     daemon.until("the worker is ready", workers_ready).await;
     let answer = daemon.ask("hello").await;
     assert_eq!((answer.status, answer.error_code().as_str()), (404, "model_not_found"), "{}", answer.text());
-    let generate = house.run(&["generate", "hello"]);
+    let generate = installation.run(&["generate", "hello"]);
     assert_eq!(generate.status.code(), Some(4));
-    let health = said(&house.run(&["health", "--service", "nope"]));
+    let health = said(&installation.run(&["health", "--service", "nope"]));
     assert!(
         health.contains("hint: services: `cotenant.engine`") && health.contains("`cotenant.worker.ballast`"),
         "{health}"
     );
-    let resize = said(&house.run(&["resize", "ballast", "large"]));
+    let resize = said(&installation.run(&["resize", "ballast", "large"]));
     assert!(resize.contains("cannot be had: the worker has no variants"), "{resize}");
-    let term = said(&house.run(&["hold", "vision", "--min", "1MiB", "--term", "1h"]));
+    let term = said(&installation.run(&["hold", "vision", "--min", "1MiB", "--term", "1h"]));
     assert!(term.contains("`1 h` is not between "), "{term}");
     assert!(term.contains("hint: `leases.term_min` and `leases.term_max`"), "{term}");
-    let status = house.json(&["status"]);
+    let status = installation.json(&["status"]);
     assert_eq!(status["engine"]["state"], "ENGINE_STATE_ABSENT");
     daemon.end().await;
 }
@@ -63,13 +63,13 @@ fn all_with(word: &str) -> Vec<u32> {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_daemon_that_is_killed_leaves_its_workers_to_the_next_one_and_an_orderly_end_leaves_nothing() {
     let mark = format!("1000.{}", std::process::id());
-    let house = House::new(&format!(
+    let installation = Installation::new(&format!(
         "{}{}workers:\n{}  - {{name: family, role: other, argv: [sh, -c, 'setsid sleep {mark} & exec sleep 1000'], memory: {{steady: 8MiB}}}}\n",
         budget(128),
         demo_model(1024),
         ballast()
     ));
-    let daemon = house.start().await;
+    let daemon = installation.start().await;
     let status = daemon.whole().await;
     let answer = content(&daemon.ask("hello").await);
     let workers = pids(&status);
@@ -77,27 +77,27 @@ async fn a_daemon_that_is_killed_leaves_its_workers_to_the_next_one_and_an_order
     eventually("a child hides", || !all_with(&mark).is_empty()).await;
     let hidden = all_with(&mark);
     daemon.kill();
-    house.replay();
+    installation.replay();
 
-    let daemon = house.start().await;
+    let daemon = installation.start().await;
     let status = daemon.whole().await;
-    assert_eq!(pids(&status), workers, "the same processes: {}", house.log());
+    assert_eq!(pids(&status), workers, "the same processes: {}", installation.log());
     assert!(status.workers.iter().all(|worker| worker.starts == 1), "{status:#?}");
     assert!(hidden.iter().all(|pid| runs(*pid)), "a child of a worker that goes on");
     assert_eq!(content(&daemon.ask("hello").await), answer);
     daemon.end().await;
     eventually("the hidden child has ended", || !hidden.iter().any(|pid| runs(*pid))).await;
     // And once more, after an orderly end.
-    let daemon = house.start().await;
+    let daemon = installation.start().await;
     daemon.whole().await;
     daemon.end().await;
-    assert_eq!(house.replay().lines().count(), 3, "three runs in one journal");
+    assert_eq!(installation.replay().lines().count(), 3, "three runs in one journal");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_signal_ends_it_in_the_middle_of_an_answer() {
-    let house = House::new(&format!("{}{}workers:\n{}", budget(128), demo_model(4096), ballast()));
-    let daemon = house.start().await;
+    let installation = Installation::new(&format!("{}{}workers:\n{}", budget(128), demo_model(4096), ballast()));
+    let daemon = installation.start().await;
     daemon.whole().await;
     let pid = daemon.pid();
     let (answer, ()) = tokio::join!(daemon.ask("tell me a story"), async {
@@ -110,16 +110,16 @@ async fn a_signal_ends_it_in_the_middle_of_an_answer() {
     // The answer breaks off with a reason; it does not just stop.
     assert!([200, 503].contains(&answer.status), "{}", answer.text());
     eventually("it ends", || !runs(pid)).await;
-    house.replay();
+    installation.replay();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_that_a_stranger_kills_comes_back_and_the_events_say_why() {
+async fn a_worker_that_another_user_kills_comes_back_and_the_events_say_why() {
     if !speech_is_installed() {
         return;
     }
-    let house = House::new(&format!("{}workers:\n{}", budget(192), asr()));
-    let daemon = house.start().await;
+    let installation = Installation::new(&format!("{}workers:\n{}", budget(192), asr()));
+    let daemon = installation.start().await;
     let status = daemon.until("ready", workers_ready).await;
     let before = worker(&status, "asr").pid.unwrap();
     kill(pid_of(before), Signal::SIGKILL).unwrap();
@@ -131,36 +131,36 @@ async fn a_worker_that_a_stranger_kills_comes_back_and_the_events_say_why() {
     let asr = worker(&status, "asr");
     assert_eq!((asr.starts, asr.failures), (2, 1));
     assert!(asr.last_exit.contains("was killed by SIGKILL, sender unknown"), "{}", asr.last_exit);
-    assert!(house.events().contains("was killed by SIGKILL, sender unknown"));
-    let table = in_one_line(&house.tell(&["status"]));
+    assert!(installation.events().contains("was killed by SIGKILL, sender unknown"));
+    let table = in_one_line(&installation.tell(&["status"]));
     assert!(table.contains("was killed by SIGKILL"), "{table}");
     daemon.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_daemon_that_drains_admits_nothing_new() {
-    let house = House::new(&format!("{}{}", budget(128), demo_model(1024)));
-    let daemon = house.start().await;
+    let installation = Installation::new(&format!("{}{}", budget(128), demo_model(1024)));
+    let daemon = installation.start().await;
     daemon.whole().await;
-    assert_eq!(house.run(&["health"]).status.code(), Some(0));
-    house.tell(&["drain"]);
+    assert_eq!(installation.run(&["health"]).status.code(), Some(0));
+    installation.tell(&["drain"]);
     let answer = daemon.ask("hello").await;
     assert_eq!((answer.status, answer.error_code().as_str()), (503, "draining"), "{}", answer.text());
-    assert_eq!(house.run(&["generate", "hello"]).status.code(), Some(4));
-    assert_eq!(house.run(&["health"]).status.code(), Some(4));
-    assert!(house.tell(&["status"]).contains("draining"));
+    assert_eq!(installation.run(&["generate", "hello"]).status.code(), Some(4));
+    assert_eq!(installation.run(&["health"]).status.code(), Some(4));
+    assert!(installation.tell(&["status"]).contains("draining"));
     daemon.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn whoever_follows_the_events_misses_none_and_is_told_when_the_supervisor_goes() {
+async fn whoever_follows_the_events_misses_none_and_is_reported_when_the_supervisor_goes() {
     for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGKILL] {
-        let house = House::new(&format!("{}{}", budget(128), demo_model(1024)));
-        let daemon = house.start().await;
+        let installation = Installation::new(&format!("{}{}", budget(128), demo_model(1024)));
+        let daemon = installation.start().await;
         let printed = tempfile::NamedTempFile::new().unwrap();
         let follow = Command::new(PROGRAM)
             .args(["events", "--follow", "--endpoint"])
-            .arg(format!("unix://{}", house.socket().display()))
+            .arg(format!("unix://{}", installation.socket().display()))
             .stdout(printed.reopen().unwrap())
             .stderr(Stdio::piped())
             .spawn()
@@ -168,13 +168,13 @@ async fn whoever_follows_the_events_misses_none_and_is_told_when_the_supervisor_
         daemon.whole().await;
         // A terminal that closes ends nothing.
         daemon.signal(Signal::SIGHUP);
-        house.tell(&["shed", "512KiB"]);
+        installation.tell(&["shed", "512KiB"]);
         let pid = daemon.pid();
         // What was decided has to come before the end does.
         daemon.until("shed", |status| status.engine.as_ref().is_some_and(|engine| engine.sheds == 1)).await;
-        // Nothing can be told after a SIGKILL, so the line has to be there before.
+        // Nothing can be reported after a SIGKILL, so the line has to be there before.
         let text = || std::fs::read_to_string(printed.path()).unwrap();
-        eventually("the decision is told", || text().contains("an operator asked for 512 KiB")).await;
+        eventually("the decision is reported", || text().contains("an operator asked for 512 KiB")).await;
         daemon.signal(signal);
         eventually("it ends", || !runs(pid)).await;
         let output = tokio::task::block_in_place(|| follow.wait_with_output().unwrap());
@@ -187,14 +187,14 @@ async fn whoever_follows_the_events_misses_none_and_is_told_when_the_supervisor_
         } else {
             println!("{signal}: {:?} {complaint}", output.status);
         }
-        house.replay();
+        installation.replay();
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn nobody_is_answered_before_the_machine_was_read() {
     const RUNS: usize = 3;
-    let house = House::new(&budget(64));
+    let installation = Installation::new(&budget(64));
     for run in 0..RUNS {
         let asks = async {
             loop {
@@ -206,7 +206,7 @@ async fn nobody_is_answered_before_the_machine_was_read() {
                     ..CreateLeaseRequest::default()
                 };
                 // It is asked as soon as the socket is there, which is before anybody looks at it.
-                if let Ok(channel) = Endpoint::Path(house.socket()).connect().await
+                if let Ok(channel) = Endpoint::Path(installation.socket()).connect().await
                     && LeaseServiceClient::new(channel).create_lease(request).await.is_ok()
                 {
                     break;
@@ -214,10 +214,10 @@ async fn nobody_is_answered_before_the_machine_was_read() {
                 tokio::time::sleep(std::time::Duration::from_millis(1)).await;
             }
         };
-        let (daemon, ()) = tokio::join!(house.start(), asks);
+        let (daemon, ()) = tokio::join!(installation.start(), asks);
         daemon.end().await;
     }
-    let journal = std::fs::read_to_string(house.path("journal.ndjson")).unwrap();
+    let journal = std::fs::read_to_string(installation.path("journal.ndjson")).unwrap();
     let mut sampled = false;
     let mut asked = 0;
     for line in journal.lines() {
@@ -243,42 +243,42 @@ fn notified(socket: &UnixDatagram) -> Vec<String> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_reload_takes_over_what_it_can_and_names_what_needs_a_restart() {
-    let mut house = House::new(&format!("{}workers:\n{}", budget(96), ballast()));
-    let systemd = UnixDatagram::bind(house.path("notify")).unwrap();
+    let mut installation = Installation::new(&format!("{}workers:\n{}", budget(96), ballast()));
+    let systemd = UnixDatagram::bind(installation.path("notify")).unwrap();
     systemd.set_nonblocking(true).unwrap();
-    let wrapper = house.path("as-a-service");
-    let script = format!("#!/bin/sh\nNOTIFY_SOCKET={} exec {PROGRAM} \"$@\"\n", house.path("notify").display());
+    let wrapper = installation.path("as-a-service");
+    let script = format!("#!/bin/sh\nNOTIFY_SOCKET={} exec {PROGRAM} \"$@\"\n", installation.path("notify").display());
     std::fs::write(&wrapper, script).unwrap();
     std::fs::set_permissions(&wrapper, std::fs::Permissions::from_mode(0o755)).unwrap();
-    house.program = wrapper.to_str().unwrap().to_owned();
-    let daemon = house.start().await;
+    installation.program = wrapper.to_str().unwrap().to_owned();
+    let daemon = installation.start().await;
     daemon.until("the worker is ready", workers_ready).await;
-    let same = house.tell(&["reload"]);
+    let same = installation.tell(&["reload"]);
     assert_eq!(same, "nothing has changed\n");
     notified(&systemd);
 
     // A file with a fault changes nothing, whatever else is in it.
-    let text = std::fs::read_to_string(house.config()).unwrap();
+    let text = std::fs::read_to_string(installation.config()).unwrap();
     let changed = text
         .replace("dwell: 300ms", "dwell: 450ms")
         .replace("ballast, 2MiB", "ballast, 3MiB")
         .replace("filter: info", "filter: debug")
         .replace("journal.ndjson}", "journal.ndjson, max_size: 1MiB}");
-    std::fs::write(house.config(), changed.replace("reclaim_min: 8MiB", "reclaim_min: 8")).unwrap();
-    let refused = house.run(&["reload"]);
+    std::fs::write(installation.config(), changed.replace("reclaim_min: 8MiB", "reclaim_min: 8")).unwrap();
+    let refused = installation.run(&["reload"]);
     assert_eq!(refused.status.code(), Some(78), "{}", said(&refused));
     let words = said(&refused);
     assert!(words.contains("shedding.reclaim_min: `8` has no unit") && words.contains("hint: "), "{words}");
-    assert!(house.log().contains("configuration not reloaded, nothing is changed"));
+    assert!(installation.log().contains("configuration not reloaded, nothing is changed"));
 
     // So does a budget in which the workers could never run.
-    std::fs::write(house.config(), changed.replace("total: 160MiB", "total: 72MiB")).unwrap();
-    let refused = house.run(&["reload"]);
+    std::fs::write(installation.config(), changed.replace("total: 160MiB", "total: 72MiB")).unwrap();
+    let refused = installation.run(&["reload"]);
     assert_eq!(refused.status.code(), Some(78), "{}", said(&refused));
     assert!(said(&refused).contains("is above the whole budget of 8 MiB"), "{}", said(&refused));
 
-    std::fs::write(house.config(), &changed).unwrap();
-    let done = house.json(&["reload"]);
+    std::fs::write(installation.config(), &changed).unwrap();
+    let done = installation.json(&["reload"]);
     assert_eq!(
         (&done["appliedKeys"], &done["restartKeys"]),
         (
@@ -286,11 +286,11 @@ async fn a_reload_takes_over_what_it_can_and_names_what_needs_a_restart() {
             &serde_json::json!(["journal.max_size"])
         )
     );
-    let told = notified(&systemd).join("\n");
-    let (begun, ended) = (told.rfind("RELOADING=1\nMONOTONIC_USEC="), told.rfind("READY=1"));
-    assert!(begun.is_some() && begun < ended, "{told}");
-    assert!(house.log().contains("\"level\":\"DEBUG\""));
-    assert!(house.events().contains("applied: budget.dwell, workers.ballast.argv, log.filter"));
+    let reported = notified(&systemd).join("\n");
+    let (begun, ended) = (reported.rfind("RELOADING=1\nMONOTONIC_USEC="), reported.rfind("READY=1"));
+    assert!(begun.is_some() && begun < ended, "{reported}");
+    assert!(installation.log().contains("\"level\":\"DEBUG\""));
+    assert!(installation.events().contains("applied: budget.dwell, workers.ballast.argv, log.filter"));
 
     // The worker runs on, and is another one after its next start.
     let argument = |status: &GetStatusResponse| {
@@ -299,25 +299,25 @@ async fn a_reload_takes_over_what_it_can_and_names_what_needs_a_restart() {
     };
     let status = daemon.status().await;
     assert!(argument(&status).contains("2MiB") && worker(&status, "ballast").starts == 1);
-    house.tell(&["recycle", "ballast"]);
+    installation.tell(&["recycle", "ballast"]);
     let status =
         daemon.until("started again", |status| workers_ready(status) && worker(status, "ballast").starts == 2).await;
     assert!(argument(&status).contains("3MiB"));
 
     // systemd's own way.
-    std::fs::write(house.config(), changed.replace("dwell: 450ms", "dwell: 500ms")).unwrap();
+    std::fs::write(installation.config(), changed.replace("dwell: 450ms", "dwell: 500ms")).unwrap();
     daemon.signal(Signal::SIGHUP);
-    eventually("the signal is obeyed", || house.events().contains("applied: budget.dwell; needs")).await;
+    eventually("the signal is obeyed", || installation.events().contains("applied: budget.dwell; needs")).await;
     daemon.end_after(&["configuration not reloaded"]).await;
-    house.replay();
+    installation.replay();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_page_reads_the_document_of_status_with_the_last_events() {
-    let house = House::new(&format!("{}{}", budget(128), demo_model(1024)));
-    let daemon = house.start().await;
+    let installation = Installation::new(&format!("{}{}", budget(128), demo_model(1024)));
+    let daemon = installation.start().await;
     daemon.whole().await;
-    let printed = house.json(&["status"]);
+    let printed = installation.json(&["status"]);
     let mut shown = get(daemon.http, "/status.json").await.json();
     let events = shown.as_object_mut().unwrap().remove("events").unwrap();
     let fields = |document: &Value| -> Vec<String> { document.as_object().unwrap().keys().cloned().collect() };
@@ -334,8 +334,8 @@ async fn the_page_reads_the_document_of_status_with_the_last_events() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sequences_are_listed_with_their_kv_and_what_they_reused() {
-    let house = House::new(&format!("{}{}", budget(128), demo_model(8192)));
-    let daemon = house.start().await;
+    let installation = Installation::new(&format!("{}{}", budget(128), demo_model(8192)));
+    let daemon = installation.start().await;
     let fresh = daemon.whole().await;
     assert!(fresh.engine.unwrap().sequences.is_empty());
     let question = "the light in the kitchen was on all day long. ".repeat(30);
@@ -360,7 +360,7 @@ async fn sequences_are_listed_with_their_kv_and_what_they_reused() {
         assert_eq!(sequence.kv_blocks, sequence.kv_tokens.div_ceil(engine.kv_block_tokens));
         // 2 KiB each, whole blocks.
         assert!(sequence.kv_bytes >= u64::from(sequence.kv_tokens) * 2048, "{sequence:?}");
-        let shown = &house.json(&["status"])["engine"]["sequences"][0];
+        let shown = &installation.json(&["status"])["engine"]["sequences"][0];
         assert_eq!(shown["kvTokens"], sequence.kv_tokens);
     }
     daemon.end().await;
@@ -368,52 +368,52 @@ async fn sequences_are_listed_with_their_kv_and_what_they_reused() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_journal_is_drawn_by_owner_with_what_was_shed() {
-    let house = House::new(&format!("{}{}", budget(128), demo_model(16_384)));
-    let daemon = house.start().await;
+    let installation = Installation::new(&format!("{}{}", budget(128), demo_model(16_384)));
+    let daemon = installation.start().await;
     daemon.whole().await;
-    house.tell(&["shed", "8MiB"]);
+    installation.tell(&["shed", "8MiB"]);
     daemon.end().await;
-    let journal = house.path("journal.ndjson").display().to_string();
-    let svg = house.path("memory.svg");
-    house.tell(&["plot", &journal, "--since", "1h", "--svg", &svg.display().to_string()]);
+    let journal = installation.path("journal.ndjson").display().to_string();
+    let svg = installation.path("memory.svg");
+    installation.tell(&["plot", &journal, "--since", "1h", "--svg", &svg.display().to_string()]);
     let svg = std::fs::read_to_string(svg).unwrap();
     for text in ["budget 128 MiB", "unaccounted", "llm", "shed "] {
         assert!(svg.contains(text), "{text} is not in the picture");
     }
-    let points = house.json(&["plot", &journal]);
+    let points = installation.json(&["plot", &journal]);
     let held = |point: &Value| point["heldBytes"]["llm"].as_u64().unwrap_or(0);
     let held: Vec<u64> = points.as_array().unwrap().iter().map(held).collect();
     let most = *held.iter().max().unwrap();
     assert!(held[0] == 0 && most > 8 << 20 && held.last().unwrap() + (8 << 20) <= most, "{held:?}");
-    assert!(house.tell(&["plot", &journal]).contains("budget 128 MiB"));
+    assert!(installation.tell(&["plot", &journal]).contains("budget 128 MiB"));
     // From now, and not from the last line.
     let old = std::fs::read_to_string(&journal).unwrap().replace("\"unix_us\":1", "\"unix_us\":");
-    let before = house.path("old.ndjson");
+    let before = installation.path("old.ndjson");
     std::fs::write(&before, old).unwrap();
-    let refused = house.run(&["plot", &before.display().to_string(), "--since", "1h"]);
+    let refused = installation.run(&["plot", &before.display().to_string(), "--since", "1h"]);
     assert!(said(&refused).contains("nothing happened since then"), "{}", said(&refused));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn api_keys_are_read_again_and_never_shown() {
-    let house = House::new(&format!("{}{}", budget(128), demo_model(1024)));
-    let keys = house.path("keys.yaml");
+    let installation = Installation::new(&format!("{}{}", budget(128), demo_model(1024)));
+    let keys = installation.path("keys.yaml");
     let write = |text: &str, mode| {
         std::fs::write(&keys, text).unwrap();
         std::fs::set_permissions(&keys, std::fs::Permissions::from_mode(mode)).unwrap();
     };
-    let text = std::fs::read_to_string(house.config()).unwrap();
+    let text = std::fs::read_to_string(installation.config()).unwrap();
     let text = text
         .replace("http: {", &format!("http: {{keys_file: {}, ", keys.display()))
         .replace("dwell: 300ms", "dwell: 10m");
-    std::fs::write(house.config(), text).unwrap();
+    std::fs::write(installation.config(), text).unwrap();
     write("clients: [{name: kitchen, key: first-key-of-kitchen, tokens_max: 3}]\n", 0o644);
-    let (status, complaint) = house.refuses_to_start();
+    let (status, complaint) = installation.refuses_to_start();
     assert_eq!(status.code(), Some(78), "{complaint}");
     assert!(complaint.contains("mode 0644") && complaint.contains("chmod 600"), "{complaint}");
 
     write("clients: [{name: kitchen, key: first-key-of-kitchen, tokens_max: 3}]\n", 0o600);
-    let daemon = house.start().await;
+    let daemon = installation.start().await;
     daemon.whole().await;
     let ask = async |key: &str, body: &str| {
         let header = format!("Bearer {key}");
@@ -426,7 +426,7 @@ async fn api_keys_are_read_again_and_never_shown() {
     assert_eq!(ask("second-key-of-kitchen", body).await.status, 401);
 
     // A context beyond the KV capacity in force: the event names whose wish it is.
-    house.tell(&["shed", "1MiB"]);
+    installation.tell(&["shed", "1MiB"]);
     let capacity = async || daemon.status().await.engine.unwrap().kv_capacity_tokens;
     let shed = capacity().await;
     assert!(shed < 1024, "{shed}");
@@ -434,22 +434,23 @@ async fn api_keys_are_read_again_and_never_shown() {
         "options": {"num_ctx": 1024, "num_predict": 2}}"#;
     let key = ("authorization", "Bearer first-key-of-kitchen");
     assert_eq!(post(daemon.http, "/api/chat", &[key], wish.as_bytes()).await.status, 200);
-    eventually("the event names the client", || house.events().contains("a request of client `kitchen` wants")).await;
+    eventually("the event names the client", || installation.events().contains("a request of client `kitchen` wants"))
+        .await;
     // It is no operator's command: the shed and its dwell stay.
     assert_eq!(capacity().await, shed);
     assert!(daemon.status().await.engine.unwrap().growth_waits.contains("the dwell after the last shed"));
-    assert!(!house.events().contains("an operator allows"), "{}", house.events());
+    assert!(!installation.events().contains("an operator allows"), "{}", installation.events());
 
     write("clients: [{name: kitchen, key: second-key-of-kitchen}]\n", 0o600);
-    house.tell(&["reload"]);
+    installation.tell(&["reload"]);
     assert_eq!(ask("first-key-of-kitchen", body).await.status, 401);
     assert_eq!(ask("second-key-of-kitchen", body).await.status, 200);
     write("clients: [{name: kitchen, key: third-key-of-kitchen}]\n", 0o640);
-    assert_eq!(house.run(&["reload"]).status.code(), Some(78));
+    assert_eq!(installation.run(&["reload"]).status.code(), Some(78));
     assert_eq!(ask("second-key-of-kitchen", body).await.status, 200, "what runs stays");
-    let shown = house.json(&["events"]).to_string()
-        + &house.log()
-        + &said(&house.run(&["check", house.config().to_str().unwrap()]));
+    let shown = installation.json(&["events"]).to_string()
+        + &installation.log()
+        + &said(&installation.run(&["check", installation.config().to_str().unwrap()]));
     assert!(!shown.contains("key-of-kitchen"), "{shown}");
     daemon.end_after(&["configuration not reloaded"]).await;
 }
@@ -475,20 +476,20 @@ wyoming: {listen: [\"tcp://127.0.0.1:0\"], wait_max: 1m, audio_max: 10m, connect
 ";
     let model = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/demo-model/demo.gguf");
     for (sections, journal, grows) in [(least, "64KiB", true), (most, "64GiB", false)] {
-        let house = House::new(&sections.replace("MODEL", model));
-        let text = std::fs::read_to_string(house.config()).unwrap();
+        let installation = Installation::new(&sections.replace("MODEL", model));
+        let text = std::fs::read_to_string(installation.config()).unwrap();
         let text = text
             .replace("journal.ndjson}", &format!("journal.ndjson, max_size: {journal}}}"))
             .replace("crashes: 0", if grows { "crashes: 0, within: 1s" } else { "crashes: 100, within: 1d" });
-        std::fs::write(house.config(), text).unwrap();
-        let daemon = house.start().await;
+        std::fs::write(installation.config(), text).unwrap();
+        let daemon = installation.start().await;
         let loaded = daemon.until("all that fits is there", |status| {
             let engine = status.engine.as_ref().unwrap();
             engine.layers_resident == engine.layers_total && engine.layers_total > 0 && workers_ready(status)
         });
         let full = loaded.await.engine.unwrap().plan_bytes;
         assert_eq!(daemon.ask("hello").await.status, 200);
-        house.tell(&["shed", "1MiB"]);
+        installation.tell(&["shed", "1MiB"]);
         if grows {
             daemon.until("it has grown back", |status| status.engine.as_ref().unwrap().plan_bytes == full).await;
         }
@@ -498,14 +499,14 @@ wyoming: {listen: [\"tcp://127.0.0.1:0\"], wait_max: 1m, audio_max: 10m, connect
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn after_three_crashes_the_llm_stays_off_and_an_operator_loads_it() {
-    let house = House::new(&format!("{}{}workers:\n{}", budget(128), demo_model(1024), ballast()));
-    let text = std::fs::read_to_string(house.config()).unwrap();
-    std::fs::write(house.config(), text.replace("crashes: 0", "crashes: 3")).unwrap();
-    house.start().await.end().await;
+    let installation = Installation::new(&format!("{}{}workers:\n{}", budget(128), demo_model(1024), ballast()));
+    let text = std::fs::read_to_string(installation.config()).unwrap();
+    std::fs::write(installation.config(), text.replace("crashes: 0", "crashes: 3")).unwrap();
+    installation.start().await.end().await;
     for _ in 0..3 {
-        house.start().await.kill();
+        installation.start().await.kill();
     }
-    let daemon = house.start().await;
+    let daemon = installation.start().await;
     let status = daemon
         .until("the worker is ready and the LLM off", |status| {
             workers_ready(status) && status.engine.as_ref().is_some_and(|engine| !engine.failure.is_empty())
@@ -513,21 +514,21 @@ async fn after_three_crashes_the_llm_stays_off_and_an_operator_loads_it() {
         .await;
     let failure = status.engine.unwrap().failure;
     assert!(failure.starts_with("safe profile: the daemon crashed 3 times"), "{failure}");
-    assert!(house.events().contains("safe profile: the daemon crashed 3 times"));
+    assert!(installation.events().contains("safe profile: the daemon crashed 3 times"));
     let health = get(daemon.http, "/health").await;
     assert!(health.status == 503 && health.text().contains("safe profile"), "{}", health.text());
     assert_eq!(daemon.metric("cotenant_safe_profile").await, Some(1.0));
     assert_eq!(daemon.ask("hello").await.status, 503);
-    house.tell(&["load"]);
+    installation.tell(&["load"]);
     daemon.whole().await;
     assert_eq!(daemon.metric("cotenant_safe_profile").await, Some(0.0));
     assert_eq!(daemon.ask("hello").await.status, 200);
     daemon.kill();
 
     // A reload loads it too.
-    let daemon = house.start().await;
+    let daemon = installation.start().await;
     assert_eq!(daemon.metric("cotenant_safe_profile").await, Some(1.0));
-    house.tell(&["reload"]);
+    installation.tell(&["reload"]);
     daemon.whole().await;
     daemon.end().await;
 }

@@ -1,12 +1,12 @@
 //! Memory that is given up, seen to be back, and grown again, while answers go on unchanged.
 
-use std::time::Duration;
+use std::{fs, path::Path, time::Duration};
 
 use cotenant::rpc::v1::{CreateLeaseRequest, LeaseClass, RenewLeaseRequest, UpdateLeaseRequest};
 use serde_json::json;
 
 use super::frozen::Frozen;
-use super::house::{House, anonymous, budget, content, demo_model, whole};
+use super::installation::{Installation, anonymous, budget, content, demo_model, whole};
 use crate::http::client::{Answer, Connection};
 
 const MIB: u64 = 1 << 20;
@@ -26,24 +26,25 @@ const STORY: &str = "tell me a story";
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_an_operator_sheds_is_back_with_the_kernel_and_grows_again() {
     // A dwell that does not end by itself within this test.
-    let house = House::new(&format!("{}{}", budget(128), demo_model(32_768)).replace("dwell: 300ms", "dwell: 30m"));
-    let daemon = house.start().await;
+    let installation =
+        Installation::new(&format!("{}{}", budget(128), demo_model(32_768)).replace("dwell: 300ms", "dwell: 30m"));
+    let daemon = installation.start().await;
     daemon.whole().await;
     let answer = content(&daemon.ask(COMMAND).await);
     // How prompts are read, and how long the engine took no command: nothing streams, so no chunk is larger.
-    let engine = &house.json(&["status"])["engine"];
+    let engine = &installation.json(&["status"])["engine"];
     assert_eq!(engine["prefillChunkTokens"], 128, "{engine}");
     assert!(engine["commandGapMaxMs"].as_f64().unwrap() > 0.0, "{engine}");
-    let shown = super::life::in_one_line(&house.tell(&["status"]));
+    let shown = super::life::in_one_line(&installation.tell(&["status"]));
     assert!(shown.contains("prompts by 128 tokens") && shown.contains("commands within"), "{shown}");
     let gap = daemon.metric("cotenant_llm_command_gap_max_seconds").await;
     assert!(gap > Some(0.0), "{gap:?}");
     let before = anonymous(daemon.pid());
 
-    let said = house.tell(&["shed", "64MiB"]);
+    let said = installation.tell(&["shed", "64MiB"]);
     assert!(said.starts_with("shed "), "{said}");
     let after = anonymous(daemon.pid());
-    let status = house.json(&["status"]);
+    let status = installation.json(&["status"]);
     // Neither sampling, nor the decision, nor the engine had to ask the system for memory.
     assert!(status["standbyServed"].as_u64().unwrap() > 100, "{status}");
     assert_eq!(status["standbyMissed"], 0, "{status}");
@@ -52,7 +53,7 @@ async fn what_an_operator_sheds_is_back_with_the_kernel_and_grows_again() {
     let claimed = engine["shedBytes"].as_u64().unwrap();
     assert!(claimed >= 64 * MIB, "{engine}");
     // Capacity that no token has needed yet is on the book and in no memory.
-    let events = house.json(&["events"]);
+    let events = installation.json(&["events"]);
     let routine = ["sampled", "measured", "deadline_reached"];
     let shown = |event: &serde_json::Value| routine.iter().any(|name| event["name"] == *name);
     assert!(!events.as_array().unwrap().iter().any(shown), "{events}");
@@ -69,29 +70,60 @@ async fn what_an_operator_sheds_is_back_with_the_kernel_and_grows_again() {
     );
     assert_eq!(engine["sheds"], 1);
     assert!(engine["kvCapacityTokens"].as_u64().unwrap() < 32_768);
-    let lease = &house.json(&["leases"])[0];
+    let lease = &installation.json(&["leases"])[0];
     assert_eq!(lease["heldBytes"], engine["planBytes"]);
     assert!(lease["usedBytes"].as_u64().unwrap() <= lease["heldBytes"].as_u64().unwrap());
     assert_eq!(content(&daemon.ask(COMMAND).await), answer, "the same answer with less");
 
-    house.tell(&["regrow"]);
+    installation.tell(&["regrow"]);
     let status = daemon.whole().await;
     assert!(status.engine.unwrap().regrown_bytes >= claimed);
     assert_eq!(content(&daemon.ask(COMMAND).await), answer, "the same answer again");
-    let events = house.json(&["events"]);
+    let events = installation.json(&["events"]);
     let names: Vec<&str> = events.as_array().unwrap().iter().map(|event| event["name"].as_str().unwrap()).collect();
     for name in ["start", "engine_inspected", "load_engine", "apply_plan", "engine_applied"] {
         assert!(names.contains(&name), "{name} is missing: {names:?}");
     }
-    let text = house.events();
+    let text = installation.events();
     assert!(text.contains("an operator asked for 64 MiB") && text.contains("verified back"), "{text}");
     daemon.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_text_of_a_daemon_with_an_llm_is_locked_as_it_is_in_memory_and_not_dropped_before() {
+    let installation = Installation::new(&format!("{}{}", budget(128), demo_model(4096)));
+    let daemon = installation.start().await;
+    daemon.whole().await;
+    let before = resident_text(daemon.pid());
+    let of_program = |line: &String| line.starts_with("the program");
+    daemon.until("the program is locked", |status| status.locked.iter().any(of_program)).await;
+    let after = resident_text(daemon.pid());
+    // Text that is dropped comes back page by page; a little of what nothing locks may go by itself.
+    assert!(after > 0 && after >= before / 10 * 9, "{before} became {after}");
+    daemon.end().await;
+}
+
+/// Bytes of its program's text that a process has in memory.
+fn resident_text(pid: u32) -> u64 {
+    let program = fs::read_link(format!("/proc/{pid}/exe")).unwrap();
+    let maps = fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
+    let (mut is_text, mut kib) = (false, 0);
+    for line in maps.lines() {
+        match line.split_whitespace().collect::<Vec<_>>()[..] {
+            [range, permissions, .., path] if range.contains('-') => {
+                is_text = permissions.starts_with("r-x") && Path::new(path) == program;
+            }
+            ["Rss:", resident, _] if is_text => kib += resident.parse::<u64>().unwrap(),
+            _ => {}
+        }
+    }
+    kib * 1024
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_second_turn_goes_on_from_the_first_and_says_the_same() {
-    let house = House::new(&format!("{}{}", budget(128), demo_model(8192)));
-    let daemon = house.start().await;
+    let installation = Installation::new(&format!("{}{}", budget(128), demo_model(8192)));
+    let daemon = installation.start().await;
     daemon.whole().await;
     let question = "the light in the kitchen was on all day long. ".repeat(30) + COMMAND;
     let count = |answer: &Answer| {
@@ -126,8 +158,8 @@ async fn a_second_turn_goes_on_from_the_first_and_says_the_same() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_lease_that_needs_a_shed_is_granted_while_an_answer_goes_on_unchanged() {
-    let house = House::new(&format!("{}{}", budget(160), demo_model(32_768)));
-    let daemon = house.start().await;
+    let installation = Installation::new(&format!("{}{}", budget(160), demo_model(32_768)));
+    let daemon = installation.start().await;
     daemon.whole().await;
     let undisturbed = content(&daemon.ask(STORY).await);
 
@@ -181,32 +213,37 @@ async fn a_lease_that_needs_a_shed_is_granted_while_an_answer_goes_on_unchanged(
     assert!(grants >= 1, "the answer was over before the first grant");
     let status = daemon.status().await;
     assert!(status.engine.as_ref().unwrap().sheds >= 1, "{status:#?}");
-    assert!(house.events().contains("`asr` (audio-realtime) needs"), "{}", house.events());
+    assert!(installation.events().contains("`asr` (audio-realtime) needs"), "{}", installation.events());
     // The tenant goes; the engine takes back what it had.
-    let name =
-        house.json(&["leases"]).as_array().unwrap().iter().find(|lease| lease["tenant"] == "asr").unwrap()["name"]
-            .clone();
-    house.tell(&["leases", "release", name.as_str().unwrap()]);
+    let name = installation
+        .json(&["leases"])
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|lease| lease["tenant"] == "asr")
+        .unwrap()["name"]
+        .clone();
+    installation.tell(&["leases", "release", name.as_str().unwrap()]);
     daemon.until("grown back", whole).await;
     daemon.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn pressure_by_a_stranger_takes_optional_memory_and_gives_it_back() {
-    let house = House::new(&format!(
+async fn pressure_by_another_user_takes_optional_memory_and_gives_it_back() {
+    let installation = Installation::new(&format!(
         "{}{}workers:\n  - {{name: process, role: other, argv: ['${{SELF}}', worker, ballast, 100MiB, --rate, 100MiB], memory: {{steady: 4MiB, peak: 4MiB}}, autostart: false}}\n",
         budget(160),
         demo_model(32_768)
     ));
-    let daemon = house.start().await;
+    let daemon = installation.start().await;
     daemon.until("whole", whole).await;
     let answer = content(&daemon.ask("hello").await);
-    house.tell(&["start", "process"]);
+    installation.tell(&["start", "process"]);
     daemon
         .until("shed", |status| status.engine.as_ref().is_some_and(|engine| engine.sheds > 0 && !engine.changing))
         .await;
     assert_eq!(content(&daemon.ask("hello").await), answer);
-    house.tell(&["stop", "process"]);
+    installation.tell(&["stop", "process"]);
     daemon.until("grown back", whole).await;
     let metrics = crate::http::client::get(daemon.http, "/metrics").await;
     assert!(metrics.text().contains("cotenant_"), "{}", metrics.text());
@@ -217,8 +254,8 @@ async fn pressure_by_a_stranger_takes_optional_memory_and_gives_it_back() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_answer_that_may_lose_the_oldest_of_its_context_goes_on_where_others_end() {
-    let house = House::new(&format!("{}{}", budget(128), demo_model(192)));
-    let daemon = house.start().await;
+    let installation = Installation::new(&format!("{}{}", budget(128), demo_model(192)));
+    let daemon = installation.start().await;
     daemon.whole().await;
     let question = "tell me a long story about a rabbit in the forest";
     let ask = |shift: bool| {
@@ -238,7 +275,7 @@ async fn an_answer_that_may_lose_the_oldest_of_its_context_goes_on_where_others_
     assert_eq!(long["usage"]["kv_dropped_tokens"].as_u64().unwrap() % 64, 0, "{long}");
     assert!(long["usage"]["kv_dropped_tokens"].as_u64().unwrap() > 0, "{long}");
     assert!(content(&gone_on).starts_with(&content(&ended)), "{short} {long}");
-    let text = house.events();
+    let text = installation.events();
     assert!(text.contains("has lost 64 tokens of its context"), "{text}");
     daemon.end().await;
 }
@@ -246,8 +283,8 @@ async fn an_answer_that_may_lose_the_oldest_of_its_context_goes_on_where_others_
 /// The journal's file system stalls when memory is short, as on eMMC: the lines that wait must not take what a shed needs.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_journal_that_stalls_takes_nothing_of_the_emergency_reserve() {
-    let house = House::new(&format!("{}{}", budget(128), demo_model(16_384)));
-    let daemon = house.start().await;
+    let installation = Installation::new(&format!("{}{}", budget(128), demo_model(16_384)));
+    let daemon = installation.start().await;
     daemon.whole().await;
     let mut client = daemon.leases();
     let asked = CreateLeaseRequest {
@@ -268,8 +305,8 @@ async fn a_journal_that_stalls_takes_nothing_of_the_emergency_reserve() {
         };
         client.renew_lease(renewal).await.unwrap();
     }
-    house.tell(&["shed", "16MiB"]);
-    let status = house.json(&["status"]);
+    installation.tell(&["shed", "16MiB"]);
+    let status = installation.json(&["status"]);
     assert_eq!(status["standbyMissed"], 0, "{status}");
     stalled.thaw();
     daemon.end().await;
@@ -278,7 +315,7 @@ async fn a_journal_that_stalls_takes_nothing_of_the_emergency_reserve() {
 /// The body of a request takes the daemon's own memory, and is shown as that: nobody else has it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_the_daemon_itself_uses_is_shown_as_its_own() {
-    let house = House::new(&format!(
+    let installation = Installation::new(&format!(
         "{}{}workers:
   - name: ears
     role: asr
@@ -290,7 +327,7 @@ async fn what_the_daemon_itself_uses_is_shown_as_its_own() {
         budget(256),
         demo_model(1024)
     ));
-    let daemon = house.start().await;
+    let daemon = installation.start().await;
     let own = |status: &cotenant::rpc::v1::GetStatusResponse| {
         status.budget.as_ref().and_then(|budget| budget.supervisor_bytes).unwrap_or_default()
     };
@@ -306,7 +343,7 @@ async fn what_the_daemon_itself_uses_is_shown_as_its_own() {
     let status = daemon.until("the body is seen", |status| own(status) >= before + 12 * MIB).await;
     let unaccounted = status.budget.as_ref().unwrap().unaccounted_bytes;
     assert!(unaccounted < 8 * MIB, "{unaccounted}");
-    assert!(house.tell(&["status"]).contains("supervisor"));
+    assert!(installation.tell(&["status"]).contains("supervisor"));
     drop(upload);
     daemon.end().await;
 }

@@ -12,7 +12,7 @@ use cotenant::{
     rpc::v1::{EngineState, WorkerState},
 };
 
-use super::house::{House, ballast, budget, content, demo_model, model, said, worker};
+use super::installation::{Installation, ballast, budget, content, demo_model, model, said, worker};
 
 /// Writes a small model of a real family.
 fn write(path: &Path) {
@@ -27,11 +27,11 @@ fn find(bytes: &[u8], text: &[u8]) -> usize {
 /// Starts a daemon on a bad model: the status, the doors, `check` and the events have to name what is wrong with the
 /// file, and the worker and the leases have to work all the same.
 async fn is_refused(break_it: impl Fn(&Path), expected: &[&str]) {
-    let house = House::new("");
-    let path = house.path("bad.gguf");
+    let installation = Installation::new("");
+    let path = installation.path("bad.gguf");
     break_it(&path);
-    house.configure(&format!("{}{}workers:\n{}", budget(256), model(&path, 1024), ballast()));
-    let daemon = house.start().await;
+    installation.configure(&format!("{}{}workers:\n{}", budget(256), model(&path, 1024), ballast()));
+    let daemon = installation.start().await;
     let status = daemon
         .until("the engine has failed and the worker is ready", |status| {
             status.engine.as_ref().is_some_and(|engine| engine.state() == EngineState::Failed)
@@ -41,19 +41,19 @@ async fn is_refused(break_it: impl Fn(&Path), expected: &[&str]) {
     let failure = status.engine.unwrap().failure;
     let chat = daemon.ask("hello").await;
     assert_eq!((chat.status, chat.error_code().as_str()), (503, "engine_lost"), "{}", chat.text());
-    let check = house.run(&["check", house.config().to_str().unwrap()]);
+    let check = installation.run(&["check", installation.config().to_str().unwrap()]);
     assert_eq!(check.status.code(), Some(78), "{}", said(&check));
     for (place, text) in [
         ("the status", failure.clone()),
         ("the answer", chat.text().to_owned()),
         ("the check", String::from_utf8_lossy(&check.stderr).into_owned()),
-        ("the events", house.events()),
+        ("the events", installation.events()),
     ] {
         for word in expected {
             assert!(text.contains(word), "{place} does not say `{word}`: {text}");
         }
     }
-    assert!(house.tell(&["status"]).contains("failed"));
+    assert!(installation.tell(&["status"]).contains("failed"));
     assert_eq!(daemon.status().await.workers.len(), 1);
     daemon.end_after(&["the engine has failed"]).await;
 }
@@ -126,18 +126,18 @@ impl Shut {
 const F_SETSIG: libc::c_int = 10;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_model_on_a_disk_that_hangs_is_told_and_loaded_when_the_disk_answers() {
-    let house = House::new("");
-    let path = house.path("model.gguf");
+async fn a_model_on_a_disk_that_hangs_is_reported_and_loaded_when_the_disk_answers() {
+    let installation = Installation::new("");
+    let path = installation.path("model.gguf");
     fs::copy(Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/demo-model/demo.gguf"), &path).unwrap();
     let Some(shut) = Shut::new(&path) else {
         eprintln!("left out: this file system has no leases");
         return;
     };
-    house.configure(&format!("{}{}", budget(256), model(&path, 1024)));
-    let daemon = house.start().await;
+    installation.configure(&format!("{}{}", budget(256), model(&path, 1024)));
+    let daemon = installation.start().await;
     let status = daemon
-        .until("told", |status| {
+        .until("reported", |status| {
             let engine = status.engine.as_ref();
             engine.is_some_and(|engine| engine.state() == EngineState::Failed)
         })
@@ -148,37 +148,37 @@ async fn a_model_on_a_disk_that_hangs_is_told_and_loaded_when_the_disk_answers()
     }
     // The daemon lives, and says so.
     assert_eq!(daemon.ask("hello").await.error_code(), "engine_lost");
-    assert!(house.tell(&["status"]).contains("failed"));
-    assert!(house.events().contains("it is inspected again when the disk has answered"));
+    assert!(installation.tell(&["status"]).contains("failed"));
+    assert!(installation.events().contains("it is inspected again when the disk has answered"));
     drop(shut.0);
     daemon.whole().await;
     assert!(!content(&daemon.ask("hello").await).is_empty());
     daemon.end_after(&["the engine has failed"]).await;
-    assert_eq!(house.replay().lines().count(), 1);
+    assert_eq!(installation.replay().lines().count(), 1);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_good_model_after_a_bad_one_is_loaded_by_a_new_start() {
-    let house = House::new("");
-    let path = house.path("model.gguf");
+    let installation = Installation::new("");
+    let path = installation.path("model.gguf");
     fs::write(&path, "nothing").unwrap();
-    house.configure(&format!("{}{}", budget(256), model(&path, 1024)));
-    let daemon = house.start().await;
+    installation.configure(&format!("{}{}", budget(256), model(&path, 1024)));
+    let daemon = installation.start().await;
     daemon
         .until("failed", |status| status.engine.as_ref().is_some_and(|engine| engine.state() == EngineState::Failed))
         .await;
     daemon.end_after(&["the engine has failed"]).await;
-    house.configure(&format!("{}{}", budget(256), demo_model(1024)));
-    let daemon = house.start().await;
+    installation.configure(&format!("{}{}", budget(256), demo_model(1024)));
+    let daemon = installation.start().await;
     daemon.whole().await;
     assert!(!content(&daemon.ask("hello").await).is_empty());
     daemon.end_after(&["the engine has failed"]).await;
-    assert_eq!(house.replay().lines().count(), 2);
+    assert_eq!(installation.replay().lines().count(), 2);
 }
 
 /// Starts without the model's file: overall health and chat name the engine's failure, and the worker serves.
-async fn failed_for_want_of_a_file(house: &House) -> super::house::Daemon<'_> {
-    let daemon = house.start().await;
+async fn failed_for_want_of_a_file(installation: &Installation) -> super::installation::Daemon<'_> {
+    let daemon = installation.start().await;
     daemon
         .until("the engine has failed", |status| {
             status.engine.as_ref().is_some_and(|engine| engine.state() == EngineState::Failed)
@@ -186,7 +186,7 @@ async fn failed_for_want_of_a_file(house: &House) -> super::house::Daemon<'_> {
         .await;
     let chat = daemon.ask("hello").await;
     assert_eq!((chat.status, chat.error_code().as_str()), (503, "engine_lost"), "{}", chat.text());
-    assert!(house.run(&["health", "--service", "cotenant.engine"]).status.code() != Some(0));
+    assert!(installation.run(&["health", "--service", "cotenant.engine"]).status.code() != Some(0));
     daemon
 }
 
@@ -200,26 +200,26 @@ fn put_in_place(path: &Path) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_model_that_was_missing_is_loaded_when_its_file_appears() {
-    let house = House::new("");
-    let path = house.path("model.gguf");
-    house.configure(&format!("{}{}", budget(256), model(&path, 1024)));
-    let daemon = failed_for_want_of_a_file(&house).await;
+    let installation = Installation::new("");
+    let path = installation.path("model.gguf");
+    installation.configure(&format!("{}{}", budget(256), model(&path, 1024)));
+    let daemon = failed_for_want_of_a_file(&installation).await;
     put_in_place(&path);
     daemon.whole().await;
     assert!(!content(&daemon.ask("hello").await).is_empty());
-    assert_eq!(house.run(&["health", "--service", "cotenant.engine"]).status.code(), Some(0));
+    assert_eq!(installation.run(&["health", "--service", "cotenant.engine"]).status.code(), Some(0));
     daemon.end_after(&["the engine has failed"]).await;
-    assert_eq!(house.replay().lines().count(), 1);
+    assert_eq!(installation.replay().lines().count(), 1);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_model_that_was_missing_is_loaded_by_a_command() {
-    let house = House::new("");
-    let path = house.path("model.gguf");
-    house.configure(&format!("{}{}", budget(256), model(&path, 1024)));
-    let daemon = failed_for_want_of_a_file(&house).await;
+    let installation = Installation::new("");
+    let path = installation.path("model.gguf");
+    installation.configure(&format!("{}{}", budget(256), model(&path, 1024)));
+    let daemon = failed_for_want_of_a_file(&installation).await;
     put_in_place(&path);
-    house.tell(&["load"]);
+    installation.tell(&["load"]);
     daemon.whole().await;
     assert!(!content(&daemon.ask("hello").await).is_empty());
     daemon.end_after(&["the engine has failed"]).await;

@@ -10,7 +10,7 @@ use cotenant::speech::client::{ClientTimeouts, Endpoint, WyomingClient};
 
 use super::{
     clients::client,
-    house::{House, asr, said, tts, whole},
+    installation::{Installation, asr, said, tts, whole},
 };
 use crate::support::speech_is_installed;
 
@@ -28,34 +28,34 @@ async fn no_client_misses_anything_while_a_neighbour_takes_memory_again_and_agai
     if !speech_is_installed() {
         return;
     }
-    let model = super::house::demo_model(65_536).replace("kv_floor: 128", "kv_floor: 1024");
-    let mut house = House::new(&format!(
+    let model = super::installation::demo_model(65_536).replace("kv_floor: 128", "kv_floor: 1024");
+    let mut installation = Installation::new(&format!(
         "{BUDGET}{model}wyoming: {{listen: [\"unix://{{FOLDER}}/wyoming.sock\"]}}\nworkers:\n{}{}",
         tts(),
         asr()
     ));
-    house.prefer_release();
-    house.neighbour = Some(NEIGHBOUR);
-    let daemon = house.start().await;
+    installation.prefer_release();
+    installation.neighbour = Some(NEIGHBOUR);
+    let daemon = installation.start().await;
     let before = daemon.whole().await;
-    fs::write(house.path("come"), "").unwrap();
+    fs::write(installation.path("come"), "").unwrap();
     daemon
         .until("the engine has given way", |status| status.engine.as_ref().is_some_and(|engine| engine.sheds > 0))
         .await;
 
     let url = format!("http://{}", daemon.http);
-    let door = format!("unix://{}", house.path("wyoming.sock").display());
+    let listener = format!("unix://{}", installation.path("wyoming.sock").display());
     let words = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
     // Its Realtime part included.
     let openai = words(&[&format!("{url}/v1"), "--brief", "--say", "turn on the kitchen light"]);
     let metrics = words(&[&url]);
     let ollama = words(&[&url, "--rounds", "2"]);
     let anthropic = words(&[&url]);
-    let wyoming = words(&[&door]);
-    let grpc = words(&[&house.socket().display().to_string(), &house.abstract_name(), "--work", "3"]);
+    let wyoming = words(&[&listener]);
+    let grpc = words(&[&installation.socket().display().to_string(), &installation.abstract_name(), "--work", "3"]);
     let over = AtomicBool::new(false);
     let describe = async {
-        let client = WyomingClient::new(door.parse::<Endpoint>().unwrap(), ClientTimeouts::default());
+        let client = WyomingClient::new(listener.parse::<Endpoint>().unwrap(), ClientTimeouts::default());
         let mut slowest = Duration::ZERO;
         while !over.load(Ordering::Relaxed) {
             let began = Instant::now();
@@ -90,7 +90,7 @@ async fn no_client_misses_anything_while_a_neighbour_takes_memory_again_and_agai
         ("grpcio", grpc),
         ("prometheus_client", metrics),
     ] {
-        assert!(output.status.success(), "{name}: {}\n{}", said(&output), house.events());
+        assert!(output.status.success(), "{name}: {}\n{}", said(&output), installation.events());
     }
     let after = daemon.status().await;
     let sheds = after.engine.as_ref().unwrap().sheds - before.engine.as_ref().unwrap().sheds;
@@ -107,8 +107,8 @@ async fn no_client_misses_anything_while_a_neighbour_takes_memory_again_and_agai
     let aloud = daemon.metric("cotenant_time_to_first_audio_seconds_count").await;
     assert!(aloud.is_some_and(|count| count >= 4.0), "{aloud:?}");
     // It leaves for good, and everything is as before.
-    fs::remove_file(house.path("come")).unwrap();
-    fs::write(house.path("over"), "").unwrap();
+    fs::remove_file(installation.path("come")).unwrap();
+    fs::write(installation.path("over"), "").unwrap();
     daemon.until("grown back", whole).await;
     daemon.end().await;
 }

@@ -10,7 +10,7 @@ use cotenant::engine::{
 };
 use serde_json::json;
 
-use super::house::{House, anonymous, model, whole};
+use super::installation::{Installation, anonymous, model, whole};
 
 /// Some hundred MiB, without weights: zeros are as large as others.
 fn shapes() -> Vec<(&'static str, Synthetic)> {
@@ -52,7 +52,7 @@ fn configuration(path: &Path, context: u32) -> String {
 #[tokio::test]
 async fn the_predicted_memory_of_a_model_is_within_3_percent_of_what_the_kernel_counts() {
     let folder = tempfile::tempdir().unwrap();
-    let bare = House::new(BUDGET);
+    let bare = Installation::new(BUDGET);
     let daemon = bare.start().await;
     let own = anonymous(daemon.pid());
     daemon.end().await;
@@ -60,15 +60,15 @@ async fn the_predicted_memory_of_a_model_is_within_3_percent_of_what_the_kernel_
         let path = folder.path().join(format!("{name}.gguf"));
         shape.write_hollow(File::create(&path).unwrap()).unwrap();
         for context in [1024, 4096, 16_384] {
-            let house = House::new(&configuration(&path, context));
-            let config = house.config().display().to_string();
-            let planned = house.json(&["plan", "--config", &config]);
+            let installation = Installation::new(&configuration(&path, context));
+            let config = installation.config().display().to_string();
+            let planned = installation.json(&["plan", "--config", &config]);
             let forecast = &planned["forecast"];
             assert_eq!(planned["verdict"].as_str().unwrap().split(':').next(), Some("fits"), "{planned}");
             let predicted = forecast["llm"]["total"].as_u64().unwrap();
             assert_eq!(forecast["rehearsal"]["peak"], json!(predicted));
 
-            let daemon = house.start().await;
+            let daemon = installation.start().await;
             // KV is memory at once, and a load finds the memory of everything else.
             let status = daemon.until("the whole model", whole).await;
             let held: u64 = status.leases.iter().map(|lease| lease.held_bytes).sum();
@@ -79,7 +79,7 @@ async fn the_predicted_memory_of_a_model_is_within_3_percent_of_what_the_kernel_
             assert!(
                 off <= 30,
                 "{name}, {context} tokens: predicted {predicted}, measured {measured}\n{}",
-                house.events()
+                installation.events()
             );
             daemon.end().await;
         }

@@ -1,10 +1,10 @@
-//! A program of forty lines with none of our code sheds when it is told, and one that does not is found out.
+//! A program of forty lines with none of our code sheds when it is notified, and one that does not is found out.
 
 use std::{path::Path, process::Command};
 
 use cotenant::rpc::v1::{CreateLeaseRequest, Lease, LeaseClass, WorkerState};
 
-use super::house::{Daemon, House, anonymous, budget, worker};
+use super::installation::{Daemon, Installation, anonymous, budget, worker};
 
 const MIB: u64 = 1 << 20;
 
@@ -29,10 +29,10 @@ pub(super) fn compiled(at: &Path) -> bool {
 }
 
 /// A daemon with the one worker in a budget of 160 MiB; `None` without a C compiler.
-fn house(watch: &str, deaf: &str) -> Option<House> {
-    let house = House::new("");
-    let program = house.path("pressure_worker");
-    house.configure(&format!(
+fn installation(watch: &str, deaf: &str) -> Option<Installation> {
+    let installation = Installation::new("");
+    let program = installation.path("pressure_worker");
+    installation.configure(&format!(
         "{}workers:
   - name: cache
     role: other
@@ -45,7 +45,7 @@ fn house(watch: &str, deaf: &str) -> Option<House> {
         budget(160),
         program.display(),
     ));
-    compiled(&program).then_some(house)
+    compiled(&program).then_some(installation)
 }
 
 async fn ready(daemon: &Daemon<'_>) -> u32 {
@@ -74,9 +74,9 @@ async fn ask(daemon: &Daemon<'_>) -> Lease {
     granted.into_inner().lease.unwrap()
 }
 
-async fn sheds_when_it_is_told(watch: &str) {
-    let Some(house) = house(watch, "") else { return };
-    let daemon = house.start().await;
+async fn sheds_when_it_is_notified(watch: &str) {
+    let Some(installation) = installation(watch, "") else { return };
+    let daemon = installation.start().await;
     let pid = ready(&daemon).await;
     assert!(anonymous(pid) >= (KEPT + SPARE) * MIB);
     let lease = ask(&daemon).await;
@@ -86,9 +86,13 @@ async fn sheds_when_it_is_told(watch: &str) {
     assert_eq!(worker(&status, "cache").pid(), pid, "it was not stopped");
     let cache = status.leases.iter().find(|lease| lease.tenant == "cache").unwrap();
     assert!(cache.held_bytes <= 32 * MIB, "{cache:?}");
-    assert!(house.events().contains("cache#") && house.events().contains("verified"), "{}", house.events());
+    assert!(
+        installation.events().contains("cache#") && installation.events().contains("verified"),
+        "{}",
+        installation.events()
+    );
     // When its space is there again it may have it again.
-    house.tell(&["leases", "release", &lease.name]);
+    installation.tell(&["leases", "release", &lease.name]);
     daemon
         .until("its space is booked again", |status| {
             let cache = status.leases.iter().find(|lease| lease.tenant == "cache");
@@ -96,28 +100,28 @@ async fn sheds_when_it_is_told(watch: &str) {
         })
         .await;
     daemon.end().await;
-    assert!(house.replay().contains("same"), "{}", house.replay());
-    assert!(!house.path("run/cache.pressure").exists());
+    assert!(installation.replay().contains("same"), "{}", installation.replay());
+    assert!(!installation.path("run/cache.pressure").exists());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_c_program_that_watches_a_fifo_sheds_when_it_is_told() {
-    sheds_when_it_is_told("fifo").await;
+async fn a_c_program_that_watches_a_fifo_sheds_when_it_is_notified() {
+    sheds_when_it_is_notified("fifo").await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_c_program_that_watches_a_socket_sheds_when_it_is_told() {
-    sheds_when_it_is_told("socket").await;
+async fn a_c_program_that_watches_a_socket_sheds_when_it_is_notified() {
+    sheds_when_it_is_notified("socket").await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn one_that_gives_nothing_back_is_named_never_credited_and_stopped() {
-    let Some(house) = house("fifo", ", deaf") else { return };
-    let daemon = house.start().await;
+    let Some(installation) = installation("fifo", ", deaf") else { return };
+    let daemon = installation.start().await;
     let pid = ready(&daemon).await;
     let lease = ask(&daemon).await;
     assert_eq!(lease.held_bytes, 100 * MIB);
-    let events = house.events();
+    let events = installation.events();
     let named = events.lines().find(|line| line.contains("has not come down"));
     let named = named.unwrap_or_else(|| panic!("it is not named: {events}"));
     assert!(named.contains(&format!("(pid {pid})")), "{named}");

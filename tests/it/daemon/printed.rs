@@ -7,12 +7,12 @@ use cotenant::engine::{
     synthetic::{Synthetic, TypeMix},
 };
 
-use super::house::{House, asr, budget, demo_model, model, said, tts};
+use super::installation::{Installation, asr, budget, demo_model, model, said, tts};
 
 /// A command with all that it printed and its exit code; what differs between two runs is replaced.
-fn shown(house: &House, arguments: &[&str]) -> String {
-    let output = house.run(arguments);
-    let folder = house.path("").display().to_string();
+fn shown(installation: &Installation, arguments: &[&str]) -> String {
+    let output = installation.run(arguments);
+    let folder = installation.path("").display().to_string();
     let text = format!(
         "$ cotenant {}\n{}{}→ {}\n",
         arguments.join(" "),
@@ -23,9 +23,9 @@ fn shown(house: &House, arguments: &[&str]) -> String {
     text.replace(folder.trim_end_matches('/'), "FOLDER")
 }
 
-/// `llm:` with a model whose figures do not change when the demo model is trained anew.
-fn synthetic(house: &House, context: u32) -> String {
-    let path = house.path("model.gguf");
+/// `llm:` with a model whose figures do not change when the demo model is trained again.
+fn synthetic(installation: &Installation, context: u32) -> String {
+    let path = installation.path("model.gguf");
     Synthetic {
         context_max: context,
         kv_heads: 4,
@@ -38,7 +38,7 @@ fn synthetic(house: &House, context: u32) -> String {
 
 #[test]
 fn a_supervisor_that_does_not_run() {
-    let house = House::new("");
+    let installation = Installation::new("");
     let all: Vec<String> = [
         vec!["status"],
         vec!["leases"],
@@ -49,16 +49,16 @@ fn a_supervisor_that_does_not_run() {
         vec!["replay", "journal.ndjson"],
     ]
     .iter()
-    .map(|arguments| shown(&house, arguments))
+    .map(|arguments| shown(&installation, arguments))
     .collect();
     insta::assert_snapshot!(all.join("\n"));
 }
 
 #[test]
 fn a_configuration_that_is_checked() {
-    let house = House::new("");
-    house.configure(&format!("{}{}workers:\n{}{}", budget(512), synthetic(&house, 4096), tts(), asr()));
-    let check = house.run(&["check", "cotenant.yaml"]);
+    let installation = Installation::new("");
+    installation.configure(&format!("{}{}workers:\n{}{}", budget(512), synthetic(&installation, 4096), tts(), asr()));
+    let check = installation.run(&["check", "cotenant.yaml"]);
     assert!(check.status.success(), "{}", said(&check));
     let text = String::from_utf8(check.stdout).unwrap();
     let (machine, rest) = text.split_once("budget\n").unwrap();
@@ -74,19 +74,19 @@ fn a_configuration_that_is_checked() {
 
 #[test]
 fn configurations_that_hardly_or_never_work() {
-    let house = House::new("");
+    let installation = Installation::new("");
     let speech = format!("workers:\n{}{}", tts(), asr());
     // A worker that can never be granted what it needs.
-    house.configure(&format!("{}{speech}", budget(60)));
-    let alone = shown(&house, &["check", "cotenant.yaml"]);
+    installation.configure(&format!("{}{speech}", budget(60)));
+    let alone = shown(&installation, &["check", "cotenant.yaml"]);
     // Each one can, and all of them together can less and less.
     let small = |text: String| text.replace("110MiB, peak: 116MiB", "80MiB, peak: 88MiB");
     let twice = format!("{speech}{}", asr().replace("name: asr\n", "name: asr2\n"));
     let verdicts: Vec<String> = [(150, &speech), (120, &twice), (100, &twice)]
         .into_iter()
         .map(|(mib, workers)| {
-            house.configure(&small(format!("{}{}{workers}", budget(mib), synthetic(&house, 65_536))));
-            let output = house.run(&["check", "cotenant.yaml"]);
+            installation.configure(&small(format!("{}{}{workers}", budget(mib), synthetic(&installation, 65_536))));
+            let output = installation.run(&["check", "cotenant.yaml"]);
             let text = String::from_utf8(output.stdout).unwrap();
             let verdict = text.lines().last().unwrap_or_default();
             let hint = String::from_utf8_lossy(&output.stderr);
@@ -100,8 +100,8 @@ fn configurations_that_hardly_or_never_work() {
 /// are ended (`serve`, `top`, `hold`, `worker`), `why`, whose line has to be a decision, and `talk`, which needs speech workers.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_verb_that_prints_data_prints_json() {
-    let house = House::new(&format!("{}{}", budget(128), demo_model(192)));
-    let daemon = house.start().await;
+    let installation = Installation::new(&format!("{}{}", budget(128), demo_model(192)));
+    let daemon = installation.start().await;
     daemon.whole().await;
     let (url, model) = (format!("http://{}/metrics", daemon.http), demo_path());
     let verbs: Vec<Vec<&str>> = vec![
@@ -127,7 +127,7 @@ async fn every_verb_that_prints_data_prints_json() {
     ];
     for verb in &verbs {
         for form in ["json", "ndjson"] {
-            let output = house.run(&[verb.as_slice(), &["-o", form]].concat());
+            let output = installation.run(&[verb.as_slice(), &["-o", form]].concat());
             let values: Result<Vec<serde_json::Value>, _> =
                 serde_json::Deserializer::from_slice(&output.stdout).into_iter().collect();
             let values = values.unwrap_or_else(|error| panic!("{verb:?} -o {form}: {error}: {}", said(&output)));

@@ -8,7 +8,7 @@ use std::{
 
 use cotenant::engine::synthetic::{Synthetic, TypeMix};
 
-use super::house::{House, PROGRAM, budget, demo_model, said};
+use super::installation::{Installation, PROGRAM, budget, demo_model, said};
 
 /// What a daemon without a model may hold resident, in KiB.
 const RSS_MAX_KIB: u64 = 12 * 1024;
@@ -21,10 +21,10 @@ fn rss_kib(pid: u32) -> u64 {
 
 /// What a daemon of `program` with default settings holds at rest, and after it has served its clients for a while, in KiB.
 async fn resident(program: &str) -> (u64, u64) {
-    let mut house = House::new("");
-    program.clone_into(&mut house.program);
-    let daemon = house.start().await;
-    house.tell(&["status"]);
+    let mut installation = Installation::new("");
+    program.clone_into(&mut installation.program);
+    let daemon = installation.start().await;
+    installation.tell(&["status"]);
     // It lets go of what the start needed about four seconds after its listeners have opened, and what its timers need comes
     // back within a second: the most of what it has from then on counts.
     let started = rss_kib(daemon.pid());
@@ -38,7 +38,7 @@ async fn resident(program: &str) -> (u64, u64) {
         idle = idle.max(rss_kib(daemon.pid()));
     }
     for _ in 0..20 {
-        house.tell(&["status"]);
+        installation.tell(&["status"]);
         assert_eq!(crate::http::client::get(daemon.http, "/metrics").await.status, 200);
         assert_eq!(daemon.ask("hello").await.status, 404);
     }
@@ -94,9 +94,9 @@ fn ticks(pid: u32) -> u64 {
 async fn an_idle_daemon_takes_a_thousandth_of_a_core() {
     let Some(release) = release() else { return };
     // Default settings: a small budget would be near its watermarks, and sampled more often.
-    let mut house = House::new("");
-    house.program = release;
-    let daemon = house.start().await;
+    let mut installation = Installation::new("");
+    installation.program = release;
+    let daemon = installation.start().await;
     // Past what the start does, and its first trim.
     tokio::time::sleep(Duration::from_secs(6)).await;
     let before = ticks(daemon.pid());
@@ -111,26 +111,26 @@ async fn an_idle_daemon_takes_a_thousandth_of_a_core() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_status_comes_within_50_ms_while_memory_is_shed() {
     let Some(release) = release() else { return };
-    let mut house = House::new(&format!("{}{}", budget(128), demo_model(2048)));
-    house.program = release;
-    let daemon = house.start().await;
+    let mut installation = Installation::new(&format!("{}{}", budget(128), demo_model(2048)));
+    installation.program = release;
+    let daemon = installation.start().await;
     daemon.whole().await;
     let mut longest = Duration::ZERO;
     for _ in 0..5 {
-        let mut shed = Command::new(&house.program)
+        let mut shed = Command::new(&installation.program)
             .args(["shed", "4MiB"])
-            .env("COTENANT_ENDPOINT", format!("unix://{}", house.socket().display()))
+            .env("COTENANT_ENDPOINT", format!("unix://{}", installation.socket().display()))
             .stdout(std::process::Stdio::null())
             .spawn()
             .unwrap();
         // From the order to its end, each look.
         while shed.try_wait().unwrap().is_none() {
-            longest = longest.max(quickest(3, || drop(house.tell(&["status"]))));
+            longest = longest.max(quickest(3, || drop(installation.tell(&["status"]))));
         }
         // Refused while the last change is not measured yet.
-        house.run(&["regrow"]);
+        installation.run(&["regrow"]);
     }
-    longest = longest.max(quickest(3, || drop(house.tell(&["status"]))));
+    longest = longest.max(quickest(3, || drop(installation.tell(&["status"]))));
     daemon.end().await;
     println!("release build: a status in at most {longest:?} while memory is shed");
     assert!(longest <= Duration::from_millis(50), "{longest:?}, 50 ms are promised");

@@ -8,7 +8,7 @@ use tokio::{
     process::Command,
 };
 
-use super::house::{House, budget};
+use super::installation::{Installation, budget};
 use crate::support::PATIENCE;
 
 const MIB: u64 = 1 << 20;
@@ -67,7 +67,7 @@ for pulse in pulses():
 print(lease.ended)
 "#;
 
-fn python(house: &House) -> Option<Command> {
+fn python(installation: &Installation) -> Option<Command> {
     let Ok(venv) = std::env::var("COTENANT_CLIENTS_VENV") else {
         println!("left out: COTENANT_CLIENTS_VENV is not set; tests/run sets it");
         return None;
@@ -76,7 +76,7 @@ fn python(house: &House) -> Option<Command> {
     command
         .env("PYTHONPATH", concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/python"))
         .env("PYTHONDONTWRITEBYTECODE", "1")
-        .env("COTENANT_ENDPOINT", format!("unix://{}", house.socket().display()))
+        .env("COTENANT_ENDPOINT", format!("unix://{}", installation.socket().display()))
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .kill_on_drop(true);
@@ -84,13 +84,13 @@ fn python(house: &House) -> Option<Command> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_readmes_lease_in_python_shrinks_when_told_and_ends_when_the_supervisor_stays_away() {
+async fn the_readmes_lease_in_python_shrinks_when_reported_and_ends_when_the_supervisor_stays_away() {
     assert!(README.contains(EXAMPLE), "the README shows another example than the one that is tested");
-    let house = House::new(&budget(220));
-    let (Some(mut short), Some(mut example)) = (python(&house), python(&house)) else {
+    let installation = Installation::new(&budget(220));
+    let (Some(mut short), Some(mut example)) = (python(&installation), python(&installation)) else {
         return;
     };
-    let daemon = house.start().await;
+    let daemon = installation.start().await;
     let output = tokio::time::timeout(PATIENCE, short.args(["-c", SHORT]).output()).await;
     let output = output.unwrap().unwrap();
     assert_eq!(String::from_utf8_lossy(&output.stdout), "EXCEEDS_BUDGET None\n4194304 6291456 None\ngiven back\n");
@@ -123,8 +123,8 @@ async fn the_readmes_lease_in_python_shrinks_when_told_and_ends_when_the_supervi
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_lease_in_python_is_over_with_its_term_and_not_at_the_next_renewal() {
-    let house = House::new(&budget(64));
-    let Some(mut away) = python(&house) else { return };
+    let installation = Installation::new(&budget(64));
+    let Some(mut away) = python(&installation) else { return };
     let output = tokio::time::timeout(PATIENCE, away.args(["-c", AWAY]).output()).await;
     assert_eq!(
         String::from_utf8_lossy(&output.unwrap().unwrap().stdout),
@@ -135,8 +135,8 @@ async fn a_lease_in_python_is_over_with_its_term_and_not_at_the_next_renewal() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_lease_in_python_has_one_pulse_however_many_streams_it_has_tried() {
-    let house = House::new(&budget(64));
-    let Some(mut away) = python(&house) else { return };
+    let installation = Installation::new(&budget(64));
+    let Some(mut away) = python(&installation) else { return };
     let output = tokio::time::timeout(PATIENCE, away.args(["-c", STREAMS]).output()).await;
     assert_eq!(String::from_utf8_lossy(&output.unwrap().unwrap().stdout), "4 1\nenough\n");
 }

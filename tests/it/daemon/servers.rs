@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, path::PathBuf};
 
 use cotenant::speech::client::{ClientTimeouts, Endpoint, WyomingClient};
 
-use super::house::{House, budget, workers_ready};
+use super::installation::{Installation, budget, workers_ready};
 use crate::support::fixture;
 
 /// Names of workers with their role and command line; `{DATA}` stands for an empty folder. Each starts without a model
@@ -42,8 +42,8 @@ async fn servers_of_other_people_start_and_say_what_they_are() {
         );
         return;
     };
-    let house = House::new("");
-    let (data, whisper) = (house.path("data"), house.path("whisper"));
+    let installation = Installation::new("");
+    let (data, whisper) = (installation.path("data"), installation.path("whisper"));
     let mut commands = BTreeMap::new();
     for venv in venvs.split(':') {
         if PathBuf::from(venv).join("bin/wyoming-faster-whisper").is_file() {
@@ -76,16 +76,16 @@ async fn servers_of_other_people_start_and_say_what_they_are() {
             )
         })
         .collect();
-    house.configure(&format!("{}workers:\n{workers}", budget(2048)));
-    let daemon = house.start().await;
+    installation.configure(&format!("{}workers:\n{workers}", budget(2048)));
+    let daemon = installation.start().await;
     let status = daemon.until("all ready", workers_ready).await;
     for name in commands.keys() {
-        let socket = Endpoint::Unix(house.path(&format!("run/{name}.sock")));
+        let socket = Endpoint::Unix(installation.path(&format!("run/{name}.sock")));
         let info = WyomingClient::new(socket, ClientTimeouts::default()).describe().await.unwrap();
         let said = serde_json::to_value(&info).unwrap();
         let programs = ["asr", "tts", "handle", "wake"].map(|kind| &said[kind][0]);
         let program = programs.into_iter().find(|program| program["name"].is_string()).unwrap();
-        let worker = super::house::worker(&status, name);
+        let worker = super::installation::worker(&status, name);
         println!("{name}: {} {}, pid {:?}", program["name"], program["version"], worker.pid);
     }
     // What it hears with random weights is anything; that it hears is what counts.

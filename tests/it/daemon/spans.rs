@@ -23,7 +23,7 @@ use tokio::{
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::{Request, Response, Status};
 
-use super::house::{Daemon, House, budget, chat_body, demo_model};
+use super::installation::{Daemon, Installation, budget, chat_body, demo_model};
 use crate::{
     http::client::{Connection, request},
     support::PATIENCE,
@@ -64,10 +64,10 @@ fn attributes(attributes: &[cotenant::telemetry::otlp::v1::KeyValue]) -> BTreeMa
     known.collect()
 }
 
-fn spoken_to(listener: &TcpListener, scheme: &str) -> (House, SocketAddr) {
+fn spoken_to(listener: &TcpListener, scheme: &str) -> (Installation, SocketAddr) {
     let address = listener.local_addr().unwrap();
     let sections = format!("{}{}telemetry: {{otlp: \"{scheme}://{address}\"}}\n", budget(128), demo_model(16_384));
-    (House::new(&sections), address)
+    (Installation::new(&sections), address)
 }
 
 /// Waits until a metric has at least this value.
@@ -83,16 +83,16 @@ async fn until_metric(daemon: &Daemon<'_>, name: &str, least: f64) {
 async fn a_chat_is_a_trace_with_the_sheds_that_happen_in_it() {
     let (sender, mut batches) = mpsc::unbounded_channel();
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
-    let (house, _) = spoken_to(&listener, "grpc");
+    let (installation, _) = spoken_to(&listener, "grpc");
     let server = tonic::transport::Server::builder().add_service(TraceServiceServer::new(Collector(sender)));
     let serving = tokio::spawn(server.serve_with_incoming(TcpListenerStream::new(listener)));
-    let daemon = house.start().await;
+    let daemon = installation.start().await;
     daemon.whole().await;
 
     let trace = "4bf92f3577b34da6a3ce929d0e0e4736";
     let parent = format!("00-{trace}-00f067aa0ba902b7-01");
     let body = chat_body(json!({
-        "messages": [{"role": "user", "content": "tell me all about the house"}], "stream": true, "max_tokens": 400,
+        "messages": [{"role": "user", "content": "tell me all about the installation"}], "stream": true, "max_tokens": 400,
     }));
     let headers = [("content-type", "application/json"), ("traceparent", parent.as_str())];
     let mut spans: Vec<Span> = Vec::new();
@@ -101,7 +101,7 @@ async fn a_chat_is_a_trace_with_the_sheds_that_happen_in_it() {
         let mut connection = Connection::open(daemon.http).await;
         connection.send(&request("POST", "/v1/chat/completions", &headers, body.to_string().as_bytes())).await;
         connection.wait_for("data: ").await;
-        house.tell(&["shed", "1MiB"]);
+        installation.tell(&["shed", "1MiB"]);
         assert_eq!(connection.answer().await.status, 200);
         loop {
             let batch = timeout(PATIENCE, batches.recv()).await.expect("no spans come").unwrap();
@@ -161,15 +161,15 @@ async fn a_chat_is_a_trace_with_the_sheds_that_happen_in_it() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_collector_that_is_away_costs_its_spans_and_one_line() {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
-    let (house, _) = spoken_to(&listener, "grpc");
+    let (installation, _) = spoken_to(&listener, "grpc");
     drop(listener);
-    let daemon = house.start().await;
+    let daemon = installation.start().await;
     daemon.whole().await;
     for dropped in [1.0, 3.0] {
         assert_eq!(daemon.ask("hello").await.status, 200);
         until_metric(&daemon, "cotenant_spans_dropped_total", dropped).await;
     }
-    assert_eq!(house.log().matches("cannot export spans").count(), 1, "{}", house.log());
+    assert_eq!(installation.log().matches("cannot export spans").count(), 1, "{}", installation.log());
     assert_eq!(daemon.metric("cotenant_spans_exported_total").await, Some(0.0));
     daemon.end().await;
 }
@@ -197,8 +197,8 @@ async fn posted(stream: &mut TcpStream) -> Vec<u8> {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_collector_that_hangs_or_refuses_keeps_no_request_waiting() {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
-    let (house, _) = spoken_to(&listener, "http");
-    let daemon = house.start().await;
+    let (installation, _) = spoken_to(&listener, "http");
+    let daemon = installation.start().await;
     daemon.whole().await;
 
     // It takes the batch and says nothing.
@@ -220,7 +220,7 @@ async fn a_collector_that_hangs_or_refuses_keeps_no_request_waiting() {
     taking.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n").await.unwrap();
     assert!(spans_of(&batch).iter().any(|span| span.name == "chat demo"));
     until_metric(&daemon, "cotenant_spans_exported_total", 2.0).await;
-    let log = house.log();
+    let log = installation.log();
     assert_eq!(log.matches("cannot export spans").count(), 1, "{log}");
     assert_eq!(log.matches("spans are exported again").count(), 1, "{log}");
     daemon.end().await;

@@ -10,7 +10,9 @@ use nix::sys::signal::{Signal, kill};
 use tonic::Code;
 
 use super::frozen::Frozen;
-use super::house::{Daemon, House, anonymous, ballast, budget, demo_model, pid_of, pids, worker, workers_ready};
+use super::installation::{
+    Daemon, Installation, anonymous, ballast, budget, demo_model, pid_of, pids, worker, workers_ready,
+};
 use crate::support::{PATIENCE, eventually, runs};
 
 async fn lease(daemon: &Daemon<'_>, tenant: &str, mib: u64, seconds: i64) -> Lease {
@@ -44,8 +46,8 @@ async fn held(daemon: &Daemon<'_>) -> Vec<(String, u64)> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn leases_go_on_for_a_term_and_those_that_have_ended_stay_so() {
-    let house = House::new(&budget(64));
-    let daemon = house.start().await;
+    let installation = Installation::new(&budget(64));
+    let daemon = installation.start().await;
     let kept = lease(&daemon, "kept", 24, 20).await;
     let silent = lease(&daemon, "silent", 8, 2).await;
     let released = lease(&daemon, "released", 4, 20).await;
@@ -57,7 +59,7 @@ async fn leases_go_on_for_a_term_and_those_that_have_ended_stay_so() {
     daemon.leases().release_lease(release).await.unwrap();
     daemon.kill();
 
-    let daemon = house.start().await;
+    let daemon = installation.start().await;
     // From the first answer on: what was promised before is not promised again.
     assert_eq!(held(&daemon).await, [("kept".to_owned(), 24), ("silent".to_owned(), 8)]);
     let renewed = daemon.leases().renew_lease(renewal(&kept)).await.unwrap().into_inner();
@@ -85,7 +87,7 @@ async fn leases_go_on_for_a_term_and_those_that_have_ended_stay_so() {
     daemon.leases().renew_lease(renewal(&silent)).await.unwrap_err();
     // The same request again is the same lease, also in the second run after it was granted.
     daemon.kill();
-    let daemon = house.start().await;
+    let daemon = installation.start().await;
     let again = lease(&daemon, "kept", 24, 20).await;
     assert_eq!((&again.name, again.generation), (&kept.name, kept.generation));
     daemon.leases().renew_lease(renewal(&kept)).await.unwrap();
@@ -95,18 +97,18 @@ async fn leases_go_on_for_a_term_and_those_that_have_ended_stay_so() {
     assert!(new.generation > kept.generation && new.name != silent.name);
     daemon.end().await;
     // An orderly end does not take from a tenant what it holds.
-    let daemon = house.start().await;
+    let daemon = installation.start().await;
     assert_eq!(held(&daemon).await, [("kept".to_owned(), 24), ("new".to_owned(), 4)]);
     daemon.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_that_ends_after_it_was_taken_over_is_noticed_and_started_again() {
-    let house = House::new(&format!("{}workers:\n{}", budget(64), ballast()));
-    let daemon = house.start().await;
+    let installation = Installation::new(&format!("{}workers:\n{}", budget(64), ballast()));
+    let daemon = installation.start().await;
     let before = pids(&daemon.until("ready", workers_ready).await);
     daemon.kill();
-    let daemon = house.start().await;
+    let daemon = installation.start().await;
     assert_eq!(pids(&daemon.until("ready", workers_ready).await), before);
     kill(pid_of(before[0]), Signal::SIGKILL).unwrap();
     let status = daemon.until("another one is ready", |status| workers_ready(status) && pids(status) != before).await;
@@ -114,7 +116,7 @@ async fn a_worker_that_ends_after_it_was_taken_over_is_noticed_and_started_again
     assert_eq!((ballast.starts, ballast.failures), (2, 1));
     assert!(ballast.last_exit.contains("its exit status was not ours to read"), "{}", ballast.last_exit);
     // Its certificate is written as soon as that of any other.
-    let certificates = house.json(&["postmortem", "ballast"]);
+    let certificates = installation.json(&["postmortem", "ballast"]);
     let certificate = &certificates[0];
     assert_eq!(certificate["pid"], before[0]);
     let took_us = certificate["tookUs"].as_u64().unwrap();
@@ -123,14 +125,14 @@ async fn a_worker_that_ends_after_it_was_taken_over_is_noticed_and_started_again
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_whose_configuration_has_changed_is_ended_and_started_anew() {
-    let house = House::new(&format!("{}workers:\n{}", budget(64), ballast()));
-    let daemon = house.start().await;
+async fn a_worker_whose_configuration_has_changed_is_ended_and_started_again() {
+    let installation = Installation::new(&format!("{}workers:\n{}", budget(64), ballast()));
+    let daemon = installation.start().await;
     let before = pids(&daemon.until("ready", workers_ready).await);
     daemon.kill();
     assert!(runs(before[0]));
-    house.configure(&format!("{}workers:\n{}", budget(64), ballast().replace("2MiB]", "3MiB]")));
-    let daemon = house.start().await;
+    installation.configure(&format!("{}workers:\n{}", budget(64), ballast().replace("2MiB]", "3MiB]")));
+    let daemon = installation.start().await;
     eventually("the one before has ended", || !runs(before[0])).await;
     let status = daemon.until("ready", workers_ready).await;
     assert_ne!(pids(&status), before);
@@ -139,40 +141,41 @@ async fn a_worker_whose_configuration_has_changed_is_ended_and_started_anew() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_writes_on_when_nobody_reads_and_the_next_supervisor_reads_it() {
-    let house = House::new(&format!(
+    let installation = Installation::new(&format!(
         "{}workers:\n  - {{name: talker, role: other, argv: [sh, -c, 'echo up; while sleep 0.02; do echo tick 1>&2; done'], ready: {{kind: log, text: up}}, memory: {{steady: 8MiB}}}}\n",
         budget(64)
     ));
-    let daemon = house.start().await;
+    let daemon = installation.start().await;
     let before = pids(&daemon.until("ready", workers_ready).await);
     daemon.kill();
-    let log = house.log().len();
-    let daemon = house.start().await;
+    let log = installation.log().len();
+    let daemon = installation.start().await;
     // Ready at once, though its line was read by the supervisor before.
     assert_eq!(pids(&daemon.until("ready", workers_ready).await), before);
-    eventually("it is heard again", || house.log()[log..].contains("tick")).await;
+    eventually("it is heard again", || installation.log()[log..].contains("tick")).await;
     assert_eq!(pids(&daemon.status().await), before);
     daemon.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_whose_only_sign_may_have_been_read_before_is_not_ended_for_want_of_it() {
-    let house = House::new(&format!("{}workers:\n{}", budget(64), ballast().replace("timeout: 20s", "timeout: 2s")));
-    let daemon = house.start().await;
+    let installation =
+        Installation::new(&format!("{}workers:\n{}", budget(64), ballast().replace("timeout: 20s", "timeout: 2s")));
+    let daemon = installation.start().await;
     let before = pids(&daemon.until("ready", workers_ready).await);
     daemon.kill();
     // Killed after it had read the line and before it had written that down.
-    fs::remove_file(house.path("run/book")).unwrap();
-    let daemon = house.start().await;
+    fs::remove_file(installation.path("run/book")).unwrap();
+    let daemon = installation.start().await;
     assert_eq!(pids(&daemon.until("ready", workers_ready).await), before);
-    assert!(house.log().contains("so it counts as ready"), "{}", house.log());
+    assert!(installation.log().contains("so it counts as ready"), "{}", installation.log());
     daemon.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_stalled_loop_sheds_and_is_restarted_with_its_workers() {
-    let house = House::new(&format!("{}{}workers:\n{}", budget(128), demo_model(16_384), ballast()));
-    let daemon = house.start().await;
+    let installation = Installation::new(&format!("{}{}workers:\n{}", budget(128), demo_model(16_384), ballast()));
+    let daemon = installation.start().await;
     let workers = pids(&daemon.whole().await);
     // While the engine measures itself, it has given up a part of its layers.
     daemon
@@ -184,32 +187,33 @@ async fn a_stalled_loop_sheds_and_is_restarted_with_its_workers() {
     let (pid, full) = (daemon.pid(), anonymous(daemon.pid()));
     // A loop that comes back in time goes on, and grows back what was shed.
     let frozen = Frozen::thread(pid, "control");
-    eventually("the stall is noticed", || house.log().contains("has not run for 1.75 s")).await;
+    eventually("the stall is noticed", || installation.log().contains("has not run for 1.75 s")).await;
     // Its layers; the KV cache has hardly been touched.
     eventually("the engine has shed without the loop", || anonymous(pid) + (3 << 20) < full).await;
-    assert!(!house.log().contains("runs again"), "the loop had no part in it");
+    assert!(!installation.log().contains("runs again"), "the loop had no part in it");
     frozen.thaw();
-    eventually("it runs again", || house.log().contains("runs again")).await;
+    eventually("it runs again", || installation.log().contains("runs again")).await;
     daemon.whole().await;
     // One that does not come back ends the daemon, and nothing else.
     let frozen = Frozen::thread(pid, "control");
     let code = daemon.ends().code();
     frozen.thaw();
-    assert_eq!(code, Some(70), "{}", house.log());
+    assert_eq!(code, Some(70), "{}", installation.log());
     assert!(workers.iter().all(|pid| runs(*pid)));
-    let daemon = house.start().await;
+    let daemon = installation.start().await;
     assert_eq!(pids(&daemon.whole().await), workers);
     daemon.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_of_ours_that_is_never_taken_over_gives_its_memory_back() {
-    let house = House::new(&format!("{}workers:\n{}    env: {{COTENANT_ALONE_MS: '300'}}\n", budget(64), ballast()));
-    let daemon = house.start().await;
+    let installation =
+        Installation::new(&format!("{}workers:\n{}    env: {{COTENANT_ALONE_MS: '300'}}\n", budget(64), ballast()));
+    let daemon = installation.start().await;
     let workers = pids(&daemon.until("ready", workers_ready).await);
     // A daemon in between keeps it.
     daemon.kill();
-    let daemon = house.start().await;
+    let daemon = installation.start().await;
     assert_eq!(pids(&daemon.until("ready", workers_ready).await), workers);
     daemon.kill();
     eventually("it has ended by itself", || !workers.iter().any(|pid| runs(*pid))).await;

@@ -2,15 +2,15 @@
 
 use serde_json::{Value, json};
 
-use super::house::{House, asr, budget, content, demo_model, tts, whole, worker, workers_ready};
+use super::installation::{Installation, asr, budget, content, demo_model, tts, whole, worker, workers_ready};
 use crate::support::speech_is_installed;
 
 const COMMAND: &str = "turn on the kitchen light";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_stream_says_what_the_answer_in_one_piece_says() {
-    let house = House::new(&format!("{}{}", budget(128), demo_model(4096)));
-    let daemon = house.start().await;
+    let installation = Installation::new(&format!("{}{}", budget(128), demo_model(4096)));
+    let daemon = installation.start().await;
     daemon.whole().await;
     let whole = content(&daemon.ask(COMMAND).await);
     assert!(whole.contains("kitchen"), "not a sensible answer: {whole}");
@@ -25,7 +25,7 @@ async fn a_stream_says_what_the_answer_in_one_piece_says() {
     }
     assert_eq!(text, whole);
     // And over gRPC, with the command line.
-    let generated = house.json(&["generate", COMMAND, "--temperature", "0"]);
+    let generated = installation.json(&["generate", COMMAND, "--temperature", "0"]);
     assert_eq!(generated["text"], whole.as_str());
     let counted = daemon.metric("cotenant_tokens_total{kind=\"completion\"}").await;
     assert!(counted.is_some_and(|tokens| tokens > 0.0), "{counted:?}");
@@ -38,8 +38,8 @@ async fn speech_in_gives_speech_out_before_and_after_a_change_of_size() {
         return;
     }
     // Room for everything but the large vocabulary beside the whole engine.
-    let house = House::new(&format!("{}{}workers:\n{}{}", budget(192), demo_model(32_768), tts(), asr()));
-    let daemon = house.start().await;
+    let installation = Installation::new(&format!("{}{}workers:\n{}{}", budget(192), demo_model(32_768), tts(), asr()));
+    let daemon = installation.start().await;
     daemon.whole().await;
     let spoken = daemon.speak(COMMAND).await;
     assert_eq!(spoken.status, 200, "{}", spoken.text());
@@ -51,8 +51,10 @@ async fn speech_in_gives_speech_out_before_and_after_a_change_of_size() {
     // The large vocabulary needs memory of the engine's.
     let (resized, disturbed) = tokio::join!(
         async {
-            let house = &house;
-            tokio::task::block_in_place(|| house.tell(&["resize", "asr", "open", "--wait", "15s", "--timeout", "20s"]))
+            let installation = &installation;
+            tokio::task::block_in_place(|| {
+                installation.tell(&["resize", "asr", "open", "--wait", "15s", "--timeout", "20s"])
+            })
         },
         daemon.ask(COMMAND)
     );
@@ -66,13 +68,13 @@ async fn speech_in_gives_speech_out_before_and_after_a_change_of_size() {
     assert_eq!(heard.status, 200, "{}", heard.text());
     assert!(heard.text().contains("kitchen"), "{}", heard.text());
 
-    house.tell(&["resize", "asr", "grammar", "--wait", "15s", "--timeout", "20s"]);
+    installation.tell(&["resize", "asr", "grammar", "--wait", "15s", "--timeout", "20s"]);
     let status = daemon.until("grown back", |status| whole(status) && workers_ready(status)).await;
     assert_eq!(worker(&status, "asr").variant, "grammar");
-    assert_eq!(worker(&status, "asr").starts, 1, "it was not started anew for it");
+    assert_eq!(worker(&status, "asr").starts, 1, "it was not started again for it");
     assert_eq!(daemon.hear(&spoken.body).await.json()["text"], COMMAND);
     assert_eq!(content(&daemon.ask(COMMAND).await), answer);
-    let events = house.events();
+    let events = installation.events();
     for words in ["worker `asr` may become `open`", "worker `asr` may become `grammar`"] {
         assert!(events.contains(words), "{words}: {events}");
     }

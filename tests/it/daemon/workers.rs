@@ -8,7 +8,9 @@ use std::{
 use cotenant::rpc::v1::{CreateLeaseRequest, GetStatusResponse, LeaseClass, WorkerState};
 use nix::sys::signal::{Signal, kill};
 
-use super::house::{Daemon, House, PROGRAM, asr, budget, demo_model, pid_of, said, worker, workers_ready};
+use super::installation::{
+    Daemon, Installation, PROGRAM, asr, budget, demo_model, pid_of, said, worker, workers_ready,
+};
 use crate::support::fixture;
 
 /// An entry of `workers:`: the speech server in Python, with further keys.
@@ -67,23 +69,23 @@ async fn workers_that_speak_http_stand_behind_the_same_doors() {
     let own = ("whisper-server", "piper-http", "", "response_format=json, temperature=0.0");
     let openai = ("openai-http", "openai-http", "    model: base\n", "model=base, response_format=json");
     for (ears, mouth, model, fields) in [own, openai] {
-        let house = House::new(&format!(
+        let installation = Installation::new(&format!(
             "{}workers:\n{}{}",
             budget(256),
             http_worker("ears", "asr", ears, model),
             http_worker("mouth", "tts", mouth, model)
         ));
-        let daemon = house.start().await;
+        let daemon = installation.start().await;
         daemon.until("ready", workers_ready).await;
         let heard = daemon.hear(&second_of_silence()).await;
         assert_eq!(heard.status, 200, "{}", heard.text());
         assert_eq!(heard.json()["text"], format!("16000 frames at 16000; {fields}"));
         let spoken = daemon.speak("hello").await;
         assert_eq!((spoken.status, spoken.header("content-type")), (200, "audio/wav"));
-        // The tone is 0.1 s of 22 050 Hz and comes in the door's own rate, which is higher; no byte of it is lost.
+        // The tone is 0.1 s of 22 050 Hz and comes in the listener's own rate, which is higher; no byte of it is lost.
         assert!(spoken.body.len() > 22_050 / 10 * 2, "{} bytes", spoken.body.len());
 
-        // What goes wrong with one request is told to its client, and the next is served.
+        // What goes wrong with one request is asked to its client, and the next is served.
         for (text, reason) in [("fail", "no memory for that voice"), ("garbage", "its audio is not WAV")] {
             let answer = daemon.speak(text).await;
             assert_eq!((answer.status, answer.error_code().as_str()), (503, "worker_lost"), "{text}");
@@ -97,10 +99,10 @@ async fn workers_that_speak_http_stand_behind_the_same_doors() {
     }
 }
 
-/// A house whose voice sleeps when it has had nothing to do for a second.
-fn sleepy_house() -> House {
+/// An installation whose voice sleeps when it has had nothing to do for a second.
+fn sleepy_installation() -> Installation {
     let rest = "    idle: {stop_after: 1s}\n    wake_timeout: 30s\n";
-    House::new(&format!("{}workers:\n{}", budget(128), http_worker("mouth", "tts", "piper-http", rest)))
+    Installation::new(&format!("{}workers:\n{}", budget(128), http_worker("mouth", "tts", "piper-http", rest)))
 }
 
 fn asleep(status: &GetStatusResponse) -> bool {
@@ -112,8 +114,8 @@ async fn a_worker_sleeps_when_it_has_nothing_to_do_and_a_request_wakes_it() {
     if !python_is_there() {
         return;
     }
-    let house = sleepy_house();
-    let daemon = house.start().await;
+    let installation = sleepy_installation();
+    let daemon = installation.start().await;
     let status = daemon.until("it sleeps", asleep).await;
     assert_eq!(worker(&status, "mouth").failures, 0);
 
@@ -125,22 +127,22 @@ async fn a_worker_sleeps_when_it_has_nothing_to_do_and_a_request_wakes_it() {
     let status = daemon.until("it sleeps again", asleep).await;
     assert_eq!(worker(&status, "mouth").starts, 2);
 
-    house.tell(&["stop", "mouth"]);
+    installation.tell(&["stop", "mouth"]);
     let answer = daemon.speak("hello").await;
     assert_eq!((answer.status, answer.error_code().as_str()), (503, "stopped"));
     assert_eq!(answer.header("x-should-retry"), "false");
     assert!(answer.text().contains("an operator has stopped worker `mouth`"), "{}", answer.text());
-    assert!(house.tell(&["status"]).contains("stopped (operator)"));
-    house.tell(&["start", "mouth"]);
+    assert!(installation.tell(&["status"]).contains("stopped (operator)"));
+    installation.tell(&["start", "mouth"]);
     daemon.until("ready", workers_ready).await;
     assert_eq!(daemon.speak("hello").await.status, 200);
     daemon.end().await;
-    house.replay();
+    installation.replay();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_that_outgrows_its_bounds_is_started_anew() {
-    let house = House::new(&format!(
+async fn a_worker_that_outgrows_its_bounds_is_started_again() {
+    let installation = Installation::new(&format!(
         "{}workers:\n{}",
         budget(256),
         "  - name: ratchet
@@ -149,18 +151,18 @@ async fn a_worker_that_outgrows_its_bounds_is_started_anew() {
     memory: {steady: 30MiB, peak: 40MiB}
 "
     ));
-    let daemon = house.start().await;
-    let status = daemon.until("it was started anew", |status| worker(status, "ratchet").starts >= 2).await;
+    let daemon = installation.start().await;
+    let status = daemon.until("it was started again", |status| worker(status, "ratchet").starts >= 2).await;
     assert_eq!(worker(&status, "ratchet").failures, 0, "that is no failure");
-    assert!(house.tell(&["events"]).contains("where it is recycled"));
+    assert!(installation.tell(&["events"]).contains("where it is recycled"));
     daemon.end().await;
-    house.replay();
+    installation.replay();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_crash_while_memory_is_short_is_not_answered_by_a_loop_of_starts() {
     // 120 MiB of budget. The neighbour takes 80 that nobody has leased, so that the reader cannot come back.
-    let house = House::new(&format!(
+    let installation = Installation::new(&format!(
         "{}workers:\n{}{}",
         budget(120),
         taker("reader", 30, "{steady: 45MiB, peak: 60MiB}", ""),
@@ -171,11 +173,11 @@ async fn a_crash_while_memory_is_short_is_not_answered_by_a_loop_of_starts() {
             "    autostart: false\n    class: audio-realtime\n"
         ),
     ));
-    let daemon = house.start().await;
+    let daemon = installation.start().await;
     let status =
         daemon.until("the reader is ready", |status| worker(status, "reader").state() == WorkerState::Ready).await;
     let before = worker(&status, "reader").pid.unwrap();
-    house.tell(&["start", "neighbour"]);
+    installation.tell(&["start", "neighbour"]);
     daemon
         .until("the neighbour has its memory", |status| worker(status, "neighbour").state() == WorkerState::Ready)
         .await;
@@ -198,28 +200,28 @@ async fn a_crash_while_memory_is_short_is_not_answered_by_a_loop_of_starts() {
     let failures = worker(&daemon.status().await, "reader").failures;
     assert!(failures <= 1, "{failures} failures");
 
-    house.tell(&["stop", "neighbour"]);
+    installation.tell(&["stop", "neighbour"]);
     let status = daemon.until("it is back", |status| worker(status, "reader").state() == WorkerState::Ready).await;
     let reader = worker(&status, "reader");
     assert_eq!((reader.starts, reader.failures), (starts + 1, failures), "by one start");
     daemon.end().await;
-    house.replay();
+    installation.replay();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_order_of_starts_is_that_of_the_file() {
     for (llm_after, expected) in [("", ["llm", "asr", "tts"]), ("after: [tts]", ["tts", "llm", "asr"])] {
         let model = demo_model(512).replace("name: demo", &format!("name: demo, {llm_after}"));
-        let house = House::new(&format!(
+        let installation = Installation::new(&format!(
             "{}{}workers:\n{}{}",
             budget(128),
             model.replace(", ,", ","),
             taker("asr", 2, "{steady: 12MiB, peak: 16MiB}", ""),
             taker("tts", 2, "{steady: 12MiB, peak: 16MiB}", ""),
         ));
-        let daemon = house.start().await;
+        let daemon = installation.start().await;
         daemon.whole().await;
-        let journal = std::fs::read_to_string(house.path("journal.ndjson")).unwrap();
+        let journal = std::fs::read_to_string(installation.path("journal.ndjson")).unwrap();
         let mut order = Vec::new();
         for line in journal.lines() {
             let who = if line.contains("\"load_engine\"") {
@@ -240,7 +242,7 @@ async fn the_order_of_starts_is_that_of_the_file() {
 async fn check_shows_each_worker_as_it_would_be_started() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port();
-    let house = House::new(&format!(
+    let installation = Installation::new(&format!(
         "{}workers:
   - name: asr
     role: asr
@@ -257,9 +259,9 @@ async fn check_shows_each_worker_as_it_would_be_started() {
 ",
         budget(64)
     ));
-    let shown: serde_json::Value = house.json(&["check", "cotenant.yaml"]);
+    let shown: serde_json::Value = installation.json(&["check", "cotenant.yaml"]);
     let [asr, mouth] = shown["workers"].as_array().unwrap().as_slice() else { panic!("{shown}") };
-    let socket = house.path("run/asr.sock").display().to_string();
+    let socket = installation.path("run/asr.sock").display().to_string();
     assert_eq!(asr["argv"][4], format!("unix://{socket}"));
     assert_eq!((&asr["protocol"], &asr["endpoint"]), (&"wyoming".into(), &format!("unix://{socket}").into()));
     let confinement = asr["confinement"].to_string();
@@ -272,12 +274,12 @@ async fn check_shows_each_worker_as_it_would_be_started() {
     assert!(shown["verdict"].as_str().unwrap().contains("everything fits"), "{shown}");
     assert!(!Path::new(&socket).exists(), "nothing was started");
 
-    // What cannot be started is told, with an exit code.
-    house.configure(&format!(
+    // What cannot be started is reported, with an exit code.
+    installation.configure(&format!(
         "{}workers: [{{name: a, argv: [x], memory: {{steady: 1MiB}}, user: nobody-of-this-name}}]\n",
         budget(64)
     ));
-    let output = house.run(&["check", "cotenant.yaml"]);
+    let output = installation.run(&["check", "cotenant.yaml"]);
     assert_eq!(output.status.code(), Some(78), "{}", said(&output));
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(text.contains("cannot start: user `nobody-of-this-name` does not exist"), "{text}");
@@ -303,8 +305,8 @@ async fn the_memory_of_a_worker_that_sleeps_is_kept_and_it_is_back_in_time() {
     if !python_is_there() {
         return;
     }
-    let house = sleepy_house();
-    let daemon = house.start().await;
+    let installation = sleepy_installation();
+    let daemon = installation.start().await;
     daemon.until("it sleeps", asleep).await;
     // 60 MiB are its peak: 100 of 128 would take its way back, and 40 do not.
     let mut leases = daemon.leases();
@@ -317,7 +319,7 @@ async fn the_memory_of_a_worker_that_sleeps_is_kept_and_it_is_back_in_time() {
     assert_eq!(answer.status, 200, "within its `wake_timeout`: {}", answer.text());
     println!("it was woken and had answered after {took:?}");
     daemon.end().await;
-    house.replay();
+    installation.replay();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -325,10 +327,10 @@ async fn a_worker_becomes_smaller_before_it_is_stopped() {
     if !crate::support::speech_is_installed() {
         return;
     }
-    let house = House::new(&format!("{}workers:\n{}    class: batch\n", budget(160), asr()));
-    let daemon = house.start().await;
+    let installation = Installation::new(&format!("{}workers:\n{}    class: batch\n", budget(160), asr()));
+    let daemon = installation.start().await;
     let before = daemon.until("ready", workers_ready).await;
-    house.tell(&["resize", "asr", "open", "--wait", "15s", "--timeout", "20s"]);
+    installation.tell(&["resize", "asr", "open", "--wait", "15s", "--timeout", "20s"]);
     // 116 MiB of 160 are held: 80 come of its vocabulary, and then no more but of its end.
     let mut leases = daemon.leases();
     leases.create_lease(asks("voice", LeaseClass::Interactive, 80, 15)).await.unwrap();
@@ -340,7 +342,7 @@ async fn a_worker_becomes_smaller_before_it_is_stopped() {
     daemon.until("it is stopped", |status| state_of(status, "asr").0 == WorkerState::Stopped).await;
     assert_eq!(worker(&daemon.status().await, "asr").failures, 0);
     daemon.end().await;
-    house.replay();
+    installation.replay();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -350,8 +352,8 @@ async fn a_worker_with_a_lease_of_its_own_asks_for_it_and_nobody_else_does() {
         return;
     };
     let clients = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/clients");
-    let house = House::new("");
-    house.configure(&format!(
+    let installation = Installation::new("");
+    installation.configure(&format!(
         "{}workers:
   - name: vision
     role: other
@@ -364,27 +366,27 @@ async fn a_worker_with_a_lease_of_its_own_asks_for_it_and_nobody_else_does() {
         budget(256),
         Path::new(&venv).join("bin/python").display(),
         clients.join("own_lease.py").display(),
-        house.socket().display(),
+        installation.socket().display(),
     ));
-    let daemon = house.start().await;
+    let daemon = installation.start().await;
     let status = daemon.until("ready", workers_ready).await;
     let pid = worker(&status, "vision").pid.unwrap();
     let held = || {
-        let leases = house.json(&["leases"]);
+        let leases = installation.json(&["leases"]);
         let of = leases.as_array().unwrap().iter();
         of.filter(|lease| lease["tenant"] == "vision")
             .map(|lease| lease["heldBytes"].as_u64().unwrap() >> 20)
             .filter(|held| *held > 0)
             .collect::<Vec<_>>()
     };
-    assert_eq!(held(), [90], "one lease, and it is its own: {}", house.json(&["leases"]));
+    assert_eq!(held(), [90], "one lease, and it is its own: {}", installation.json(&["leases"]));
 
     // Another process of the same user asks by its name.
     let denied = denied_the_name(&daemon, "vision").await;
     assert!(denied.contains("it is a worker, process "), "{denied}");
     assert_eq!(held().len(), 1);
 
-    // With it goes its lease; the next one asks anew.
+    // With it goes its lease; the next one asks again.
     kill(pid_of(pid), Signal::SIGKILL).unwrap();
     let status = daemon
         .until("another one is ready", |status| workers_ready(status) && worker(status, "vision").pid != Some(pid))
@@ -399,14 +401,14 @@ async fn a_worker_with_a_lease_of_its_own_asks_for_it_and_nobody_else_does() {
 async fn orin_nx_v080_ends_well_in_either_order_of_starts() {
     for after in ["", "after: [tts, asr]"] {
         let model = demo_model(16_384).replace("name: demo", &format!("name: demo, {after}"));
-        let house = House::new(&format!(
+        let installation = Installation::new(&format!(
             "{}{}workers:\n{}{}",
             budget(150),
             model.replace(", ,", ","),
             taker("tts", 4, "{steady: 14MiB, peak: 18MiB}", ""),
             taker("asr", 20, "{steady: 30MiB, peak: 42MiB}", "    after: [tts]\n"),
         ));
-        let daemon = house.start().await;
+        let daemon = installation.start().await;
         let status = daemon.whole().await;
         for name in ["tts", "asr"] {
             let worker = worker(&status, name);
@@ -416,16 +418,16 @@ async fn orin_nx_v080_ends_well_in_either_order_of_starts() {
         assert!(budget.held_bytes <= budget.budget_bytes, "{budget:?}");
         assert_eq!(daemon.ask("hello").await.status, 200);
         daemon.end().await;
-        house.replay();
+        installation.replay();
     }
 }
 
 /// The LLM is gone, the voice grows into its place and keeps it, and the LLM has to come back.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn zoe_outage_ends_with_the_llm_back_and_the_voice_beside_it() {
-    let house = House::new("");
-    let once = house.path("grown").display().to_string();
-    house.configure(&format!(
+    let installation = Installation::new("");
+    let once = installation.path("grown").display().to_string();
+    installation.configure(&format!(
         "{}{}workers:
   - name: tts
     role: other
@@ -442,26 +444,27 @@ async fn zoe_outage_ends_with_the_llm_back_and_the_voice_beside_it() {
         budget(160),
         demo_model(32_768)
     ));
-    let daemon = house.start().await;
+    let daemon = installation.start().await;
     let status = daemon.until("the voice is up", |status| worker(status, "tts").state() == WorkerState::Ready).await;
     let pid = worker(&status, "tts").pid.unwrap();
     // Nobody is there to see it grow.
     daemon.kill();
-    crate::support::eventually("it has grown far beyond its lease", || super::house::anonymous(pid) > 100 << 20).await;
+    crate::support::eventually("it has grown far beyond its lease", || super::installation::anonymous(pid) > 100 << 20)
+        .await;
 
-    let daemon = house.start().await;
+    let daemon = installation.start().await;
     // Either may be first: the LLM back, or the voice found to be far too large.
     let status = daemon
-        .until("the LLM is whole, beside a voice that was started anew", |status| {
-            super::house::whole(status) && workers_ready(status) && worker(status, "tts").starts > 1
+        .until("the LLM is whole, beside a voice that was started again", |status| {
+            super::installation::whole(status) && workers_ready(status) && worker(status, "tts").starts > 1
         })
         .await;
     let voice = worker(&status, "tts");
-    assert_eq!((voice.starts, voice.failures), (2, 0), "it was started anew, once: {voice:?}");
+    assert_eq!((voice.starts, voice.failures), (2, 0), "it was started again, once: {voice:?}");
     assert_ne!(voice.pid, Some(pid));
     assert_eq!(daemon.ask("hello").await.status, 200);
     daemon.end().await;
-    house.replay();
+    installation.replay();
 }
 
 /// Or its memory would be taken off each sample twice, once with its worker and once with its lease.
@@ -475,8 +478,8 @@ async fn denied_the_name(daemon: &Daemon<'_>, worker: &str) -> String {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_process_of_a_worker_has_no_lease_by_another_name_and_nobody_has_one_by_the_name_of_a_worker_that_starts() {
-    let house = House::new("");
-    house.configure(&format!(
+    let installation = Installation::new("");
+    installation.configure(&format!(
         "{}workers:
   - name: nest
     role: other
@@ -493,17 +496,17 @@ async fn a_process_of_a_worker_has_no_lease_by_another_name_and_nobody_has_one_b
     memory: {{steady: 40MiB, peak: 50MiB}}
 ",
         budget(128),
-        house.socket().display(),
-        house.socket().display(),
+        installation.socket().display(),
+        installation.socket().display(),
     ));
-    let daemon = house.start().await;
+    let daemon = installation.start().await;
     let status = daemon
         .until("the first is ready and the second starts", |status| {
             state_of(status, "nest").0 == WorkerState::Ready && state_of(status, "vision").0 == WorkerState::Starting
         })
         .await;
-    let refused = std::fs::read_to_string(house.path("refused")).unwrap();
-    assert_eq!(std::fs::read_to_string(house.path("code")).unwrap().trim(), "4", "{refused}");
+    let refused = std::fs::read_to_string(installation.path("refused")).unwrap();
+    assert_eq!(std::fs::read_to_string(installation.path("code")).unwrap().trim(), "4", "{refused}");
     let pid = worker(&status, "nest").pid.unwrap();
     assert!(refused.contains(&format!("is of worker `nest`, process {pid}, and is measured with it")), "{refused}");
     assert!(status.leases.iter().all(|lease| lease.tenant != "extra"), "{status:?}");
@@ -513,7 +516,7 @@ async fn a_process_of_a_worker_has_no_lease_by_another_name_and_nobody_has_one_b
     // Whether its process is there yet or not.
     assert!(denied.contains("it is a worker, "), "{denied}");
     assert!(denied.ends_with(" is not of it"), "{denied}");
-    std::fs::write(house.path("go"), "").unwrap();
+    std::fs::write(installation.path("go"), "").unwrap();
     let status = daemon.until("both are ready", workers_ready).await;
     let held = |tenant: &str| -> u64 {
         let of_it = status.leases.iter().filter(|lease| lease.tenant == tenant);

@@ -1,4 +1,4 @@
-//! The Wyoming door of the whole program, with real workers, a real engine, and workers that lie.
+//! The Wyoming listener of the whole program, with real workers, a real engine, and workers that lie.
 
 use std::time::{Duration, Instant};
 
@@ -14,8 +14,8 @@ use tokio::{
     net::UnixListener,
 };
 
-use super::door::{Client, DOOR, door};
-use super::house::{House, asr, budget, demo_model, said, tts};
+use super::installation::{Installation, asr, budget, demo_model, said, tts};
+use super::wyoming_client::{Client, LISTENER, wyoming_socket};
 use crate::support::{PATIENCE, speech_is_installed};
 
 fn asks(text: &str) -> Event {
@@ -28,13 +28,13 @@ fn speaks(text: &str) -> Event {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_new_utterance_ends_the_answer_at_once_and_the_engine_is_free() {
-    let house = House::new(&format!("{}{}{DOOR}", budget(128), demo_model(4096)));
-    let daemon = house.start().await;
+    let installation = Installation::new(&format!("{}{}{LISTENER}", budget(128), demo_model(4096)));
+    let daemon = installation.start().await;
     daemon.whole().await;
-    let mut client = Client::connect(&house).await;
+    let mut client = Client::connect(&installation).await;
     let wanted = RunPipeline { start_stage: "asr".to_owned(), end_stage: "handle".to_owned() };
     client.say(Event::RunPipeline(wanted)).await;
-    // Should it be told before it can be interrupted, the next one is.
+    // Should it be reported before it can be interrupted, the next one is.
     for _ in 0..20 {
         client.say(asks("tell me a story")).await;
         client.until("handled-chunk").await;
@@ -52,17 +52,17 @@ async fn a_new_utterance_ends_the_answer_at_once_and_the_engine_is_free() {
             return;
         }
     }
-    panic!("it could not be interrupted: {}", house.log());
+    panic!("it could not be interrupted: {}", installation.log());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn describe_is_answered_while_nothing_behind_the_door_is_up() {
-    let house = House::new("");
+    let installation = Installation::new("");
     // A file that the engine can wait for, but not read.
-    let model = house.path("model.gguf");
+    let model = installation.path("model.gguf");
     nix::unistd::mkfifo(&model, nix::sys::stat::Mode::S_IRWXU).unwrap();
-    house.configure(&format!(
-        "{}llm: {{path: {}, name: demo, threads: 1}}\n{DOOR}workers:
+    installation.configure(&format!(
+        "{}llm: {{path: {}, name: demo, threads: 1}}\n{LISTENER}workers:
   - name: asr
     role: asr
     argv: [sleep, \"1000\"]
@@ -71,8 +71,8 @@ async fn describe_is_answered_while_nothing_behind_the_door_is_up() {
         budget(128),
         model.display(),
     ));
-    let daemon = house.start().await;
-    let client = WyomingClient::new(Endpoint::Unix(door(&house)), ClientTimeouts::default());
+    let daemon = installation.start().await;
+    let client = WyomingClient::new(Endpoint::Unix(wyoming_socket(&installation)), ClientTimeouts::default());
     let mut slowest = Duration::ZERO;
     for _ in 0..50 {
         let began = Instant::now();
@@ -88,12 +88,12 @@ async fn describe_is_answered_while_nothing_behind_the_door_is_up() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_that_answers_garbage_is_told_to_that_client_and_the_next_is_served() {
-    let house = House::new("");
-    let socket = house.path("liar.sock");
-    house.configure(&format!(
-        "{}{DOOR}workers:
-  - name: liar
+async fn a_worker_that_answers_garbage_is_reported_to_that_client_and_the_next_is_served() {
+    let installation = Installation::new("");
+    let socket = installation.path("other.sock");
+    installation.configure(&format!(
+        "{}{LISTENER}workers:
+  - name: misreporting
     role: tts
     argv: [sleep, \"1000\"]
     socket: {}
@@ -103,8 +103,8 @@ async fn a_worker_that_answers_garbage_is_told_to_that_client_and_the_next_is_se
         budget(64),
         socket.display()
     ));
-    let daemon = house.start().await;
-    daemon.until("ready", super::house::workers_ready).await;
+    let daemon = installation.start().await;
+    daemon.until("ready", super::installation::workers_ready).await;
     let start = b"{\"type\":\"audio-start\",\"data\":{\"rate\":8000,\"width\":2,\"channels\":1}}\n";
     let chunk =
         b"{\"type\":\"audio-chunk\",\"data\":{\"rate\":8000,\"width\":2,\"channels\":1},\"payload_length\":4}\n";
@@ -120,7 +120,7 @@ async fn a_worker_that_answers_garbage_is_told_to_that_client_and_the_next_is_se
     let _ = std::fs::remove_file(&socket);
     let listener = UnixListener::bind(&socket).unwrap();
     let (says, answer) = tokio::sync::watch::channel(Vec::new());
-    let liar = tokio::spawn(async move {
+    let misreporting = tokio::spawn(async move {
         loop {
             let (mut stream, _) = listener.accept().await.unwrap();
             let words: Vec<u8> = answer.borrow().clone();
@@ -132,7 +132,7 @@ async fn a_worker_that_answers_garbage_is_told_to_that_client_and_the_next_is_se
     });
     for (number, words) in answers.into_iter().enumerate() {
         says.send_replace(words);
-        let mut client = Client::connect(&house).await;
+        let mut client = Client::connect(&installation).await;
         client.say(speaks("good night")).await;
         if number == 4 {
             let audio = client.until("audio-stop").await;
@@ -142,13 +142,13 @@ async fn a_worker_that_answers_garbage_is_told_to_that_client_and_the_next_is_se
         let error = client.until("error").await.pop().unwrap();
         assert_eq!(error.data["code"], "worker-lost", "{error:?}");
         let text = error.data["text"].as_str().unwrap();
-        assert!(text.starts_with("worker `liar` failed: "), "{text}");
+        assert!(text.starts_with("worker `misreporting` failed: "), "{text}");
         assert!(client.reader.next().await.unwrap().is_none(), "it is not closed");
-        // A door that was lied to is open.
-        let door = WyomingClient::new(Endpoint::Unix(door(&house)), ClientTimeouts::default());
-        door.ping().await.unwrap();
+        // A listener that was lied to is open.
+        let listener = WyomingClient::new(Endpoint::Unix(wyoming_socket(&installation)), ClientTimeouts::default());
+        listener.ping().await.unwrap();
     }
-    liar.abort();
+    misreporting.abort();
     daemon.end().await;
 }
 
@@ -157,21 +157,22 @@ async fn a_recording_is_said_and_answered_from_the_command_line() {
     if !speech_is_installed() {
         return;
     }
-    let house = House::new(&format!("{}{}{DOOR}workers:\n{}{}", budget(256), demo_model(4096), tts(), asr()));
-    let daemon = house.start().await;
+    let installation =
+        Installation::new(&format!("{}{}{LISTENER}workers:\n{}{}", budget(256), demo_model(4096), tts(), asr()));
+    let daemon = installation.start().await;
     daemon.whole().await;
     let recording = daemon.speak("turn on the kitchen light").await.body;
-    std::fs::write(house.path("question.wav"), &recording).unwrap();
-    std::fs::write(house.path("broken.wav"), &recording[..recording.len() / 2]).unwrap();
-    let uri = format!("unix://{}", door(&house).display());
-    let talk = |file: &str| house.run(&["talk", file, "--uri", &uri, "--out", "answer.wav", "-o", "json"]);
+    std::fs::write(installation.path("question.wav"), &recording).unwrap();
+    std::fs::write(installation.path("broken.wav"), &recording[..recording.len() / 2]).unwrap();
+    let uri = format!("unix://{}", wyoming_socket(&installation).display());
+    let talk = |file: &str| installation.run(&["talk", file, "--uri", &uri, "--out", "answer.wav", "-o", "json"]);
     let output = tokio::task::block_in_place(|| talk("question.wav"));
     assert!(output.status.success(), "{}", said(&output));
     let spoken: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(spoken["heard"], "turn on the kitchen light");
     assert!(spoken["answer"].as_str().unwrap().contains("kitchen"), "{spoken}");
     assert!(spoken["firstAudioMs"].as_u64() <= spoken["doneMs"].as_u64(), "{spoken}");
-    let answer = std::fs::read(house.path("answer.wav")).unwrap();
+    let answer = std::fs::read(installation.path("answer.wav")).unwrap();
     let answer = cotenant::speech::audio::parse_wav(&answer, PATIENCE).unwrap();
     assert!(answer.duration() > Duration::from_millis(300), "{:?}", answer.duration());
     let output = tokio::task::block_in_place(|| talk("broken.wav"));
@@ -181,15 +182,15 @@ async fn a_recording_is_said_and_answered_from_the_command_line() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn idle_connections_by_the_dozen_do_not_delay_describe() {
-    let house = House::new(&format!("{}{DOOR}", budget(64)));
-    let daemon = house.start().await;
+    let installation = Installation::new(&format!("{}{LISTENER}", budget(64)));
+    let daemon = installation.start().await;
     // More than there are places.
     let mut idle = Vec::new();
     for _ in 0..40 {
-        idle.push(tokio::net::UnixStream::connect(door(&house)).await.unwrap());
+        idle.push(tokio::net::UnixStream::connect(wyoming_socket(&installation)).await.unwrap());
     }
     // Its own limit is the second that Home Assistant gives it.
-    let client = WyomingClient::new(Endpoint::Unix(door(&house)), ClientTimeouts::default());
+    let client = WyomingClient::new(Endpoint::Unix(wyoming_socket(&installation)), ClientTimeouts::default());
     for _ in 0..20 {
         client.describe().await.unwrap();
     }

@@ -232,10 +232,10 @@ fn a_family_or_type_that_is_not_supported_is_refused_with_the_nearest_that_is() 
         let path = folder.path().join("model.gguf");
         fs::write(&path, bytes).unwrap();
         let error = Model::inspect(&path, 1).unwrap_err();
-        let told = error.kind().to_string();
+        let reported = error.kind().to_string();
         assert!(
-            told.starts_with(&format!("tensor `blk.2.ffn_up.weight` has type {name}; supported are F32")),
-            "{told}"
+            reported.starts_with(&format!("tensor `blk.2.ffn_up.weight` has type {name}; supported are F32")),
+            "{reported}"
         );
         assert_eq!(error.hint(), Some(hint));
     }
@@ -251,9 +251,9 @@ fn sections_of_rotation_that_do_not_cover_a_head_are_refused() {
         let mut parts = Parts::of(&file);
         let values = sections.iter().map(|&pairs| Value::I32(pairs)).collect();
         parts.entries.insert(key.to_owned(), Value::Array(values));
-        let told = refused(&parts.write());
+        let reported = refused(&parts.write());
         let expected = format!("metadata `{key}`: {sections:?} are not three sections of ");
-        assert!(told.starts_with(&expected), "{told}");
+        assert!(reported.starts_with(&expected), "{reported}");
     }
 }
 

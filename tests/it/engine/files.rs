@@ -12,6 +12,7 @@ use cotenant::{
     causes::in_one_line,
     engine::{
         Engine, ForwardError, Header, LoadErrorKind, Model,
+        gguf::SUPPORTED,
         spec::Architecture,
         synthetic::{Entry, Synthetic, TypeMix},
     },
@@ -32,8 +33,8 @@ fn a_file_truncated_while_streaming_fails_that_request_alone() {
     // What was read ahead is still there, so an error may take a pass or two.
     let error = (0..20).find_map(|_| model.forward(&PROMPT[..1], &mut go()).err()).expect("half of the file is gone");
     let error = error.to_string();
-    let told = ["the file ends", "was written to after it was opened"];
-    assert!(told.iter().any(|problem| error.contains(problem)), "{error}");
+    let reported = ["the file ends", "was written to after it was opened"];
+    assert!(reported.iter().any(|problem| error.contains(problem)), "{error}");
     assert!(matches!(model.forward(&[1], &mut go()), Err(ForwardError::SequenceLost)));
 
     // The file comes back, with the same contents.
@@ -130,21 +131,7 @@ fn damaged_weights_are_an_error_and_not_an_answer() {
 
 #[test]
 fn damaged_weights_of_every_type_are_found_whatever_the_cache_is_stored_in() {
-    for dtype in [
-        GgmlDType::F32,
-        GgmlDType::F16,
-        GgmlDType::BF16,
-        GgmlDType::Q4_0,
-        GgmlDType::Q4_1,
-        GgmlDType::Q5_0,
-        GgmlDType::Q5_1,
-        GgmlDType::Q8_0,
-        GgmlDType::Q2K,
-        GgmlDType::Q3K,
-        GgmlDType::Q4K,
-        GgmlDType::Q5K,
-        GgmlDType::Q6K,
-    ] {
+    for dtype in SUPPORTED {
         for name in ["blk.2.ffn_up.weight", "blk.1.attn_k.weight", "blk.0.attn_v.weight"] {
             for kv_type in [KvType::F16, KvType::Q8, KvType::Q4] {
                 let file = tiny(Architecture::Qwen3, dtype);

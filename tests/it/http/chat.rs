@@ -226,7 +226,7 @@ async fn a_stalled_stream_is_kept_alive_by_comments() {
 }
 
 #[tokio::test]
-async fn a_stream_that_waits_long_for_admission_is_opened_and_told_later() {
+async fn a_stream_that_waits_long_for_admission_is_opened_and_reported_later() {
     let limits = Limits {
         admission_timeout: Duration::from_millis(30),
         keepalive: Duration::from_millis(20),

@@ -213,7 +213,7 @@ async fn errors_are_texts_wherever_they_come_from() {
 }
 
 #[tokio::test]
-async fn what_there_is_and_what_it_holds_is_told_from_memory() {
+async fn what_there_is_and_what_it_holds_is_reported_from_memory() {
     let open = open().await;
     let tags = get(open.address, "/api/tags").await.json();
     let tiny = &tags["models"][0];

@@ -153,7 +153,7 @@ async fn a_form_and_a_tool_reach_the_engine() {
 }
 
 #[tokio::test]
-async fn a_failure_after_the_first_byte_is_told_in_both_ways_that_clients_look_for() {
+async fn a_failure_after_the_first_byte_is_reported_in_both_ways_that_clients_look_for() {
     let open = open().await;
     open.script.answer([started(), delta("It "), failed(engine_lost())]);
     let events = events(&post_json(open.address, PATH, &question(&json!({"stream": true}))).await);

@@ -222,18 +222,18 @@ async fn another_user_has_the_role_it_is_given_and_no_more() {
         let mut client = daemon.leases().await;
         let lease = granted(&mut client, request("one", "camera", 100)).await;
         daemon.state(|snapshot| snapshot.leases.len() == 2).await;
-        let told = run_as(&daemon, Some(NOBODY), &["status"]).await;
-        assert_eq!(code(&told), status, "{others:?}: {told:?}");
-        let told = run_as(&daemon, Some(NOBODY), &["stop", "asr"]).await;
-        assert_eq!(code(&told), shed, "{others:?}: {told:?}");
-        let told = run_as(&daemon, Some(NOBODY), &["leases", "release", &lease.name]).await;
-        assert_eq!(code(&told), release, "{others:?}: {told:?}");
+        let reported = run_as(&daemon, Some(NOBODY), &["status"]).await;
+        assert_eq!(code(&reported), status, "{others:?}: {reported:?}");
+        let reported = run_as(&daemon, Some(NOBODY), &["stop", "asr"]).await;
+        assert_eq!(code(&reported), shed, "{others:?}: {reported:?}");
+        let reported = run_as(&daemon, Some(NOBODY), &["leases", "release", &lease.name]).await;
+        assert_eq!(code(&reported), release, "{others:?}: {reported:?}");
         if others == Some(Role::Tenant) {
             // A tenant may release leases, and this one is not its own.
-            assert!(stderr(&told).contains("it belongs to uid 0"), "{told:?}");
+            assert!(stderr(&reported).contains("it belongs to uid 0"), "{reported:?}");
         }
         if others.is_none() {
-            assert!(stderr(&told).contains("uid 65534 (no role)"), "{told:?}");
+            assert!(stderr(&reported).contains("uid 65534 (no role)"), "{reported:?}");
         }
         daemon.end().await;
     }

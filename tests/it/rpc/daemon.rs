@@ -17,7 +17,7 @@ use cotenant::{
     },
     journal::{self, Content, Journal, JournalSettings, render_lease_end},
     policy::{
-        arbiter::Arbiter,
+        arbiter::{Arbiter, Checkpoint},
         event::{Action, Event},
         lease::Class,
         params::{Params, Scope, WorkerParams},
@@ -359,7 +359,7 @@ struct Device {
 impl Perform for Device {
     fn record_event(&mut self, now: Timestamp, event: &Event, arbiter: &Arbiter) {
         if self.journal.wants_checkpoint() {
-            let checkpoint = Content::Checkpoint(Box::new(arbiter.checkpoint()));
+            let checkpoint = Content::Checkpoint(Box::new(Checkpoint::of(arbiter)));
             self.journal.record(now, SystemTime::now(), checkpoint);
         }
         self.journal.record(now, SystemTime::now(), Content::Event(event.clone()));

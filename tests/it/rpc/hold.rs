@@ -106,7 +106,7 @@ async fn with_a_target(daemon: &Daemon) -> (Held, v1::Target, tokio::task::JoinH
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_target_is_told_answered_and_credited_once_it_is_measured() {
+async fn a_target_is_reported_answered_and_credited_once_it_is_measured() {
     let daemon = Daemon::start().await;
     let (mut held, target, urgent) = with_a_target(&daemon).await;
     assert!(target.target_bytes < Bytes::from_mib(800).get());
@@ -165,14 +165,14 @@ async fn a_stream_that_is_lost_leaves_the_lease_and_its_target() {
     drop(held);
     let mut client = daemon.leases().await;
     let mut again = Held::open(&mut client, lease).await;
-    let told = again.target().await;
-    assert_eq!((told.nonce, told.target_bytes), (target.nonce, target.target_bytes));
+    let reported = again.target().await;
+    assert_eq!((reported.nonce, reported.target_bytes), (target.nonce, target.target_bytes));
     urgent.abort();
     daemon.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_end_of_a_lease_is_told_on_its_stream() {
+async fn the_end_of_a_lease_is_reported_on_its_stream() {
     let daemon = Daemon::start().await;
     let mut client = daemon.leases().await;
     let lease = granted(&mut client, v1::CreateLeaseRequest { term: seconds(2), ..request("one", "camera", 10) }).await;

@@ -134,7 +134,7 @@ async fn bad_requests_are_refused_with_a_reason_and_leave_the_book_alone() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn leases_that_are_unknown_of_another_run_or_of_an_old_generation_are_told_apart() {
+async fn leases_that_are_unknown_of_another_run_or_of_an_old_generation_are_reported_apart() {
     let daemon = Daemon::start().await;
     let mut client = daemon.leases().await;
     let lease = granted(&mut client, request("one", "camera", 10)).await;
@@ -151,8 +151,8 @@ async fn leases_that_are_unknown_of_another_run_or_of_an_old_generation_are_told
             .release_lease(v1::ReleaseLeaseRequest { name: name.to_owned(), boot_id: boot_id.to_owned(), generation })
             .await
             .unwrap_err();
-        let (code, told) = reason(&status);
-        assert_eq!((code, told.as_str()), expected, "{name} {boot_id} {generation}");
+        let (code, reported) = reason(&status);
+        assert_eq!((code, reported.as_str()), expected, "{name} {boot_id} {generation}");
     }
     // What the supervisor holds for a worker is nobody's to release.
     let snapshot = daemon.state(|snapshot| snapshot.leases.len() > 1).await;
@@ -171,7 +171,7 @@ async fn leases_that_are_unknown_of_another_run_or_of_an_old_generation_are_told
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_never_fits_is_told_apart_from_what_does_not_fit_now() {
+async fn what_never_fits_is_reported_apart_from_what_does_not_fit_now() {
     let daemon = Daemon::start().await;
     let mut client = daemon.leases().await;
     let never = client.create_lease(request("one", "camera", 2000)).await.unwrap_err();

@@ -62,7 +62,7 @@ async fn events_come_in_order_and_a_watch_goes_on_where_it_ended() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_reader_that_is_too_slow_is_told_what_it_missed_and_goes_on() {
+async fn a_reader_that_is_too_slow_is_reported_what_it_missed_and_goes_on() {
     let daemon = Daemon::start_with(Settings { events_kept: 100, ..Settings::default() }).await;
     let mut client = v1::operator_service_client::OperatorServiceClient::new(daemon.narrow_channel().await);
     let watch = v1::WatchEventsRequest { after_sequence: 1, ..v1::WatchEventsRequest::default() };
@@ -84,7 +84,7 @@ async fn a_reader_that_is_too_slow_is_told_what_it_missed_and_goes_on() {
             let response = stream.message().await.unwrap().unwrap();
             missed += response.missed;
             let sequence = response.entry.unwrap().sequence;
-            assert_eq!(sequence, expected + response.missed, "what is missing is told");
+            assert_eq!(sequence, expected + response.missed, "what is missing is reported");
             expected = sequence + 1;
             if sequence >= end {
                 break;
@@ -100,7 +100,7 @@ async fn a_reader_that_is_too_slow_is_told_what_it_missed_and_goes_on() {
 async fn operators_shed_regrow_and_command_workers() {
     let daemon = Daemon::start().await;
     let mut client = daemon.operator().await;
-    // There is no engine here, and so nothing to shed: told, and not an error of ours.
+    // There is no engine here, and so nothing to shed: reported, and not an error of ours.
     let nothing = client.shed(v1::ShedRequest { shed_bytes: 1 << 20 }).await;
     if let Err(status) = &nothing {
         assert_eq!(reason(status).0, Code::ResourceExhausted);

@@ -16,7 +16,7 @@ const TENANT: u32 = 61_001;
 const NEIGHBOUR: u32 = 61_002;
 const VIEWER: u32 = 61_003;
 const WATCHDOG: u32 = 61_004;
-const STRANGER: u32 = 61_005;
+const OTHER_UID: u32 = 61_005;
 
 fn roles() -> Roles {
     let mut roles = Roles::new(nix::unistd::getuid().as_raw());
@@ -53,7 +53,7 @@ async fn said(channel: &Channel, uid: u32) -> [String; 6] {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn each_role_does_what_it_may_and_a_stranger_nothing() {
+async fn each_role_does_what_it_may_and_another_user_nothing() {
     let daemon = Daemon::start_with(Settings { roles: roles(), ..Settings::default() }).await;
     let (ok, no) = ("ok", "ROLE_MISSING");
     // What else a call is refused for, as a shed without a model, is not for who asks.
@@ -61,7 +61,7 @@ async fn each_role_does_what_it_may_and_a_stranger_nothing() {
         (TENANT, [ok, ok, ok, ok, no, no]),
         (VIEWER, [ok, ok, no, no, no, no]),
         (WATCHDOG, [ok, ok, no, no, ok, no]),
-        (STRANGER, [no, no, no, no, no, no]),
+        (OTHER_UID, [no, no, no, no, no, no]),
     ] {
         let Some(channel) = channel_of(&daemon.abstract_name, uid).await else {
             println!("left out: becoming another user needs CAP_SETUID");
@@ -78,7 +78,7 @@ async fn each_role_does_what_it_may_and_a_stranger_nothing() {
     let mut roles = roles();
     roles.others = Some(Role::Viewer);
     let daemon = Daemon::start_with(Settings { roles, ..Settings::default() }).await;
-    let channel = channel_of(&daemon.abstract_name, STRANGER).await.unwrap();
+    let channel = channel_of(&daemon.abstract_name, OTHER_UID).await.unwrap();
     let mut operator = OperatorServiceClient::new(channel);
     operator.get_status(v1::GetStatusRequest {}).await.unwrap();
     daemon.end().await;

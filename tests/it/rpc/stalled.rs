@@ -78,7 +78,7 @@ impl Supervisor for Stalled {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_call_ends_at_its_deadline_and_the_state_is_still_told() {
+async fn a_call_ends_at_its_deadline_and_the_state_is_still_reported() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("cotenant.sock");
     let mut sockets = Sockets::new();

@@ -1,4 +1,4 @@
-//! What must be true at every step. Each checker is told everything, and knows the truth of the world.
+//! What must be true at every step. Each checker is shown everything, and knows the truth of the world.
 
 mod again;
 mod covered;
@@ -41,11 +41,11 @@ pub(crate) struct Step<'a> {
     pub(crate) params: &'a Params,
     /// What holders that keep to their word really use.
     pub(crate) honest_use: &'a BTreeMap<Process, Bytes>,
-    /// What holders really use that have not come to use more since they were told to come down, liars included.
+    /// What holders really use that have not come to use more since they were asked to come down, non-compliant holders included.
     pub(crate) word_use: &'a BTreeMap<Process, Bytes>,
     /// What processes use that keep to their word by each of their names, where nothing keeps that from being seen in time.
     pub(crate) keeping: &'a BTreeMap<u32, Bytes>,
-    /// Workers that have requests in flight, as the arbiter has been told.
+    /// Workers that have requests in flight, as the arbiter has been notified.
     pub(crate) busy: &'a [String],
 }
 

@@ -1,4 +1,4 @@
-//! Nothing is asked back of a tenant without the balance being told first, and what was chosen is enough, or all there is.
+//! Nothing is asked back of a tenant without the balance being reported first, and what was chosen is enough, or all there is.
 
 use cotenant::{policy::event::Action, units::Bytes};
 
@@ -8,11 +8,11 @@ pub(crate) struct Weighed;
 
 impl Checker for Weighed {
     fn check(&mut self, step: &Step<'_>) -> Result<(), String> {
-        let mut told = false;
+        let mut reported = false;
         for action in step.actions {
             match action {
                 Action::Weighed { weighing } => {
-                    told = true;
+                    reported = true;
                     let chosen: Bytes = weighing.candidates.iter().filter_map(|weighed| weighed.chosen).sum();
                     if chosen < weighing.need.min(weighing.reclaimable) {
                         return Err(format!("too little was chosen: {weighing}"));
@@ -21,7 +21,7 @@ impl Checker for Weighed {
                         return Err(format!("more was chosen than there is: {weighing}"));
                     }
                 }
-                Action::SetTarget { reason, .. } if !told => {
+                Action::SetTarget { reason, .. } if !reported => {
                     return Err(format!("asked back without being weighed: {reason}"));
                 }
                 _ => {}

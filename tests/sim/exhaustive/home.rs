@@ -1,8 +1,8 @@
 //! An engine and a worker beside a tenant: every order of what they can do.
 //!
 //! A budget of 100 MiB that an engine and a worker fill, and a tenant that asks for more than is left. The engine
-//! carries out its orders, keeps more than it was told to since that is in use, says that it came down and did not, fails
-//! at an order, or dies; the worker becomes ready, is at work, sleeps and is woken, ends when it is told to or by itself.
+//! carries out its orders, keeps more than it was asked to since that is in use, says that it came down and did not, fails
+//! at an order, or dies; the worker becomes ready, is at work, sleeps and is woken, ends when it is asked to or by itself.
 //! Both are measured now, or as they were a second ago.
 
 use std::{
@@ -58,7 +58,7 @@ pub(super) enum Letter {
     Talk,
     Hush,
     WorkerReady,
-    /// The worker ends; nobody has told it to, or it was.
+    /// The worker ends; nobody has asked it to, or it was.
     WorkerEnds,
     WorkerWorks,
     WorkerRests,

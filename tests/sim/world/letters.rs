@@ -26,8 +26,8 @@ pub(super) fn choose_letters(seed: u64, tenants: &mut [Tenant]) -> Option<ChaCha
 
 const LETTERS: u64 = 0x6c65_7474_6572;
 
-/// In every third of those, processes have leases by two names. A liar that has not come down by one name may not have
-/// begun to use what it holds by the other: what it has is covered, and it cannot be told from one that has come down.
+/// In every third of those, processes have leases by two names. A non-compliant holder that has not come down by one name may not have
+/// begun to use what it holds by the other: what it has is covered, and it cannot be distinguished from one that has come down.
 pub(super) fn choose_names(seed: u64, tenants: &mut [Tenant]) {
     if seed % 9 != 5 {
         return;
@@ -43,7 +43,7 @@ pub(super) fn choose_names(seed: u64, tenants: &mut [Tenant]) {
         }
         (second.pid, second.uid, second.measurable) = (first.pid, first.uid, first.measurable);
         for one in [first, second] {
-            if one.manners == Manners::Liar {
+            if one.manners == Manners::Misreporting {
                 one.manners = Manners::Honest;
             }
         }

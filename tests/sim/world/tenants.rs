@@ -34,7 +34,7 @@ impl World {
             tenant.begin_again();
             return None;
         }
-        // Nobody was heard of for a term: it goes as if it had been told.
+        // Nobody was heard of for a term: it goes as if it had been notified.
         if tenant.lease.is_some() && !tenant.relies(now) && !self.leaving.contains(&index) {
             self.tenant_hears_end(index);
             return None;
@@ -189,7 +189,7 @@ impl World {
             return;
         }
         let (wait, answers) = match self.tenants[index].manners {
-            Manners::Honest | Manners::Liar | Manners::Greedy => (millis(&mut self.rng, 1, 30), true),
+            Manners::Honest | Manners::Misreporting | Manners::Greedy => (millis(&mut self.rng, 1, 30), true),
             Manners::Slow => {
                 let wait = millis(&mut self.rng, 1, 30);
                 let target = Target { nonce, bytes, deadline: self.now };
@@ -225,7 +225,7 @@ impl World {
             return None;
         }
         let refuses = tenant.manners == Manners::Greedy && draw < 3;
-        if tenant.manners != Manners::Liar && !refuses {
+        if tenant.manners != Manners::Misreporting && !refuses {
             tenant.come_down(bytes);
         }
         tenant.may_use = tenant.may_use.min(bytes);
@@ -246,7 +246,7 @@ impl World {
         *self.verdicts.entry(receipt.verdict).or_default() += 1;
         let without_effect = matches!(receipt.verdict, Verdict::Stale | Verdict::Conflict);
         assert!(!without_effect || receipt.pass_on.is_none(), "{receipt:?} is passed on");
-        // Another stream of the same holder may not know better, and passes on what it is told.
+        // Another stream of the same holder may not know better, and passes on what it is given.
         let passes = if strange && draw == 5 { Some(answer) } else { receipt.pass_on };
         passes.map(|answer| Event::TargetAnswered { lease, nonce, answer, claimed: Some(bytes) })
     }
@@ -301,7 +301,7 @@ impl World {
                 }
             }
             // Keeps what it has until it dies.
-            Manners::Liar | Manners::Silent | Manners::Greedy => {
+            Manners::Misreporting | Manners::Silent | Manners::Greedy => {
                 tenant.lease = None;
                 tenant.may_use = Bytes::ZERO;
                 if self.rng.random_bool(0.5) {
@@ -342,8 +342,8 @@ impl World {
         tenant.die();
         tenant.asking.clear();
         self.leaving.remove(&index);
-        let told = self.calm || !self.rng.random_bool(0.1);
-        if let Some(lease) = lease.filter(|_| told) {
+        let reported = self.calm || !self.rng.random_bool(0.1);
+        if let Some(lease) = lease.filter(|_| reported) {
             let wait = millis(&mut self.rng, 1, 50);
             self.after(wait, Happening::Deliver(Box::new(Event::HolderLost { lease: lease.id, pid: process })));
         }

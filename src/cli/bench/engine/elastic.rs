@@ -9,7 +9,7 @@ use std::{
 
 use super::subject::{Bench, count, mib, percent, spread};
 use crate::{
-    causes::in_one_line as told,
+    causes::in_one_line,
     cli::bench::report::median,
     engine::{
         ApplyError, ApplyReport, Checkpoint, Flow,
@@ -86,11 +86,11 @@ impl Bench<'_> {
             let bell = order.ring_within(turn, FEW_TOKENS);
             while order.done.is_none() {
                 let token = self.tokens(turn + 1, 1);
-                self.model.forward(&token, &mut order).map_err(|error| told(&error))?;
+                self.model.forward(&token, &mut order).map_err(|error| in_one_line(&error))?;
             }
             bell.join().ok();
             if let Some(done) = order.done.take() {
-                let (took, report) = done.map_err(|error| told(&error))?;
+                let (took, report) = done.map_err(|error| in_one_line(&error))?;
                 self.values.add(
                     format!("shed of {} MiB, from the order", report.asked.whole_mib()),
                     "ms",
@@ -115,7 +115,7 @@ impl Bench<'_> {
                 }
                 _ => None,
             };
-            let report = self.model.apply(&all).map_err(|error| told(&error))?;
+            let report = self.model.apply(&all).map_err(|error| in_one_line(&error))?;
             if let Some(rest) = rest {
                 let raw = self.read_raw(&order.plan)?;
                 let took = report.took.as_secs_f64();
@@ -146,20 +146,20 @@ impl Bench<'_> {
                 // What it says without an order, and how long it takes.
                 let started = Instant::now();
                 let logits = self.model.forward(&prompt, &mut || Flow::Continue);
-                expected = logits.map_err(|error| told(&error))?.to_vec();
+                expected = logits.map_err(|error| in_one_line(&error))?.to_vec();
                 self.values.add("prompt without an order", "ms", started.elapsed().as_secs_f64() * 1e3);
                 continue;
             }
             // Somewhere in the first layers of its first chunk, or of the second.
             let bell = order.ring_within(turn, FEW_LAYERS);
-            let logits = self.model.forward(&prompt, &mut order).map_err(|error| told(&error))?;
+            let logits = self.model.forward(&prompt, &mut order).map_err(|error| in_one_line(&error))?;
             if logits[..] != expected[..] {
                 return Err("a shed in the middle of a prompt has changed the logits".to_owned());
             }
             bell.join().ok();
             order.forget();
             if let Some(done) = order.done.take() {
-                let (took, report) = done.map_err(|error| told(&error))?;
+                let (took, report) = done.map_err(|error| in_one_line(&error))?;
                 let ms = |time: Duration| time.as_secs_f64() * 1e3;
                 let shed = report.asked.whole_mib();
                 self.values.add(format!("shed of {shed} MiB in a prompt, from the order"), "ms", ms(took));
@@ -170,7 +170,7 @@ impl Bench<'_> {
                     percent(report.freed.get(), report.asked.get()),
                 );
             }
-            self.model.apply(&all).map_err(|error| told(&error))?;
+            self.model.apply(&all).map_err(|error| in_one_line(&error))?;
         }
         Ok(())
     }
@@ -194,7 +194,7 @@ impl Bench<'_> {
     /// Seconds in which what `plan` leaves out is read as growing reads it, into memory that has been touched before: the
     /// middle one of three.
     fn read_raw(&self, plan: &EnginePlan) -> Result<f64, String> {
-        let file = WeightFile::open(self.model.header().parts()).map_err(|error| told(&error))?;
+        let file = WeightFile::open(self.model.header().parts()).map_err(|error| in_one_line(&error))?;
         let parts: Vec<_> = (0u32..)
             .zip(&self.layout.parts)
             .filter(|(index, _)| !plan.resident.contains(index))
@@ -202,7 +202,7 @@ impl Bench<'_> {
             .collect();
         let times: Result<Vec<f64>, String> = (0..3)
             .map(|_| raw_read(&file, &parts).map(|took| took.as_secs_f64()))
-            .map(|took| took.map_err(|error| told(&error)))
+            .map(|took| took.map_err(|error| in_one_line(&error)))
             .collect();
         median(&times?).ok_or_else(|| "nothing was read".to_owned())
     }
@@ -216,7 +216,7 @@ fn first_touch(bytes: Bytes) -> Result<f64, String> {
         let threads: Vec<_> = (0..GROWERS).map(|_| scope.spawn(move || Mapping::new(share, Backing::Now))).collect();
         let found = threads.into_iter().map(|thread| {
             let mapping = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-            mapping.map_err(|error| told(&error))
+            mapping.map_err(|error| in_one_line(&error))
         });
         found.collect::<Result<Vec<_>, String>>()
     })?;

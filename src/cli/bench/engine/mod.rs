@@ -20,7 +20,7 @@ pub use self::{
     subject::{Bench, TOKENS, count, file_bytes, mib, percent, spread},
 };
 use super::load::Reading;
-pub use crate::causes::in_one_line as told;
+pub use crate::causes::in_one_line;
 use crate::cli::{
     Output,
     exit::{self, CliError},

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use crate::{
-    causes::in_one_line as told,
+    causes::in_one_line,
     cli::exit::{self, CliError},
     engine::{LoadError, Model, ModelOptions, Sayable, arena::Backing, backend::cpu::use_instructions},
     policy::{
@@ -94,7 +94,7 @@ impl EngineSettings {
             vocabulary,
             helper: None,
         };
-        open(path, plan, &options).map_err(|error| told(&error))
+        open(path, plan, &options).map_err(|error| in_one_line(&error))
     }
 }
 

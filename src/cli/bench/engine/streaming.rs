@@ -4,7 +4,7 @@ use std::{sync::Arc, time::Instant};
 
 use super::subject::{Bench, TOKENS};
 use crate::{
-    causes::in_one_line as told,
+    causes::in_one_line,
     engine::{
         arena::Backing,
         backend::{Device as _, Limits, cpu::CpuDevice},
@@ -58,11 +58,12 @@ impl Bench<'_> {
     pub fn read_streamed(&self) -> Result<f64, String> {
         let schedule: Arc<[Extent]> = self.streamed().into();
         let file: Arc<dyn Source> =
-            Arc::new(WeightFile::open(self.model.header().parts()).map_err(|error| told(&error))?);
+            Arc::new(WeightFile::open(self.model.header().parts()).map_err(|error| in_one_line(&error))?);
         let pieces = schedule.len();
-        let backend = CpuDevice(1).start(&Limits::default()).map_err(|error| told(&error))?;
+        let backend = CpuDevice(1).start(&Limits::default()).map_err(|error| in_one_line(&error))?;
         let ring = backend.ring(self.layout.ring, Backing::Now);
-        let stream = ring.and_then(|ring| Stream::start(file, ring, schedule, 0)).map_err(|error| told(&error))?;
+        let stream =
+            ring.and_then(|ring| Stream::start(file, ring, schedule, 0)).map_err(|error| in_one_line(&error))?;
         let turn = || {
             for piece in 0..pieces {
                 stream.pass(piece, &mut || true).map_err(|missing| format!("the reader alone failed: {missing:?}"))?;

@@ -11,7 +11,7 @@ use super::{
     settings::{EngineSettings, OpenModel},
 };
 use crate::{
-    causes::in_one_line as told,
+    causes::in_one_line,
     cli::bench::{
         load::Reading,
         peer::{PeerFigure, PeerJob},
@@ -54,8 +54,8 @@ impl<'settings> Bench<'settings> {
     /// # Errors
     /// When it cannot be loaded.
     pub fn prepare(settings: &'settings EngineSettings, path: &Path) -> Result<Self, String> {
-        let header = Header::read(path).map_err(|error| told(&error))?;
-        let spec = Spec::read(&header).map_err(|error| told(&error))?;
+        let header = Header::read(path).map_err(|error| in_one_line(&error))?;
+        let spec = Spec::read(&header).map_err(|error| in_one_line(&error))?;
         drop(header);
         let layout = Layout::of(&spec);
         arena::trim_heap();
@@ -229,7 +229,7 @@ impl<'settings> Bench<'settings> {
         for (name, capacity) in [("grow", large), ("shrink", small)] {
             let mut plan = self.model.plan().clone();
             plan.kv_capacity = capacity;
-            let report = self.model.apply(&plan).map_err(|error| told(&error))?;
+            let report = self.model.apply(&plan).map_err(|error| in_one_line(&error))?;
             let moved = report.grown.max(report.freed);
             self.values.add(format!("KV {name} of {} MiB", moved.whole_mib()), "ms", report.took.as_secs_f64() * 1e3);
         }
@@ -250,7 +250,7 @@ impl<'settings> Bench<'settings> {
                 peak = peak.max(arena::process_resident());
                 Flow::Continue
             };
-            self.model.forward(&tokens, &mut watch).map_err(|error| told(&error))?;
+            self.model.forward(&tokens, &mut watch).map_err(|error| in_one_line(&error))?;
             let held = self.model.breakdown();
             // With the context that the prompt has touched, and no more.
             let other = held.used().saturating_sub(held.workspace).saturating_add(self.rss_before);
@@ -381,7 +381,7 @@ impl<'settings> Bench<'settings> {
     /// # Errors
     /// When the pass fails.
     pub fn forward(&mut self, tokens: &[u32]) -> Result<Logits<'_>, String> {
-        self.model.forward(tokens, &mut || Flow::Continue).map_err(|error| told(&error))
+        self.model.forward(tokens, &mut || Flow::Continue).map_err(|error| in_one_line(&error))
     }
 
     /// Opens the same file a second time, under another plan.
@@ -396,7 +396,7 @@ impl<'settings> Bench<'settings> {
     pub fn apply(&mut self, share: u32) -> Result<ApplyReport, String> {
         let mut plan = self.model.plan().clone();
         plan.resident = spread(count(self.layout.parts.len()), share);
-        self.model.apply(&plan).map_err(|error| told(&error))
+        self.model.apply(&plan).map_err(|error| in_one_line(&error))
     }
 
     /// `count` tokens from place `from` of a text without meaning.

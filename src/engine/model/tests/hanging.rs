@@ -87,7 +87,7 @@ fn says(model: &mut Model, expected: &[f32]) {
 #[derive(Default)]
 struct ShedAndStop {
     looks: u32,
-    told: Option<ApplyReport>,
+    reported: Option<ApplyReport>,
 }
 
 impl Checkpoint for ShedAndStop {
@@ -97,7 +97,7 @@ impl Checkpoint for ShedAndStop {
     }
 
     fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
-        self.told = Some(result.unwrap());
+        self.reported = Some(result.unwrap());
     }
 }
 
@@ -109,7 +109,7 @@ fn orders_are_taken_while_an_embedding_does_not_come() {
     let mut orders = ShedAndStop::default();
     let error = model.forward(&TOKENS, &mut orders).unwrap_err();
     assert!(matches!(error, ForwardError::Cancelled { position: 0, layer: 0 }), "{error}");
-    let report = orders.told.unwrap();
+    let report = orders.reported.unwrap();
     assert!(report.plan == plan(0..3) && report.freed > Bytes::ZERO, "{report:?}");
     disk.hang(false);
     assert_eq!(model.recover(), 0);

@@ -279,9 +279,9 @@ fn a_slot_of_the_ring_that_is_released_too_early_is_found() {
 fn a_wait_that_is_forgotten_before_memory_is_given_up_is_found() {
     for fault in [Fault::None, Fault::ForgottenWait] {
         // At the third layer, so that the parts of the others are in flight.
-        let mut order = Later { left: 2, order: OnePlan { plan: Some(roomy([])), told: None } };
+        let mut order = Later { left: 2, order: OnePlan { plan: Some(roomy([])), reported: None } };
         let (logits, expected) = with(fault, true, &mut order);
-        let report = order.order.told.unwrap().unwrap();
+        let report = order.order.reported.unwrap().unwrap();
         assert!(report.asked > Bytes::ZERO);
         assert_eq!(report.freed == report.asked, fault == Fault::None, "{report:?}");
         // What is in flight keeps its memory: it is the shed that fails, and not the answer.

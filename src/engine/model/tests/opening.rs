@@ -14,7 +14,7 @@ use crate::{
     engine::{
         disk::DiskWatch,
         error::{LoadError, LoadErrorKind},
-        model::opening::Disk,
+        model::opening::{Disk, inspect},
     },
 };
 
@@ -43,7 +43,7 @@ impl Mishap {
                 thread::yield_now();
             }
         };
-        let disk = Disk { watch: DiskWatch::hindered(Arc::new(hindrance)), stall: STALL, behind: None };
+        let disk = Disk { watch: DiskWatch::hindered(Arc::new(hindrance)), stall: STALL, wrap: None };
         (mishap, disk)
     }
 
@@ -82,7 +82,7 @@ fn logits(path: &Path) -> Vec<f32> {
 }
 
 /// That the error names the read that hangs, and that this keeps at most so much.
-fn is_told(error: &LoadError, what: &str, most: Bytes) {
+fn is_reported(error: &LoadError, what: &str, most: Bytes) {
     let text = in_one_line(error);
     assert!(text.contains(what) && text.contains("the disk has not answered for "), "{text}");
     assert!(text.ends_with("at most 1000 ms are waited"), "{text}");
@@ -112,16 +112,16 @@ fn a_header_that_does_not_come_is_an_error_in_time_and_is_read_when_the_disk_ans
         let began = Instant::now();
         let error = open(&path, [0], &disk).err().unwrap();
         assert!(began.elapsed() >= STALL);
-        is_told(&error, "cannot read `the header of model.gguf`", Bytes::from_mib(1));
+        is_reported(&error, "cannot read `the header of model.gguf`", Bytes::from_mib(1));
         mishap.answer();
         has_returned(&error);
     }
     let (mishap, disk) = Mishap::hang("the header of", 1);
-    let error = Model::inspect_on(Arc::new(CpuDevice(1)), &path, None, &disk).err().unwrap();
-    is_told(&error, "cannot read `the header of model.gguf`", Bytes::from_mib(1));
+    let error = inspect(Arc::new(CpuDevice(1)), &path, None, &disk).err().unwrap();
+    is_reported(&error, "cannot read `the header of model.gguf`", Bytes::from_mib(1));
     mishap.answer();
     has_returned(&error);
-    assert!(Model::inspect_on(Arc::new(CpuDevice(1)), &path, None, &disk).is_ok());
+    assert!(inspect(Arc::new(CpuDevice(1)), &path, None, &disk).is_ok());
     assert!(logits(&path) == expected);
 }
 
@@ -135,30 +135,30 @@ fn vectors_that_do_not_come_are_an_error_in_time_and_the_ring_is_given_back() {
     let (mishap, disk) = Mishap::hang("blk.1.attn_norm.weight", 1);
     let error = open(&path, [0], &disk).err().unwrap();
     // By one of two threads.
-    is_told(&error, "cannot read `blk.1.attn_norm.weight`", Bytes::from_mib(1));
+    is_reported(&error, "cannot read `blk.1.attn_norm.weight`", Bytes::from_mib(1));
     mishap.answer();
     has_returned(&error);
     assert!(logits(&path) == expected);
 }
 
 #[test]
-fn what_large_reads_keep_that_hang_while_a_model_is_opened_is_told() {
+fn what_large_reads_keep_that_hang_while_a_model_is_opened_is_reported() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
     write(&path, 7);
     let expected = logits(&path);
     let large = Arc::new(std::sync::Mutex::new(None));
     let put = Arc::clone(&large);
-    let behind = move |file: Arc<crate::engine::reader::WeightFile>| -> Arc<dyn crate::engine::reader::Source> {
+    let wrap = move |file: Arc<crate::engine::reader::WeightFile>| -> Arc<dyn crate::engine::reader::Source> {
         let disk = Large::hanging(file);
         *put.lock().unwrap() = Some(Arc::clone(&disk));
         disk
     };
-    let disk = Disk { stall: STALL, behind: Some(Arc::new(behind)), ..Disk::default() };
+    let disk = Disk { stall: STALL, wrap: Some(Arc::new(wrap)), ..Disk::default() };
     let shape = open(&path, [], &Disk::default()).unwrap().shape().clone();
     let (ring, layer) = (shape.ring_bytes, shape.layers[0].resident_bytes);
     let error = open(&path, [0], &disk).err().unwrap();
-    is_told(&error, "cannot read `", ring + ring + layer);
+    is_reported(&error, "cannot read `", ring + ring + layer);
     assert!(error.hung().unwrap().bytes() >= ring + layer);
     large.lock().unwrap().as_ref().unwrap().hang(false);
     has_returned(&error);

@@ -567,8 +567,8 @@ fn who_waits_to_become_larger_is_asked_all_the_same_and_its_call_is_answered() {
         }
         let target = rig.target_of(&lease);
         assert!(target.bytes < mib(300));
-        let told = |action: &Action| matches!(action, Action::Answer { ticket, answer: Answer::Denied { denial: Denial::Invalid { problem: Problem::AboveTarget { .. }, .. }, .. } } if *ticket == waits);
-        assert!(rig.actions.iter().any(told), "{pressed}: {:#?}", rig.actions);
+        let reported = |action: &Action| matches!(action, Action::Answer { ticket, answer: Answer::Denied { denial: Denial::Invalid { problem: Problem::AboveTarget { .. }, .. }, .. } } if *ticket == waits);
+        assert!(rig.actions.iter().any(reported), "{pressed}: {:#?}", rig.actions);
     }
 }
 

@@ -1,9 +1,9 @@
-//! `developer liars`: tenants that say that they have come down, and have not.
+//! `developer noncompliant`: tenants that say that they have come down, and have not.
 //!
-//! Each liar is a process of its own, so that its memory is its own too: it holds a lease, fills it with real pages, and
-//! answers its target with APPLIED at once, freeing nothing. How late after the deadline it is told that its lease has
+//! Each non-compliant holder is a process of its own, so that its memory is its own too: it holds a lease, fills it with real pages, and
+//! answers its target with APPLIED at once, freeing nothing. How late after the deadline it is notified that its lease has
 //! ended, for that reason, is what it measures itself. Whoever asked for the memory must not be granted it before the
-//! liar's process is gone.
+//! non-compliant holder's process is gone.
 
 use std::{
     path::{Path, PathBuf},
@@ -34,46 +34,46 @@ use cotenant::{
     units::Bytes,
 };
 
-/// Settings of `developer liars`.
+/// Settings of `developer noncompliant`.
 #[derive(Clone, Debug, clap::Args)]
-pub(crate) struct LiarsArgs {
-    /// Liars, one after the other.
+pub(crate) struct NoncompliantArgs {
+    /// Holders, one after the other.
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
     pub rounds: u32,
 }
 
-/// Settings of one liar.
+/// Settings of one holder.
 #[derive(Clone, Debug, clap::Args)]
-pub(crate) struct LiarArgs {
+pub(crate) struct HolderArgs {
     /// Socket of the supervisor.
     pub socket: PathBuf,
     /// Name of the tenant.
     pub tenant: String,
 }
 
-/// How late after its deadline a liar may be found out.
+/// How late after its deadline a non-compliant holder may be found out.
 const FOUND_MAX: Duration = Duration::from_millis(250);
 
 /// What the daemon may give away.
 const BUDGET: Bytes = Bytes::from_mib(256);
 
-/// What a liar holds.
+/// What a non-compliant holder holds.
 const HELD: Bytes = Bytes::from_mib(128);
 
-/// What a liar fills with pages.
+/// What a non-compliant holder fills with pages.
 const FILLED: Bytes = Bytes::from_mib(96);
 
-/// What somebody more urgent asks for: more than is free beside the liar, and less than there is without it.
+/// What somebody more urgent asks for: more than is free beside the non-compliant holder, and less than there is without it.
 const ASKED: Bytes = Bytes::from_mib(180);
 
-/// How long after a liar was found out it is looked whether what it has not freed is granted.
+/// How long after a non-compliant holder was found out it is looked whether what it has not freed is granted.
 const LOOK_AFTER: Duration = Duration::from_millis(200);
 
 /// The longest that one step may take.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Runs it.
-pub(super) async fn run(args: &LiarsArgs) -> Result<Report, String> {
+pub(super) async fn run(args: &NoncompliantArgs) -> Result<Report, String> {
     let stage = Stage::set(configuration).map_err(|error| error.to_string())?;
     let channel = daemon::connected(&stage, PATIENCE).await?;
     let mut client = LeaseServiceClient::new(channel);
@@ -81,16 +81,16 @@ pub(super) async fn run(args: &LiarsArgs) -> Result<Report, String> {
     let (mut late, mut credited, mut granted) = (Vec::new(), 0u32, 0u32);
     for round in 0..args.rounds {
         let problem = |problem: String| daemon::last_words(&stage)(format!("round {round}: {problem}"));
-        let mut liar = Liar::start(&stage.socket(), &format!("liar{round}")).map_err(problem)?;
-        liar.until("holds").await.map_err(problem)?;
+        let mut holder = Holder::start(&stage.socket(), &format!("holder{round}")).map_err(problem)?;
+        holder.until("holds").await.map_err(problem)?;
         let mut asker = ask(&client, round);
-        let found = liar.until("found ").await.map_err(problem)?;
+        let found = holder.until("found ").await.map_err(problem)?;
         let micros = found.parse().map_err(|_| problem(format!("`{found}` is no time")))?;
         late.push(Duration::from_micros(micros));
         let early = tokio::time::timeout(LOOK_AFTER, &mut asker).await.is_ok();
         credited += u32::from(early);
-        liar.end().await;
-        // It may be granted before the end of the liar's process is known here.
+        holder.end().await;
+        // It may be granted before the end of the non-compliant holder's process is known here.
         if !early {
             let outcome = tokio::time::timeout(PATIENCE, &mut asker).await;
             let outcome = outcome.map_err(|_| problem("what came back was not granted".to_owned()))?;
@@ -100,7 +100,7 @@ pub(super) async fn run(args: &LiarsArgs) -> Result<Report, String> {
         until_empty(&mut client).await.map_err(problem)?;
     }
     let mut report = Report::new(
-        "liars",
+        "noncompliant",
         format!(
             "{} tenants, one after the other, hold {HELD}, use more than {FILLED}, and say to a target below that they \
              have come down",
@@ -112,30 +112,30 @@ pub(super) async fn run(args: &LiarsArgs) -> Result<Report, String> {
     let none = Some(Limit::AtMost(0.0));
     report.figure("grants out of what was not freed", "", number(credited), none);
     let all = Some(Limit::AtLeast(number(args.rounds)));
-    report.figure("grants once the liar was gone", "", number(granted), all);
+    report.figure("grants once the non-compliant holder was gone", "", number(granted), all);
     report.others(&reading);
     Ok(report)
 }
 
-/// A liar's process, ended with its value.
-struct Liar {
+/// A non-compliant holder's process, ended with its value.
+struct Holder {
     child: Child,
     lines: Lines<BufReader<ChildStdout>>,
 }
 
-impl Liar {
+impl Holder {
     fn start(socket: &Path, tenant: &str) -> Result<Self, String> {
         let program = std::env::current_exe().map_err(|error| error.to_string())?;
         let mut child = Command::new(program)
-            .args(["liar"])
+            .args(["noncompliant-holder"])
             .arg(socket)
             .arg(tenant)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .kill_on_drop(true)
             .spawn()
-            .map_err(|error| format!("cannot start a liar: {error}"))?;
-        let stdout = child.stdout.take().ok_or("a liar has no output")?;
+            .map_err(|error| format!("cannot start a non-compliant holder: {error}"))?;
+        let stdout = child.stdout.take().ok_or("a non-compliant holder has no output")?;
         let lines = BufReader::new(stdout).lines();
         Ok(Self { child, lines })
     }
@@ -143,12 +143,12 @@ impl Liar {
     /// Waits for a line that begins like this; returns the rest of it.
     async fn until(&mut self, beginning: &str) -> Result<String, String> {
         let line = tokio::time::timeout(PATIENCE, self.lines.next_line()).await;
-        let line = line.map_err(|_| format!("no `{beginning}` of the liar within {PATIENCE:?}"))?;
+        let line = line.map_err(|_| format!("no `{beginning}` of the non-compliant holder within {PATIENCE:?}"))?;
         let line = line.map_err(|error| error.to_string())?;
-        let line = line.ok_or_else(|| format!("the liar ended before `{beginning}`"))?;
+        let line = line.ok_or_else(|| format!("the non-compliant holder ended before `{beginning}`"))?;
         match line.strip_prefix(beginning) {
             Some(rest) => Ok(rest.to_owned()),
-            None => Err(format!("the liar says `{line}`")),
+            None => Err(format!("the non-compliant holder says `{line}`")),
         }
     }
 
@@ -198,9 +198,9 @@ async fn until_empty(client: &mut LeaseServiceClient<Channel>) -> Result<(), Str
     Err("leases stay on the book".to_owned())
 }
 
-/// `developer liar`: one of them.
-pub(super) async fn lie(args: &LiarArgs) -> Result<(), String> {
-    let told = |status: tonic::Status| status.message().to_owned();
+/// `developer non-compliant holder`: one of them.
+pub(super) async fn hold(args: &HolderArgs) -> Result<(), String> {
+    let reported = |status: tonic::Status| status.message().to_owned();
     let channel = watch::connect(&args.socket, PATIENCE).await?;
     let mut client = LeaseServiceClient::new(channel);
     let request = CreateLeaseRequest {
@@ -212,18 +212,18 @@ pub(super) async fn lie(args: &LiarArgs) -> Result<(), String> {
         term: Some(prost_types::Duration { seconds: 60, nanos: 0 }),
         ..CreateLeaseRequest::default()
     };
-    let created = client.create_lease(request).await.map_err(told)?.into_inner();
+    let created = client.create_lease(request).await.map_err(reported)?.into_inner();
     let lease = created.lease.ok_or("the answer holds no lease")?;
     let memory = vec![1u8; FILLED.as_len()];
     std::hint::black_box(&memory);
     let (say, said) = mpsc::channel(4);
     let hear = client.hold_lease(ReceiverStream::new(said));
     say.send(daemon::message_of(&lease)).await.map_err(|error| error.to_string())?;
-    let mut hear = hear.await.map_err(told)?.into_inner();
+    let mut hear = hear.await.map_err(reported)?.into_inner();
     line("holds");
     let mut deadline = None;
     loop {
-        match hear.message().await.map_err(told)?.and_then(|response| response.message) {
+        match hear.message().await.map_err(reported)?.and_then(|response| response.message) {
             Some(Message::Target(target)) => {
                 let left = target.deadline_in.and_then(|left| Duration::try_from(left).ok());
                 deadline = Some(Instant::now() + left.unwrap_or_default());

@@ -1,4 +1,4 @@
-//! State of the arbiter, the actions of the present call, and what follows from a change of the lease table.
+//! State, and the actions of the present call: what each handler of an event and each order works with.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -11,10 +11,9 @@ use crate::{
         decision::Decision,
         denial::{Denial, Problem},
         event::{Action, Answer, Done},
-        lease::{Class, LeaseId, LeaseKind, LeaseView, Ticket},
+        lease::{Class, LeaseId, Ticket},
         lease_table::{Effect, Lease, LeaseTable, Turn},
         page_pool::PagePool,
-        params::{Params, ParamsError},
         pressure::Sample,
         reason::ReclaimReason,
         reboot::RebootAdvice,
@@ -23,30 +22,29 @@ use crate::{
     units::{Bytes, Timestamp},
 };
 
-/// The one state machine that the daemon talks to: takes what happened, and says what must be done about it.
-///
-/// ```
-/// use cotenant::policy::{Arbiter, event::{Action, Event}, params::{Params, Scope}, pressure::{MemoryReading, Sample}};
-/// use cotenant::units::{Bytes, Timestamp};
-///
-/// let params = Params::for_budget(Bytes::from_gib(8), Bytes::from_gib(1), Scope::Machine);
-/// let mut arbiter = Arbiter::new(params)?;
-/// let (mem_total, mem_available) = (Bytes::from_gib(8), Bytes::from_gib(7));
-/// let memory = MemoryReading { mem_total, mem_available, ..MemoryReading::default() };
-/// let sample = Sample { memory, ..Sample::default() };
-/// let actions = arbiter.handle(Timestamp::START, Event::Sampled(sample));
-/// assert!(matches!(actions[..], [Action::SampleAfter { .. }]));
-/// # Ok::<(), cotenant::policy::params::ParamsError>(())
-/// ```
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Arbiter {
-    #[serde(flatten)]
-    pub(super) state: State,
+/// One call of the arbiter: the state that it changes, and the actions that it has decided on.
+#[derive(Debug)]
+pub(super) struct Context<'a> {
+    pub(super) state: &'a mut State,
+    pub(super) machine: &'a mut Machine,
+    pub(super) record: &'a mut Record,
+    /// Actions, in order.
+    pub(super) out: Vec<Action>,
+}
+
+/// The machine as last seen.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Machine {
     #[serde(default)]
     pub(super) page_pool: PagePool,
     #[serde(default)]
     pub(super) reboot: RebootAdvice,
     pub(super) sample: Option<Sample>,
+}
+
+/// Decisions and changes so far, as far as later calls need them.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Record {
     /// The last shed under pressure.
     pub(super) relieved_at: Option<Timestamp>,
     pub(super) stats: Stats,
@@ -54,12 +52,6 @@ pub struct Arbiter {
     pub(super) noted: u64,
     /// Figures of what was last decided about a subject, so that it is not decided again with each sample.
     pub(super) said: BTreeMap<String, String>,
-    /// Until when there is nothing to do by the clock; `None` when that is not known.
-    #[serde(default)]
-    pub(super) idle_until: Option<Timestamp>,
-    /// Actions of the present call.
-    #[serde(skip)]
-    pub(super) out: Vec<Action>,
 }
 
 /// Sums for the snapshot.
@@ -70,30 +62,9 @@ pub(super) struct Stats {
     pub(super) regrown_bytes: Bytes,
 }
 
-impl Arbiter {
-    /// An arbiter with an empty book.
-    ///
-    /// # Errors
-    /// All faults of `params`.
-    pub fn new(params: Params) -> Result<Self, ParamsError> {
-        Ok(Self {
-            state: State::new(params)?,
-            page_pool: PagePool::default(),
-            reboot: RebootAdvice::default(),
-            sample: None,
-            relieved_at: None,
-            stats: Stats::default(),
-            noted: 0,
-            said: BTreeMap::new(),
-            idle_until: None,
-            out: Vec::new(),
-        })
-    }
-
-    /// The settings.
-    #[must_use]
-    pub const fn params(&self) -> &Params {
-        &self.state.params
+impl<'a> Context<'a> {
+    pub(super) const fn new(state: &'a mut State, machine: &'a mut Machine, record: &'a mut Record) -> Self {
+        Self { state, machine, record, out: Vec::new() }
     }
 
     pub(super) fn answer(&mut self, ticket: Ticket, answer: Answer) {
@@ -105,7 +76,7 @@ impl Arbiter {
     }
 
     pub(super) fn deny(&mut self, ticket: Ticket, denial: Denial) {
-        let retry_after = self.retry_after(&denial);
+        let retry_after = retry_after(self.state, &denial);
         self.answer(ticket, Answer::Denied { denial, retry_after });
     }
 
@@ -125,8 +96,8 @@ impl Arbiter {
     pub(super) fn decide_once(&mut self, subject: &str, figures: &[Bytes], decision: impl Into<Decision>) {
         let shown: Vec<String> = figures.iter().map(ToString::to_string).collect();
         let shown = shown.join(", ");
-        if self.said.get(subject) != Some(&shown) {
-            self.said.insert(subject.to_owned(), shown);
+        if self.record.said.get(subject) != Some(&shown) {
+            self.record.said.insert(subject.to_owned(), shown);
             self.decide(decision);
         }
     }
@@ -136,27 +107,6 @@ impl Arbiter {
         Deadline::after(self.state.now, span).at()
     }
 
-    /// When a denied request may be worth another try.
-    fn retry_after(&self, denial: &Denial) -> Option<Duration> {
-        let state = &self.state;
-        match denial {
-            Denial::InsufficientMemory { asked, free, reclaimable, .. } => {
-                if free.saturating_add(*reclaimable) >= *asked {
-                    Some(state.params.shed.settle)
-                } else {
-                    Some(state.params.pressure.dwell)
-                }
-            }
-            Denial::StaleSample { .. } => Some(state.params.pressure.sample_max),
-            Denial::PressureHigh { .. } => Some(state.params.pressure.dwell),
-            Denial::QuotaExceeded { .. } => Some(state.params.shed.settle),
-            Denial::NotGrowing { wait } => Some(wait.retry_after().unwrap_or(state.params.pressure.dwell)),
-            _ => None,
-        }
-    }
-}
-
-impl Arbiter {
     /// Changes the table, and applies what follows from that, in order.
     pub(super) fn with_leases<T>(&mut self, change: impl FnOnce(&mut LeaseTable, &mut Turn<'_>) -> T) -> T {
         let mut turn = Turn { now: self.state.now, ledger: &mut self.state.ledger, effects: Vec::new() };
@@ -234,29 +184,36 @@ impl Arbiter {
     /// Notes that memory came back, by a shed of ours or otherwise.
     pub(super) fn note_reclaimed(&mut self, freed: Bytes, by_shed: bool) {
         self.state.changed_at = self.state.now;
-        self.page_pool.released(freed, self.state.now);
+        self.machine.page_pool.released(freed, self.state.now);
         if by_shed {
             self.state.dwell.begin(self.state.now);
-            self.stats.sheds = self.stats.sheds.saturating_add(1);
-            self.stats.shed_bytes = self.stats.shed_bytes.saturating_add(freed);
+            self.record.stats.sheds = self.record.stats.sheds.saturating_add(1);
+            self.record.stats.shed_bytes = self.record.stats.shed_bytes.saturating_add(freed);
         }
     }
 
     pub(super) fn answer_lease(&mut self, ticket: Ticket, id: LeaseId) {
-        if let Some(lease) = self.lease_view(id) {
+        if let Some(lease) = self.state.lease_view(id) {
             self.answer(ticket, Answer::Lease { lease });
         }
     }
+}
 
-    pub(super) fn lease_view(&self, id: LeaseId) -> Option<LeaseView> {
-        let state = &self.state;
-        let mut view = state.leases.view(id, &state.ledger)?;
-        if view.kind == LeaseKind::Engine {
-            // Memory that no token has touched is held, and not used.
-            let untouched = state.engine.kv.untouched;
-            view.memory.used = view.memory.used.map(|used| used.saturating_sub(untouched));
+/// When a denied request may be worth another try.
+fn retry_after(state: &State, denial: &Denial) -> Option<Duration> {
+    match denial {
+        Denial::InsufficientMemory { asked, free, reclaimable, .. } => {
+            if free.saturating_add(*reclaimable) >= *asked {
+                Some(state.params.shed.settle)
+            } else {
+                Some(state.params.pressure.dwell)
+            }
         }
-        Some(view)
+        Denial::StaleSample { .. } => Some(state.params.pressure.sample_max),
+        Denial::PressureHigh { .. } => Some(state.params.pressure.dwell),
+        Denial::QuotaExceeded { .. } => Some(state.params.shed.settle),
+        Denial::NotGrowing { wait } => Some(wait.retry_after().unwrap_or(state.params.pressure.dwell)),
+        _ => None,
     }
 }
 

@@ -41,7 +41,7 @@ pub(super) const PROGRAM: &str = env!("CARGO_BIN_EXE_cotenant");
 const LOOK_AGAIN_AFTER: Duration = Duration::from_millis(5);
 
 /// A folder with a configuration; daemons run on it, one after the other.
-pub(super) struct House {
+pub(super) struct Installation {
     /// Daemons that have run here; each led a session of its own, in which its workers are.
     sessions: Mutex<Vec<u32>>,
     folder: tempfile::TempDir,
@@ -57,8 +57,8 @@ pub(super) struct House {
 }
 
 /// A daemon that runs.
-pub(super) struct Daemon<'house> {
-    house: &'house House,
+pub(super) struct Daemon<'installation> {
+    installation: &'installation Installation,
     child: Guard,
     channel: Channel,
     /// Where its HTTP doors are; the lowest port when there are none.
@@ -113,7 +113,7 @@ pub(super) fn tts() -> String {
 
 /// An entry of `workers:`: one that needs nothing installed, and holds 2 MiB.
 ///
-/// It is never started anew for what it uses: of a debug build's text the kernel maps 4 to 24 MiB, as large as the pieces
+/// It is never started again for what it uses: of a debug build's text the kernel maps 4 to 24 MiB, as large as the pieces
 /// are in which the file lies in its cache.
 pub(super) fn ballast() -> String {
     "  - name: ballast
@@ -126,10 +126,10 @@ pub(super) fn ballast() -> String {
     .to_owned()
 }
 
-impl House {
+impl Installation {
     /// A folder with a configuration: `sections`, and those that say where everything is.
     pub(super) fn new(sections: &str) -> Self {
-        let house = Self {
+        let installation = Self {
             sessions: Mutex::default(),
             folder: tempfile::tempdir().unwrap(),
             program: PROGRAM.to_owned(),
@@ -137,8 +137,8 @@ impl House {
             environment: Vec::new(),
             passed: Vec::new(),
         };
-        house.configure(sections);
-        house
+        installation.configure(sections);
+        installation
     }
 
     /// Runs the release build where there is one: for clients that ask for many answers.
@@ -148,12 +148,12 @@ impl House {
         }
     }
 
-    /// Writes the configuration anew; HTTP takes a free port.
+    /// Writes the configuration again; HTTP takes a free port.
     pub(super) fn configure(&self, sections: &str) {
         self.configure_with_http(sections, "127.0.0.1:0");
     }
 
-    /// Writes the configuration anew, with an address for HTTP. `{FOLDER}` in `sections` stands for the folder.
+    /// Writes the configuration again, with an address for HTTP. `{FOLDER}` in `sections` stands for the folder.
     pub(super) fn configure_with_http(&self, sections: &str, listen: &str) {
         let folder = self.folder.path().display();
         let sections = sections.replace("{FOLDER}", &folder.to_string());
@@ -171,7 +171,7 @@ impl House {
         fs::write(self.config(), text).unwrap();
     }
 
-    /// Writes the configuration anew, with more lines of `grpc:`.
+    /// Writes the configuration again, with more lines of `grpc:`.
     pub(super) fn configure_grpc(&self, sections: &str, more: &str) {
         self.configure(sections);
         let text = fs::read_to_string(self.config()).unwrap();
@@ -186,7 +186,7 @@ impl House {
         self.path("cotenant.yaml")
     }
 
-    /// A name that no other house has.
+    /// A name that no other installation has.
     pub(super) fn abstract_name(&self) -> String {
         let name = self.folder.path().file_name().unwrap().to_str().unwrap();
         format!("cotenant-it-{}", name.trim_start_matches('.'))
@@ -278,10 +278,15 @@ impl House {
             tokio::time::sleep(LOOK_AGAIN_AFTER).await;
         };
         let channel = Endpoint::Path(self.socket()).connect().await.unwrap();
-        Daemon { house: self, child, channel, http: http.unwrap_or_else(|| SocketAddr::from(([127, 0, 0, 1], 1))) }
+        Daemon {
+            installation: self,
+            child,
+            channel,
+            http: http.unwrap_or_else(|| SocketAddr::from(([127, 0, 0, 1], 1))),
+        }
     }
 
-    /// Runs the program as a client of the daemon in this house.
+    /// Runs the program as a client of the daemon in this installation.
     pub(super) fn run(&self, arguments: &[&str]) -> Output {
         Command::new(&self.program)
             .args(arguments)
@@ -320,7 +325,7 @@ impl House {
     }
 }
 
-impl Drop for House {
+impl Drop for Installation {
     /// A daemon that was killed, by a test that failed as well, has left its workers.
     fn drop(&mut self) {
         let sessions = self.sessions.get_mut().unwrap();
@@ -351,7 +356,7 @@ impl Daemon<'_> {
 
     pub(super) async fn status(&self) -> GetStatusResponse {
         let answer = self.operator().get_status(GetStatusRequest {}).await;
-        answer.unwrap_or_else(|status| panic!("{status}: {}", self.house.log())).into_inner()
+        answer.unwrap_or_else(|status| panic!("{status}: {}", self.installation.log())).into_inner()
     }
 
     /// Waits for a state.
@@ -362,7 +367,11 @@ impl Daemon<'_> {
             if wanted(&status) {
                 return status;
             }
-            assert!(Instant::now() < deadline, "not within {PATIENCE:?}: {what}: {status:#?}\n{}", self.house.log());
+            assert!(
+                Instant::now() < deadline,
+                "not within {PATIENCE:?}: {what}: {status:#?}\n{}",
+                self.installation.log()
+            );
             tokio::time::sleep(LOOK_AGAIN_AFTER).await;
         }
     }
@@ -416,7 +425,7 @@ impl Daemon<'_> {
         let workers = pids(&self.status().await);
         self.signal(Signal::SIGTERM);
         let status = ended(&mut self.child.0).expect("it does not end on SIGTERM");
-        let log = self.house.log();
+        let log = self.installation.log();
         assert_eq!(status.code(), Some(0), "{log}");
         for pid in workers {
             assert!(!runs(pid), "worker {pid} has outlived its supervisor");
@@ -428,7 +437,7 @@ impl Daemon<'_> {
         for fault in faults {
             assert!(errors().any(|line| line.contains(fault)), "no error `{fault}`: {log}");
         }
-        self.house.replay();
+        self.installation.replay();
     }
 
     /// Waits for its end, which is not asked for here.

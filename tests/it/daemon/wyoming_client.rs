@@ -1,4 +1,4 @@
-//! A client of the Wyoming door that sends what it likes.
+//! A client of the Wyoming listener that sends what it likes.
 
 use std::path::PathBuf;
 
@@ -11,15 +11,15 @@ use tokio::{
     time::timeout,
 };
 
-use super::house::House;
+use super::installation::Installation;
 use crate::support::PATIENCE;
 
-/// `wyoming:` on a socket in the house.
-pub(super) const DOOR: &str = "wyoming: {listen: [\"unix://{FOLDER}/wyoming.sock\"]}\n";
+/// `wyoming:` on a socket in the installation.
+pub(super) const LISTENER: &str = "wyoming: {listen: [\"unix://{FOLDER}/wyoming.sock\"]}\n";
 
 /// Where that is.
-pub(super) fn door(house: &House) -> PathBuf {
-    house.path("wyoming.sock")
+pub(super) fn wyoming_socket(installation: &Installation) -> PathBuf {
+    installation.path("wyoming.sock")
 }
 
 /// One connection to it.
@@ -29,8 +29,8 @@ pub(super) struct Client {
 }
 
 impl Client {
-    pub(super) async fn connect(house: &House) -> Self {
-        let (reader, writer) = UnixStream::connect(door(house)).await.unwrap().into_split();
+    pub(super) async fn connect(installation: &Installation) -> Self {
+        let (reader, writer) = UnixStream::connect(wyoming_socket(installation)).await.unwrap().into_split();
         Self { reader: FrameReader::new(reader, FrameLimits::default()), writer }
     }
 

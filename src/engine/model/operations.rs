@@ -1,0 +1,269 @@
+//! Operations of a model: opening, computing, changing its plan, and what becomes of its sequence.
+
+use std::{io, path::Path};
+
+use super::{
+    calibrate::{self, PartTime},
+    loaded::{Logits, Model, ModelOptions, Scores},
+    opening::{self, Disk, Opening},
+    pass, residency,
+};
+use crate::{
+    engine::{
+        backend,
+        error::{ApplyError, ApplyReport, ForwardError, LoadError},
+        gguf::Header,
+        preemption::Checkpoint,
+        sayable::Sayable,
+        shape::Layout,
+        spec::Spec,
+        state::Snapshot,
+    },
+    policy::{
+        compute::Compute,
+        residency::{EnginePlan, ModelShape},
+        streaming::Calibration,
+    },
+    units::Tokens,
+};
+
+impl Model {
+    /// Reads the header of the file at `path` and computes what each piece will occupy on what is to compute, or with so many threads
+    /// of the CPU; no weights are read.
+    ///
+    /// # Errors
+    /// When the file is not a model that the engine can compute with.
+    pub fn inspect(path: &Path, compute: impl Into<Compute>) -> Result<(ModelShape, Header), LoadError> {
+        Self::inspect_with(path, None, compute)
+    }
+
+    /// As [`Self::inspect`], for a model that may say some tokens only.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn inspect_with(
+        path: &Path,
+        vocabulary: Option<&Sayable>,
+        compute: impl Into<Compute>,
+    ) -> Result<(ModelShape, Header), LoadError> {
+        let device = backend::choose(compute.into()).map_err(|kind| LoadError::new(path, kind))?;
+        opening::inspect(device, path, vocabulary, &Disk::default())
+    }
+
+    /// Opens the file at `path` and puts `plan` into force.
+    ///
+    /// # Errors
+    /// As [`Self::inspect`], and when weights cannot be read or memory cannot be had.
+    pub fn open(path: &Path, plan: &EnginePlan, options: &ModelOptions) -> Result<Self, LoadError> {
+        let mut model = Self::begin(path, plan, options)?;
+        model.settle();
+        Ok(model)
+    }
+
+    /// As [`Self::open`], but for memory that may still be found, see [`Opening::begin`].
+    ///
+    /// # Errors
+    /// As there.
+    pub fn begin(path: &Path, plan: &EnginePlan, options: &ModelOptions) -> Result<Self, LoadError> {
+        Opening::read(path, options)?.begin(plan)
+    }
+
+    /// As [`Self::open`], with each layer and the output head in one part: what the finer parts cost is measured by it.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn open_whole(path: &Path, plan: &EnginePlan, options: &ModelOptions) -> Result<Self, LoadError> {
+        let layout = |spec: &Spec| Layout::in_parts(spec, usize::MAX);
+        let device = options.device().map_err(|kind| LoadError::new(path, kind))?;
+        let opening = Opening::on(device, path, options, layout, &Disk::default())?;
+        let plan = EnginePlan {
+            resident: (0u32..).zip(&opening.layout.parts).map(|(part, _)| part).collect(),
+            ..plan.clone()
+        };
+        let mut model = opening.begin(&plan)?;
+        model.settle();
+        Ok(model)
+    }
+
+    /// Waits until all that the plan holds is in memory, and gives back what opening has left free on the heap: then the book
+    /// says what the kernel does.
+    pub fn settle(&mut self) {
+        self.weights.settle();
+        self.workspace.touch();
+        if self.sequence.position == 0 && !self.sequence.lost {
+            self.sequence.state.touch();
+        }
+        self.backend.trim();
+    }
+
+    /// Appends `tokens` to the sequence, in chunks of the plan's `prefill_chunk`, and returns the logits of the last one.
+    ///
+    /// # Errors
+    /// See [`ForwardError`]; after most of them the sequence is lost.
+    pub fn forward(&mut self, tokens: &[u32], checkpoint: &mut dyn Checkpoint) -> Result<Logits<'_>, ForwardError> {
+        let first = pass::run(self, tokens, checkpoint, None)?;
+        let row = self.sequence.position.saturating_sub(first).saturating_sub(1);
+        let read = pass::result(self.backend.as_mut(), &self.logits, self.spec.vocabulary, (first, row));
+        match read {
+            Ok(logits) => Ok(Logits(logits)),
+            Err(error) => {
+                self.sequence.lost = true;
+                Err(error)
+            }
+        }
+    }
+
+    /// As [`Self::forward`], returning the first of the most likely tokens alone where a device finds it: then nothing else is read.
+    ///
+    /// # Errors
+    /// As [`Self::forward`].
+    pub fn forward_greedy(
+        &mut self,
+        tokens: &[u32],
+        checkpoint: &mut dyn Checkpoint,
+    ) -> Result<Scores<'_>, ForwardError> {
+        let first = pass::run(self, tokens, checkpoint, None)?;
+        let row = self.sequence.position.saturating_sub(first).saturating_sub(1);
+        let (vocabulary, backend) = (self.spec.vocabulary, self.backend.as_mut());
+        match pass::greatest(backend, &self.logits, vocabulary, (first, row)) {
+            Ok(Some(token)) => Ok(Scores::Greatest(token)),
+            Ok(None) => {
+                let logits = pass::result(backend, &self.logits, vocabulary, (first, row));
+                logits.map(|logits| Scores::All(Logits(logits)))
+            }
+            Err(error) => {
+                self.sequence.lost = true;
+                Err(error)
+            }
+        }
+    }
+
+    /// As [`Self::forward`], handing the logits of every token to `each` with its index in `tokens`.
+    ///
+    /// # Errors
+    /// As [`Self::forward`].
+    pub fn forward_all(
+        &mut self,
+        tokens: &[u32],
+        checkpoint: &mut dyn Checkpoint,
+        each: &mut dyn FnMut(usize, &[f32]),
+    ) -> Result<(), ForwardError> {
+        pass::run(self, tokens, checkpoint, Some(each)).map(drop)
+    }
+
+    /// Puts `plan` into force between two tokens: releases first, then grows.
+    ///
+    /// A KV capacity below what the sequence uses is raised to it; the report says so.
+    ///
+    /// # Errors
+    /// When the plan makes no sense, memory cannot be had, or weights cannot be read. What was done until then stays
+    /// done, and [`Self::plan`] says what is in force.
+    pub fn apply(&mut self, plan: &EnginePlan) -> Result<ApplyReport, ApplyError> {
+        self.apply_until(plan, &mut || false)
+    }
+
+    /// As [`Self::apply`]; when growing takes long, it ends for whatever else is `wanted`, with the parts that it has by
+    /// then: the report says which plan is in force.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn apply_until(
+        &mut self,
+        plan: &EnginePlan,
+        wanted: &mut dyn FnMut() -> bool,
+    ) -> Result<ApplyReport, ApplyError> {
+        residency::apply(self, plan, wanted)
+    }
+
+    /// Drops the sequence; what the plan holds stays.
+    pub fn reset(&mut self) {
+        let lost = self.sequence.lost;
+        self.sequence.reset(self.backend.as_mut());
+        if lost {
+            self.restart_stream();
+        }
+    }
+
+    /// Goes back to where `snapshot` was taken, if the present sequence came through there; says whether it did.
+    #[must_use]
+    pub fn restore(&mut self, snapshot: &Snapshot) -> bool {
+        self.sequence.restore(self.backend.as_mut(), snapshot)
+    }
+
+    /// Cuts the sequence back to the longest beginning of at most `tokens` tokens that can be gone on from; returns its
+    /// length. Nothing is left of a sequence that was lost, nor of one that is kept in a larger type than it has been
+    /// converted to before.
+    pub fn keep(&mut self, tokens: u32) -> u32 {
+        let lost = self.sequence.lost;
+        self.sequence.keep(self.backend.as_mut(), tokens);
+        if lost {
+            self.restart_stream();
+        }
+        self.sequence.position
+    }
+
+    /// Takes up a sequence whose last pass was broken off, as far as it can be gone on from, and returns its length.
+    /// What failed in another way is to be [`Self::reset`].
+    pub fn recover(&mut self) -> u32 {
+        if self.sequence.lost {
+            // The readers may have been left in the middle of a pass.
+            self.restart_stream();
+            self.sequence.recover(self.backend.as_mut());
+        }
+        self.sequence.position
+    }
+
+    /// Makes it possible to cut the sequence back to where it is now, if there is place for that.
+    pub fn mark(&mut self) {
+        self.sequence.mark(self.backend.as_mut());
+    }
+
+    /// Copies what the sequence needs beside the KV cache to go on from here later.
+    ///
+    /// # Errors
+    /// When there is no memory for the copy.
+    pub fn snapshot(&mut self) -> io::Result<Snapshot> {
+        self.sequence.snapshot(self.backend.as_mut())
+    }
+
+    /// Marks the sequence when the next pass comes by `position`; with streamed layers where a chunk ends before it, since
+    /// another chunk would read them once more.
+    pub const fn mark_at(&mut self, position: u32) {
+        self.sequence.mark_wanted = position;
+    }
+
+    /// Allows that the oldest tokens behind the first `sinks` are dropped where the KV capacity is used up or becomes
+    /// smaller, or forbids it. The first ones are rounded up to whole KV blocks.
+    pub const fn allow_dropping(&mut self, sinks: Option<Tokens>) {
+        self.sequence.dropped.sinks = match sinks {
+            Some(sinks) => Some(sinks.get()),
+            None => None,
+        };
+    }
+
+    /// Drops the oldest block, to make room for more; returns how many tokens it held, none where it may not be.
+    pub fn make_room(&mut self) -> Tokens {
+        let turn = (&self.spec.attention, self.weights.rope_factors());
+        let used = self.sequence.position;
+        Tokens::new(self.sequence.drop_oldest(turn, 1, used))
+    }
+
+    /// Measures how fast it computes and reads, alone and at the same time: about a second, or a few tokens where they
+    /// take long. `go_on` is asked between layers. Leaves the plan in force as it was, and an empty sequence.
+    ///
+    /// When all is resident, parts that hold as much as the ring are given up meanwhile: it takes no more memory.
+    ///
+    /// `None` when it was broken off, or cannot be done: a sequence is under way, or the plan has no room for one.
+    ///
+    /// # Errors
+    /// When the parts cannot be had again: they stay out, and the plan in force says so.
+    pub fn calibrate(&mut self, go_on: &mut dyn FnMut() -> bool) -> Result<Option<Calibration>, ApplyError> {
+        calibrate::calibrate(self, go_on)
+    }
+
+    /// Measures what each part of the model takes of one token, in the order of the parts. `None` as for
+    /// [`calibrate`](Self::calibrate), and where a part is streamed.
+    pub fn part_times(&mut self, go_on: &mut dyn FnMut() -> bool) -> Option<Vec<PartTime>> {
+        calibrate::part_times(self, go_on)
+    }
+}

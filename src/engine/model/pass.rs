@@ -1,0 +1,177 @@
+//! One forward pass: what is admitted, its chunks, and the results that are read.
+
+use super::{forward::Pass, loaded::Model, residency, weights::Place};
+use crate::engine::{
+    backend::{Backend, Buffer, Operation},
+    error::ForwardError,
+    preemption::{Checkpoint, Preemption},
+    shape::FLAGS,
+};
+
+/// Logits of each token, with its index.
+type Each<'each> = Option<&'each mut dyn FnMut(usize, &[f32])>;
+
+/// Appends `tokens`; the logits of the last one are to be read, unless each was. Says where the last chunk begins.
+pub(super) fn run(
+    model: &mut Model,
+    tokens: &[u32],
+    checkpoint: &mut dyn Checkpoint,
+    mut each: Each<'_>,
+) -> Result<u32, ForwardError> {
+    if let Some(error) = &model.sequence.broken {
+        return Err(error.clone().into());
+    }
+    if model.sequence.lost {
+        return Err(ForwardError::SequenceLost);
+    }
+    let needed = admit(model, tokens)?;
+    model.sequence.cache.touch(needed);
+    model.sequence.fit_marks(model.backend.as_mut());
+    let preemption = Preemption::new(checkpoint, model.estimators);
+    let mut pass = Pass { model, preemption, needed, rows: 0, residual: None };
+    let result = pass.chunks(tokens, &mut each);
+    pass.end_chunk();
+    let estimators = pass.preemption.estimators;
+    model.estimators = estimators;
+    let first = result?;
+    model.sequence.mark_wanted = 0;
+    Ok(first)
+}
+
+/// Refuses what cannot be computed before anything is; returns the length of the sequence afterwards.
+fn admit(model: &Model, tokens: &[u32]) -> Result<u32, ForwardError> {
+    if tokens.is_empty() {
+        return Err(ForwardError::NoTokens);
+    }
+    let vocabulary = model.vocabulary();
+    if let Some(&token) = tokens.iter().find(|&&token| token >= vocabulary) {
+        return Err(ForwardError::Token { token, vocabulary });
+    }
+    let needed = u32::try_from(tokens.len())
+        .ok()
+        .and_then(|count| model.sequence.position.checked_add(count))
+        .unwrap_or(u32::MAX);
+    if needed > model.spec.context_max {
+        return Err(ForwardError::ContextFull { needed, limit: model.spec.context_max });
+    }
+    let capacity = model.sequence.cache.capacity();
+    if needed > capacity.get() {
+        return Err(ForwardError::KvFull { capacity, needed });
+    }
+    Ok(needed)
+}
+
+impl Pass<'_, '_> {
+    /// The chunks of a pass, one after the other. Says where the last one begins.
+    fn chunks(&mut self, tokens: &[u32], each: &mut Each<'_>) -> Result<u32, ForwardError> {
+        let (mut done, mut first) = (0, self.model.sequence.position);
+        while done < tokens.len() {
+            first = self.model.sequence.position;
+            self.end_chunk();
+            let end = tokens.len().min(done + self.model.workspace.chunk());
+            let streams = self.model.streams();
+            let end = self.model.sequence.until_mark(streams).map_or(end, |left| end.min(done + left));
+            let chunk = tokens.get(done..end).unwrap_or_default();
+            let last = end == tokens.len();
+            self.model.weights.expect_head(last || each.is_some());
+            (self.rows, self.residual) = (chunk.len(), None);
+            let result = self.chunk(chunk).and_then(|()| self.finish_chunk(done, last, each));
+            if let Err(error) = result {
+                self.model.sequence.lost = true;
+                return Err(error);
+            }
+            done = end;
+            // A plan may have come meanwhile.
+            let streams = self.model.streams();
+            let Model { backend, workspace, sequence, .. } = &mut *self.model;
+            sequence.mark_if_wanted(backend.as_mut(), workspace.chunk(), streams);
+        }
+        Ok(first)
+    }
+
+    /// Between two chunks, and behind the last one, however that ended.
+    fn end_chunk(&mut self) {
+        if let Some(report) = residency::rechunk_if_wanted(self.model) {
+            self.preemption.rechunked(report);
+        }
+    }
+
+    /// All layers for one chunk.
+    fn chunk(&mut self, tokens: &[u32]) -> Result<(), ForwardError> {
+        let floats = self.flags();
+        self.model.backend.queue(Operation::Fill { floats, value: 0.0 })?;
+        self.embed(tokens)?;
+        self.rotate(tokens.len())?;
+        for layer in 0..self.model.spec.layers.len() {
+            if self.rows == 1 {
+                self.preemption.layer_queued(self.model.backend.as_mut())?;
+            }
+            let found = self.preemption.check();
+            let first = self.model.layout.layers.get(layer).and_then(|parts| parts.iter().min());
+            let place = Place { part: first.copied().unwrap_or(self.model.layout.head.start), piece: 0 };
+            self.preempt(found, place)
+                .and_then(|()| self.layer(layer))
+                .map_err(|failure| self.failed(failure, layer))?;
+        }
+        Ok(())
+    }
+
+    /// Logits of the rows that are asked for, and the new position.
+    fn finish_chunk(&mut self, done: usize, last: bool, each: &mut Each<'_>) -> Result<(), ForwardError> {
+        match each {
+            Some(each) => {
+                for (row, at) in (0..self.rows).zip(0u32..) {
+                    self.head(row)?;
+                    let place = (self.model.sequence.position, at);
+                    let logits =
+                        result(self.model.backend.as_mut(), &self.model.logits, self.model.spec.vocabulary, place)?;
+                    each(done + row, logits);
+                }
+            }
+            // They are waited for where they are read.
+            None if last => self.head(self.rows - 1)?,
+            None => {
+                let flags = self.model.spec.vocabulary..self.model.spec.vocabulary + FLAGS;
+                is_finite(self.model.backend.read(&self.model.logits, flags)?, (self.model.sequence.position, 0))?;
+            }
+        }
+        self.model.sequence.position += u32::try_from(self.rows).unwrap_or(u32::MAX);
+        Ok(())
+    }
+}
+
+/// Waits for what is queued, and returns the logits; `place` is where their chunk begins, and which row of it they belong to.
+pub(super) fn result<'a>(
+    backend: &'a mut dyn Backend,
+    logits: &'a Buffer,
+    vocabulary: usize,
+    place: (u32, u32),
+) -> Result<&'a [f32], ForwardError> {
+    let (logits, flags) = backend.read(logits, 0..vocabulary + FLAGS)?.split_at(vocabulary);
+    is_finite(flags, place)?;
+    Ok(logits)
+}
+
+/// Waits for what is queued, and returns the number of the greatest logit where the backend finds it; `place` as for [`result`].
+pub(super) fn greatest(
+    backend: &mut dyn Backend,
+    logits: &Buffer,
+    vocabulary: usize,
+    place: (u32, u32),
+) -> Result<Option<u32>, ForwardError> {
+    let flags = backend.read(logits, vocabulary..vocabulary + FLAGS)?;
+    is_finite(flags, place)?;
+    let found = flags.get(1).map(|number| number.to_bits());
+    Ok(found.filter(|number| (*number as usize) < vocabulary))
+}
+
+/// Refuses results that are not finite, by what operations set of the chunk that begins at `first` and of the logits of its row `row`.
+fn is_finite(flags: &[f32], (first, row): (u32, u32)) -> Result<(), ForwardError> {
+    let row = match flags {
+        [0.0, _, _, 0.0] => return Ok(()),
+        [0.0, ..] => row,
+        // What the cache keeps of a NaN is a finite number: all that comes behind it is worth nothing.
+        _ => 0,
+    };
+    Err(ForwardError::NotFinite { position: first.saturating_add(row) })
+}

@@ -1,0 +1,369 @@
+//! Arbiter: the state machine that the daemon talks to.
+//!
+//! ```text
+//!               ┌───────────── handle(now, event) ─────────────┐
+//!   event ────► │ due deadlines ─► the event ─► what follows   │ ────► actions, in order
+//!               └──────────────────────────────────────────────┘
+//!     what follows: start what is wanted ─► load the engine ─► serve the queue ─► shed under pressure ─► grow back
+//! ```
+//!
+//! The consequences are decided from the state alone, each time from the start, so that a lost answer or a crossed
+//! message leaves no intention behind. There are three kinds of files:
+//!
+//! - Machines, which own their state and use no other: `lease_table`, `admission`, `pressure`, `dwell`, `engine_control`,
+//!   `worker_control`, `ledger`.
+//! - Decisions, functions of the read-only `State` of all machines: `reach`, `candidates`, `stop_or_shed`, `reclaim`,
+//!   `growth`.
+//! - Below this file, functions of a `Context`, which is the state and the actions of one call. `*_events`,
+//!   `requests`, `operator` and `restore` take one kind of event each; `serve` and `*_orders` carry out what was
+//!   decided, and never take an event. Their imports show who calls whom.
+
+mod checkpoint;
+mod context;
+mod engine_events;
+mod engine_orders;
+mod growth_orders;
+mod invariants;
+mod learn;
+mod operator;
+mod reclaim_orders;
+mod requests;
+mod restore;
+mod serve;
+mod view;
+mod worker_events;
+mod worker_orders;
+
+#[cfg(test)]
+mod tests;
+
+use serde::{Deserialize, Serialize};
+
+pub use self::checkpoint::{Checkpoint, CheckpointError};
+use self::context::{Context, Machine, Record};
+use crate::{
+    policy::{
+        book::Book,
+        decision::MemoryDecision,
+        engine_control::{Applied, KvUse},
+        event::{Action, Event},
+        lease_table::LeaseTable,
+        params::{ENGINE_TENANT, Params, ParamsError, Scope},
+        pressure::Sample,
+        reboot::Changed,
+        reclaim,
+        residency::{EnginePlan, PlanLimits},
+        shedding::NextShed,
+        snapshot::Snapshot,
+        state::State,
+    },
+    units::{Bytes, Timestamp, Tokens},
+};
+
+/// The one state machine that the daemon talks to: takes what happened, and says what must be done about it.
+///
+/// ```
+/// use cotenant::policy::{Arbiter, event::{Action, Event}, params::{Params, Scope}, pressure::{MemoryReading, Sample}};
+/// use cotenant::units::{Bytes, Timestamp};
+///
+/// let params = Params::for_budget(Bytes::from_gib(8), Bytes::from_gib(1), Scope::Machine);
+/// let mut arbiter = Arbiter::new(params)?;
+/// let (mem_total, mem_available) = (Bytes::from_gib(8), Bytes::from_gib(7));
+/// let memory = MemoryReading { mem_total, mem_available, ..MemoryReading::default() };
+/// let sample = Sample { memory, ..Sample::default() };
+/// let actions = arbiter.handle(Timestamp::START, Event::Sampled(sample));
+/// assert!(matches!(actions[..], [Action::SampleAfter { .. }]));
+/// # Ok::<(), cotenant::policy::params::ParamsError>(())
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Arbiter {
+    #[serde(flatten)]
+    state: State,
+    #[serde(flatten)]
+    machine: Machine,
+    #[serde(flatten)]
+    record: Record,
+    /// Until when there is nothing to do by the clock; `None` when that is not known.
+    #[serde(default)]
+    idle_until: Option<Timestamp>,
+}
+
+impl Arbiter {
+    /// An arbiter with an empty book.
+    ///
+    /// # Errors
+    /// All faults of `params`.
+    pub fn new(params: Params) -> Result<Self, ParamsError> {
+        Ok(Self {
+            state: State::new(params)?,
+            machine: Machine::default(),
+            record: Record::default(),
+            idle_until: None,
+        })
+    }
+
+    /// Takes one event and returns what must be done about it, in order.
+    ///
+    /// `now` never goes back; an earlier one is taken for the last. Deadlines that are due are served before the event,
+    /// so that a renewal at the very end of a term comes too late.
+    ///
+    /// # Panics
+    /// If the book is broken: see [`Arbiter::assert_invariants`].
+    #[must_use]
+    pub fn handle(&mut self, now: Timestamp, event: Event) -> Vec<Action> {
+        self.state.now = self.state.now.max(now);
+        let mut cx = Context::new(&mut self.state, &mut self.machine, &mut self.record);
+        if let Event::LeaseRenewed { lease, .. } = event
+            && self.idle_until.is_some_and(|until| cx.state.now < until)
+        {
+            // The end of one lease moves away, and nothing else: the whole book need not be gone through for it. With
+            // hundreds of tenants that is most of what there is to do.
+            take(&mut cx, event);
+            invariants::assert_lasts(cx.state, lease);
+            return cx.out;
+        }
+        serve_deadlines(&mut cx);
+        take(&mut cx, event);
+        follow_up(&mut cx);
+        let actions = cx.out;
+        self.assert_invariants();
+        self.idle_until = Some(self.next_deadline().unwrap_or(Timestamp::NEVER));
+        actions
+    }
+
+    /// When [`DeadlineReached`](Event::DeadlineReached) is due, if ever; later than the last event.
+    #[must_use]
+    pub fn next_deadline(&self) -> Option<Timestamp> {
+        view::next_deadline(&self.state)
+    }
+
+    /// The state as operators, metrics and tests see it.
+    #[must_use]
+    pub fn snapshot(&self) -> Snapshot {
+        view::snapshot(&self.state, &self.machine, self.record.stats)
+    }
+
+    /// What would be shed first, and at which headroom; `None` before the first sample.
+    #[must_use]
+    pub fn next_shed(&self) -> Option<NextShed> {
+        reclaim::next(&self.state)
+    }
+
+    /// The settings.
+    #[must_use]
+    pub const fn params(&self) -> &Params {
+        &self.state.params
+    }
+
+    /// The time of the last event.
+    #[must_use]
+    pub const fn now(&self) -> Timestamp {
+        self.state.now
+    }
+
+    /// The state that the next run has to know of this one.
+    #[must_use]
+    pub fn book(&self) -> Book {
+        restore::book(&self.state)
+    }
+
+    /// Changes whenever [`Arbiter::book`] may have; two calls with the same number need only one writing.
+    #[must_use]
+    pub const fn book_changes(&self) -> u64 {
+        self.state.ledger.changes().wrapping_add(self.state.leases.changes()).wrapping_add(self.record.noted)
+    }
+
+    /// The least that the engine can hold, whatever runs: for the case that the arbiter no longer decides. `None` while
+    /// there is no model.
+    #[must_use]
+    pub fn floor_plan(&self) -> Option<EnginePlan> {
+        let limits = PlanLimits::new(self.state.engine.params.as_ref()?, Tokens::ZERO);
+        Some(self.state.engine.shape()?.floor_plan(&limits))
+    }
+
+    /// Asserts that the state makes sense.
+    ///
+    /// # Panics
+    /// If it does not. A broken book is worth a restart: going on would over-commit memory that others use.
+    #[expect(clippy::panic, reason = "a broken book is worth a restart; see above")]
+    pub fn assert_invariants(&self) {
+        if let Some(broken) = self.broken_invariant() {
+            panic!("the book is broken at {}: {broken}", self.state.now);
+        }
+    }
+
+    fn broken_invariant(&self) -> Option<String> {
+        invariants::broken(&self.state)
+    }
+}
+
+fn serve_deadlines(cx: &mut Context<'_>) {
+    serve_lease_deadlines(cx);
+    serve::serve_deadlines(cx);
+    engine_orders::serve_deadlines(cx);
+    worker_events::serve_deadlines(cx);
+}
+
+fn take(cx: &mut Context<'_>, event: Event) {
+    match event {
+        Event::Sampled(sample) => take_sample(cx, sample),
+        Event::Measured { tenant, used, taken_at } => take_measurement(cx, &tenant, used, taken_at),
+        Event::LeaseRequested { ticket, request } => requests::take_request(cx, ticket, request),
+        Event::LeaseRequestCancelled { ticket } => requests::take_cancellation(cx, ticket),
+        Event::LeaseRenewed { ticket, lease, generation, peer } => {
+            requests::take_renewal(cx, ticket, lease, generation, &peer);
+        }
+        Event::LeaseResizeRequested { ticket, lease, generation, peer, min, max, wait } => {
+            requests::take_resize(cx, ticket, lease, generation, &peer, (min, max), wait);
+        }
+        Event::LeaseReleased { ticket, lease, generation, peer } => {
+            requests::take_release(cx, ticket, lease, generation, &peer);
+        }
+        Event::TargetAnswered { lease, nonce, answer, claimed } => {
+            cx.with_leases(|leases, turn| leases.answer_target(lease, nonce, answer, claimed, turn));
+        }
+        Event::HolderLost { lease, pid } => cx.with_leases(|leases, turn| leases.holder_gone(lease, pid, turn)),
+        Event::EngineInspected { shape } => engine_events::take_inspected(cx, shape),
+        Event::EngineApplied { revision, in_force, freed, used, untouched, untouched_given, took } => {
+            let applied = Applied { freed, used, untouched, untouched_given, took };
+            engine_events::take_applied(cx, revision, in_force, &applied);
+        }
+        Event::EngineApplyFailed { revision, reason } => engine_events::take_apply_failed(cx, revision, &reason),
+        Event::EngineFailed { reason, left } => engine_events::take_failed(cx, &reason, left),
+        Event::EngineActivity { requests, kv_used, kv_kept, kv_droppable, kv_dropped, untouched } => {
+            let [used, kept, droppable, dropped] = [kv_used, kv_kept, kv_droppable, kv_dropped].map(Tokens::new);
+            let kv = KvUse { used, kept, droppable, dropped, untouched, pinned: None };
+            engine_events::take_activity(cx, requests, kv);
+        }
+        Event::EngineCalibrated(calibration) => cx.state.engine.calibrated(calibration),
+        Event::EngineTimed(timing) => cx.state.engine.timed(&timing),
+        Event::WorkerReady { worker, pid } => worker_events::take_ready(cx, &worker, pid),
+        Event::WorkerDied { certificate } => worker_events::take_died(cx, &certificate),
+        Event::WorkerExited { worker, intended, cause } => worker_events::take_exited(cx, &worker, intended, &cause),
+        Event::PeakMeasured { worker, peak } => learn::take_peak(cx, &worker, peak),
+        Event::WorkerActivity { worker, requests } => worker_events::take_activity(cx, &worker, requests),
+        Event::WorkerWanted { worker, .. } => worker_events::take_wanted(cx, &worker),
+        Event::WorkerResizeRequested { ticket, worker, variant, wait } => {
+            worker_events::take_resize(cx, ticket, worker, variant, wait);
+        }
+        Event::WorkerResized { worker, variant, used, error } => {
+            worker_events::take_resized(cx, &worker, &variant, used, error.as_deref());
+        }
+        Event::WorkerUnresponsive { worker, pid, evidence } => {
+            worker_events::take_unresponsive(cx, &worker, pid, evidence);
+        }
+        Event::CapacityWanted { needed, wanted, .. } => growth_orders::take_capacity_wanted(cx, needed, wanted),
+        Event::OperatorShed { ticket, bytes } => operator::take_shed(cx, ticket, bytes),
+        Event::OperatorRegrow { ticket } => operator::take_regrow(cx, ticket),
+        Event::OperatorKvType { ticket, kv_type } => operator::take_kv_type(cx, ticket, kv_type),
+        Event::OperatorWorker { ticket, worker, command } => worker_events::take_command(cx, ticket, &worker, command),
+        Event::Recovered { book, adopted } => restore::take_recovered(cx, book, &adopted),
+        Event::DrainRequested => operator::take_drain(cx),
+        Event::DrainCancelled => operator::take_drain_cancelled(cx),
+        Event::OperatorLoad { ticket } => operator::take_load(cx, ticket),
+        Event::Reconfigured { ticket, params, changes } => {
+            operator::take_reconfigured(cx, ticket, *params, changes);
+            // By shorter settings some may be over already.
+            serve_deadlines(cx);
+        }
+        Event::DeadlineReached => {}
+    }
+}
+
+fn follow_up(cx: &mut Context<'_>) {
+    worker_events::start_in_order(cx);
+    growth_orders::load_engine(cx);
+    serve::serve_queue(cx);
+    reclaim_orders::relieve_pressure(cx);
+    growth_orders::grow_back(cx);
+    worker_events::serve_rests(cx);
+}
+
+/// A sample of the machine: headroom, level, and what the kernel keeps.
+fn take_sample(cx: &mut Context<'_>, mut sample: Sample) {
+    sample.taken_at = sample.taken_at.min(cx.state.now);
+    if cx.state.pressure.sampled_at().is_some_and(|last| sample.taken_at <= last) {
+        cx.out.push(Action::SampleAfter { wait: cx.state.pressure.interval() });
+        return;
+    }
+    // Memory that the engine has leased and not touched looks available, and may be touched with the next token.
+    let untouched = cx.state.engine.kv.untouched;
+    let machine = sample.available().saturating_sub(untouched);
+    let scope_used = match cx.state.params.budget.scope {
+        Scope::Machine => Some(sample.total().max(cx.state.params.budget.total).saturating_sub(machine)),
+        Scope::Session => sample.scope_used.map(|used| used.saturating_add(untouched)),
+    };
+    let scope_left = match scope_used {
+        Some(used) => {
+            cx.state.ledger.observe_scope(used, sample.taken_at);
+            match cx.state.params.budget.scope {
+                Scope::Machine => machine,
+                Scope::Session => cx.state.params.budget.total.saturating_sub(used),
+            }
+        }
+        // Unknown is not zero: the book decides.
+        None => cx.state.params.budget.total.saturating_sub(cx.state.ledger.used_by_holders()),
+    };
+    let headroom = scope_left.saturating_sub(cx.state.ledger.unused_reserve()).min(machine);
+    if let Some(change) = cx.state.pressure.observe(&sample, headroom) {
+        cx.out.push(Action::LevelChanged { from: change.from, to: change.to, reason: change.reason });
+    }
+    if let Some(release) = cx.machine.page_pool.observe(&sample) {
+        cx.decide(MemoryDecision::Released(release));
+    }
+    for changed in cx.machine.reboot.observe(&sample, cx.state.pressure.level()) {
+        cx.decide(match changed {
+            Changed::Advised(reason) => MemoryDecision::RebootAdvised(reason),
+            Changed::NotAdvised(reason) => MemoryDecision::RebootNotAdvised(reason),
+        });
+    }
+    let short = cx.state.params.pressure.elevated_below;
+    if let Some(bytes) = cx.machine.page_pool.bytes_to_empty(short, cx.state.now) {
+        cx.out.push(Action::EmptyPagePool { bytes });
+    }
+    cx.out.push(Action::SampleAfter { wait: cx.state.pressure.interval() });
+    cx.with_leases(|leases, turn| leases.close_unmeasurable(sample.taken_at, turn));
+    cx.machine.sample = Some(sample);
+}
+
+/// A measurement of a holder, and what it settles.
+fn take_measurement(cx: &mut Context<'_>, tenant: &str, used: Option<Bytes>, taken_at: Timestamp) {
+    let taken_at = taken_at.min(cx.state.now);
+    match used {
+        Some(used) if cx.state.leases.is_known(tenant) => cx.state.ledger.measure(tenant, used, taken_at),
+        Some(_) => return,
+        None => {}
+    }
+    // One that was overtaken by a newer one says how it was, and not how it is.
+    let newest = cx.state.ledger.measurement(tenant).map(|measured| measured.at);
+    if used.is_some() && newest.is_some_and(|at| taken_at < at) {
+        return;
+    }
+    if tenant == ENGINE_TENANT {
+        learn::from_engine(cx);
+        engine_orders::settle(cx);
+    } else if cx.state.workers.contains(tenant) {
+        if !worker_orders::settle_notified(cx, tenant, used, taken_at) {
+            worker_events::settle(cx, tenant);
+        }
+        // One that asks for itself has its lease as any tenant.
+        cx.with_leases(|leases, turn| leases.settle(tenant, used, taken_at, turn));
+        learn::from_life(cx, tenant);
+    } else {
+        cx.with_leases(|leases, turn| leases.settle(tenant, used, taken_at, turn));
+    }
+    cx.with_leases(|leases, turn| {
+        leases.tend_residual(tenant, used, taken_at, turn);
+        leases.watch_bounds(tenant, turn);
+    });
+}
+
+fn serve_lease_deadlines(cx: &mut Context<'_>) {
+    cx.with_leases(LeaseTable::expire);
+    for id in cx.state.leases.overdue(cx.state.now) {
+        if let Some(revocation) = cx.with_leases(|leases, turn| leases.escalate(id, turn)) {
+            worker_orders::end_notification(cx, id, &revocation);
+        }
+    }
+    cx.with_leases(LeaseTable::poll);
+}

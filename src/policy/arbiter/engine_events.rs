@@ -1,0 +1,167 @@
+//! Events of the engine: inspected, a plan carried out or failed, gone, busy or idle.
+//!
+//! Its state is in [`engine_control`](crate::policy::engine_control); what it is asked for is in `engine_orders`.
+
+use super::{context::Context, engine_orders};
+use crate::{
+    policy::{
+        deadline::Deadline,
+        decision::{EngineDecision, NextLoad, StrayPlan},
+        engine_control::{AfterFailure, Applied, Confirmed, KvUse, PlanKind},
+        params::ENGINE_TENANT,
+        reason::PlanSize,
+        residency::{EnginePlan, ModelShape, PlanLimits},
+        state::State,
+    },
+    units::{Bytes, Tokens},
+};
+
+pub(super) fn take_inspected(cx: &mut Context<'_>, shape: ModelShape) {
+    let Some(params) = &cx.state.engine.params else {
+        return cx.decide(EngineDecision::NotConfigured { model: shape.name });
+    };
+    if cx.state.engine.lease.is_some() {
+        return cx.decide(EngineDecision::AlreadyLoaded { model: shape.name });
+    }
+    let limits = PlanLimits::new(params, Tokens::ZERO);
+    cx.decide(EngineDecision::Inspected {
+        model: shape.name.clone(),
+        layers: shape.layer_count(),
+        token: shape.kv.bytes_per_token(limits.kv_type),
+        full: shape.plan_bytes(&shape.full_plan(&limits)),
+    });
+    // Memory that reads of an earlier load have kept is back.
+    cx.state.ledger.forget(ENGINE_TENANT);
+    if let Some(at) = cx.state.engine.inspected(shape, cx.state.now) {
+        let wait = at.saturating_since(cx.state.now);
+        cx.decide(EngineDecision::LoadDelayed { wait });
+    }
+    if let Some(error) = cx.state.floor_out_of_reach() {
+        cx.state.engine.refuse(error.to_string());
+        cx.decide(EngineDecision::FloorExceedsBudget { error });
+    }
+}
+
+pub(super) fn take_applied(cx: &mut Context<'_>, revision: u64, in_force: EnginePlan, applied: &Applied) {
+    let now = cx.state.now;
+    let (confirmed, id) = match cx.state.engine.confirm(revision, in_force, applied.untouched, now) {
+        Ok(confirmed) => (confirmed, cx.state.engine.lease),
+        Err(stray) => return ignore_plan(cx, revision, stray),
+    };
+    let Some(id) = id else { return };
+    let before = cx.state.ledger.held_by(id);
+    cx.state.ledger.measure(ENGINE_TENANT, applied.used, now);
+    let stays = cx.state.engine.needs().max(applied.used.min(before));
+    let credited = cx.state.ledger.lower(id, stays);
+    let is_asked = !cx.state.engine.plans.pending.is_empty();
+    cx.state.ledger.set_moving(id, is_asked);
+    cx.state.changed_at = now;
+    cx.decide(EngineDecision::Applied {
+        revision,
+        outcome: confirmed.outcome(credited, applied),
+        plan: plan_in_force(cx.state),
+        used: applied.used,
+        free: cx.state.ledger.free(),
+        took: applied.took,
+    });
+    match confirmed {
+        Confirmed::Repeated => cx.state.pressure.came_back(credited.min(applied.freed), now),
+        Confirmed::Shed(asked) => {
+            cx.note_reclaimed(credited, true);
+            cx.state.pressure.came_back(credited, now);
+            let promised = before.saturating_sub(cx.state.engine.bytes_in(&asked.plan));
+            let given = credited.min(applied.freed.saturating_add(applied.untouched_given));
+            if promised.per_mille(cx.state.params.shed.verify_per_mille) > given && !is_asked {
+                cx.decide(EngineDecision::Short { promised, credited, freed: applied.freed });
+            }
+        }
+        Confirmed::Grown { asked, without_chunk } => {
+            cx.state.engine.blocked.growth = Some(cx.later(cx.state.params.shed.settle));
+            let in_force = cx.state.engine.plans.in_force.as_ref();
+            let bytes = in_force.map_or(asked.from, |plan| cx.state.engine.bytes_in(plan));
+            let stats = &mut cx.record.stats;
+            stats.regrown_bytes = stats.regrown_bytes.saturating_add(bytes.saturating_sub(asked.from));
+            // The layers whose place the larger chunk should have taken may come back at once.
+            if without_chunk && cx.state.dwell.began_at(asked.asked_at) {
+                cx.state.dwell.end();
+            }
+        }
+        Confirmed::ChunkEnded => {
+            cx.note_reclaimed(credited, true);
+            cx.state.pressure.came_back(credited, now);
+        }
+        Confirmed::Ready | Confirmed::Unchanged => {}
+    }
+    engine_orders::answer_operators(cx, revision, Ok(applied));
+}
+
+pub(super) fn take_apply_failed(cx: &mut Context<'_>, revision: u64, reason: &str) {
+    let Some(pending) = cx.state.engine.plans.answered(revision) else {
+        let reason = reason.to_owned();
+        return ignore_plan(cx, revision, StrayPlan::Failed { reason });
+    };
+    if pending.kind == PlanKind::Load {
+        take_failed(cx, reason, None);
+        return;
+    }
+    cx.decide(EngineDecision::NotApplied {
+        revision,
+        reason: reason.to_owned(),
+        plan: PlanSize::of(cx.state.engine.shape(), &pending.plan),
+        in_force: plan_in_force(cx.state),
+    });
+    let (settle, dwell) = (cx.state.params.shed.settle, cx.state.params.pressure.dwell);
+    // Neither growth nor the same shed is tried again at once: what failed a moment ago fails again.
+    if pending.kind == PlanKind::Shed {
+        cx.state.engine.blocked.shed = Some(cx.later(settle));
+    }
+    // The plan in force is asked for before anything grows; after a longer time, if that one failed.
+    let confirms = cx.state.engine.plans.in_force.as_ref() == Some(&pending.plan);
+    let confirm_at = Deadline::after(cx.state.now, if confirms { settle.max(dwell) } else { settle });
+    let grows_at = match pending.kind {
+        PlanKind::Regrow => confirm_at.at().max(cx.state.now + dwell),
+        PlanKind::Shed | PlanKind::Load => confirm_at.at(),
+    };
+    cx.state.engine.blocked.growth = cx.state.engine.blocked.growth.max(Some(grows_at));
+    // Its finished part is on the book until the engine reports which plan is in force.
+    cx.state.engine.plans.failed(revision, pending.plan, confirm_at);
+    engine_orders::settle(cx);
+    engine_orders::answer_operators(cx, revision, Err(reason));
+}
+
+pub(super) fn take_failed(cx: &mut Context<'_>, reason: &str, left: Option<Bytes>) {
+    if cx.state.engine.params.is_none() {
+        return;
+    }
+    let freed = cx.state.engine.lease.map_or(Bytes::ZERO, |id| cx.drop_lease(id));
+    match left {
+        // No lease holds it, and nothing can be granted of it.
+        Some(left) => cx.state.ledger.measure(ENGINE_TENANT, left, cx.state.now),
+        None => cx.state.ledger.forget(ENGINE_TENANT),
+    }
+    cx.state.changed_at = cx.state.now;
+    let next = match cx.state.engine.failed(reason, left.is_some(), cx.state.now) {
+        AfterFailure::RetryAt(at) => NextLoad::In(at.saturating_since(cx.state.now)),
+        AfterFailure::GivenUp => NextLoad::GivenUp,
+        AfterFailure::WaitsForDisk => NextLoad::WaitsForDisk { left: left.unwrap_or_default() },
+        AfterFailure::NothingToLoad => NextLoad::NothingToLoad,
+    };
+    cx.decide(EngineDecision::Gone { reason: reason.to_owned(), freed, next });
+    engine_orders::answer_operators(cx, u64::MAX, Err(reason));
+}
+
+pub(super) fn take_activity(cx: &mut Context<'_>, requests: u32, kv: KvUse) {
+    let lost = cx.state.engine.activity(requests, kv);
+    if lost > 0 {
+        cx.decide(EngineDecision::ContextLost { tokens: lost, in_all: kv.dropped.get() });
+    }
+}
+
+fn plan_in_force(state: &State) -> Option<PlanSize> {
+    let plan = state.engine.plans.in_force.as_ref();
+    plan.map(|plan| PlanSize::of(state.engine.shape(), plan))
+}
+
+fn ignore_plan(cx: &mut Context<'_>, revision: u64, stray: StrayPlan) {
+    cx.decide(EngineDecision::StrayPlan { revision, stray });
+}

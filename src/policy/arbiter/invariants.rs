@@ -1,0 +1,65 @@
+//! Invariants that end every call.
+
+use super::view::next_deadline;
+use crate::policy::{lease::LeaseId, lease_table::Lease, state::State};
+
+/// Asserts of one lease that its time is ahead; ends a renewal, which touches nothing else.
+///
+/// # Panics
+/// If it is not so.
+#[expect(clippy::panic, reason = "a broken book is worth a restart")]
+pub(super) fn assert_lasts(state: &State, id: LeaseId) {
+    let past = |lease: &&Lease| lease.expires_at.is_some_and(|at| at <= state.now);
+    if state.leases.get(id).is_some_and(|lease| past(&lease)) {
+        panic!("the book is broken at {}: lease {} is past its time", state.now, state.leases.name_of(id));
+    }
+}
+
+/// The first invariant that does not hold; ends every call but renewals, in release builds too.
+///
+/// The sum of leases never exceeds the budget; every lease on the book has its entry and the reverse; a lease that gives
+/// memory back has a deadline ahead; the engine is never asked below its floor, and its lease covers every plan that it may
+/// be at; no deadline that is due has been left unserved.
+pub(super) fn broken(state: &State) -> Option<String> {
+    if !state.ledger.is_conserved() {
+        return Some(format!("{} is held of a {} budget", state.ledger.held(), state.ledger.budget()));
+    }
+    if let Some(id) = state.ledger.differs_from(state.leases.ids()) {
+        return Some(format!("lease {} is on one book only", id.0));
+    }
+    if let Some(name) = state.leases.past_its_time(state.now) {
+        return Some(format!("lease {name} is past its time"));
+    }
+    broken_engine(state).or_else(|| broken_worker(state)).or_else(|| unserved_deadline(state))
+}
+
+fn broken_engine(state: &State) -> Option<String> {
+    let held = state.engine.lease.map(|id| state.ledger.held_by(id));
+    let limits = state.engine.limits()?;
+    let shape = state.engine.shape()?;
+    for (revision, pending) in &state.engine.plans.pending {
+        let floor = limits.kv_floor.min(shape.context_max);
+        let least = shape.parts_of(limits.resident_min).min(shape.layers.len());
+        if pending.plan.kv_capacity < floor || pending.plan.resident.len() < least {
+            return Some(format!("plan {revision} is below the engine's floor"));
+        }
+        if held.is_none_or(|held| held < shape.plan_bytes(&pending.plan)) {
+            return Some(format!("plan {revision} is not covered by the engine's lease"));
+        }
+    }
+    let lost = state.engine.is_ready() && held.is_none();
+    lost.then(|| "the engine runs without a lease".to_owned())
+}
+
+fn broken_worker(state: &State) -> Option<String> {
+    state.workers.values().find_map(|worker| {
+        let (id, name) = (worker.lease()?, &worker.params.name);
+        let booked = state.leases.get(id).is_some();
+        (!booked).then(|| format!("worker `{name}` is {:?} and not booked", worker.state()))
+    })
+}
+
+fn unserved_deadline(state: &State) -> Option<String> {
+    let next = next_deadline(state)?;
+    (next <= state.now).then(|| format!("a deadline of {next} has not been served"))
+}

@@ -1,0 +1,146 @@
+//! Commands of operators to the engine and to the daemon as a whole.
+
+use std::mem;
+
+use super::{context::Context, engine_orders, growth_orders, reclaim_orders, serve};
+use crate::{
+    policy::{
+        decision::AdmissionDecision,
+        denial::{Denial, Problem},
+        engine_control::{PlanKind, WaitingOperator, Wish, bytes_in},
+        event::{Action, ChangedKeys, Done},
+        growth,
+        kv_type::KvType,
+        lease::{Class, Ticket},
+        params::{ENGINE_TENANT, Params},
+        reason::{PlanChange, PlanReason, ReclaimReason},
+        reclaim,
+        residency::EnginePlan,
+    },
+    units::Bytes,
+};
+
+pub(super) fn take_shed(cx: &mut Context<'_>, ticket: Ticket, bytes: Bytes) {
+    if bytes == Bytes::ZERO {
+        cx.deny(ticket, Denial::invalid(ENGINE_TENANT, "bytes", &bytes, Problem::Zero));
+        return;
+    }
+    let before = cx.state.engine_held();
+    let reclaim = reclaim::for_operator(cx.state, bytes, ReclaimReason::Operator { asked: bytes });
+    let promised = reclaim.is_some_and(|reclaim| reclaim_orders::carry_out(cx, reclaim));
+    match cx.state.engine.plans.pending.last_key_value() {
+        Some((revision, _)) if promised => {
+            let (revision, wish) = (*revision, Wish::Shed { asked: bytes });
+            cx.state.engine.operators.push(WaitingOperator { ticket, revision, before, wish });
+        }
+        _ => {
+            let denial = cx.state.insufficient("operator", None, bytes, Class::AudioRealtime);
+            cx.deny(ticket, denial);
+        }
+    }
+}
+
+/// From now on KV is kept as `kind` when memory is plentiful. What is there is converted: at once when it becomes
+/// smaller, and as soon as there is room for it when it becomes larger.
+pub(super) fn take_kv_type(cx: &mut Context<'_>, ticket: Ticket, kind: KvType) {
+    let invalid = |problem| Denial::invalid(ENGINE_TENANT, "kv_type", &kind, problem);
+    if !cx.state.engine.set_kv_type(kind) {
+        cx.deny(ticket, invalid(Problem::NoEngine));
+        return;
+    }
+    let (floor, full) = (cx.state.engine.floor_bytes(), cx.state.engine.full_plan());
+    let full_bytes = full.as_ref().map(|full| bytes_in(cx.state.engine.shape(), full));
+    if let Some((id, full_bytes)) = cx.state.engine.lease.zip(full_bytes) {
+        cx.state.leases.set_bounds(id, floor.unwrap_or(Bytes::ZERO), full_bytes);
+    }
+    let (Some(id), Some(shape), Some(goal)) = (cx.state.engine.lease, cx.state.engine.shape(), cx.state.engine.goal())
+    else {
+        cx.done(ticket, Done::KvWhenLoaded(kind));
+        return;
+    };
+    if goal.kv_type == kind {
+        cx.done(ticket, Done::KvIs(kind));
+        return;
+    }
+    if !cx.state.engine.can_shed(cx.state.now) {
+        cx.deny(ticket, invalid(Problem::EngineBusy));
+        return;
+    }
+    let plan = EnginePlan { kv_type: kind, ..goal.clone() };
+    let (before, bytes) = (cx.state.ledger.held_by(id), shape.plan_bytes(&plan));
+    let change = PlanChange::of(cx.state.engine.shape(), goal, &plan);
+    let smaller = kind < goal.kv_type;
+    let more = bytes.saturating_sub(before);
+    let no_room = !smaller && !growth::has_room(cx.state, more);
+    if no_room || (!smaller && !cx.grow_lease(id, bytes.max(before))) {
+        let more = no_room.then_some(more);
+        cx.done(ticket, Done::KvWhenRoom { kv_type: kind, more });
+        return;
+    }
+    let kind_of_plan = if smaller { PlanKind::Shed } else { PlanKind::Regrow };
+    // A wished shed stays for the dwell, as any shed; a wished growth does not wait.
+    if smaller {
+        cx.state.dwell.begin(cx.state.now);
+    } else {
+        cx.state.dwell.end();
+    }
+    engine_orders::ask(cx, plan, kind_of_plan, Some(PlanReason::KvType { change }));
+    if let Some((revision, _)) = cx.state.engine.plans.pending.last_key_value() {
+        let (revision, wish) = (*revision, Wish::KvType { kind });
+        cx.state.engine.operators.push(WaitingOperator { ticket, revision, before, wish });
+    }
+}
+
+/// Goes on with other settings, or with none of them changed.
+pub(super) fn take_reconfigured(cx: &mut Context<'_>, ticket: Ticket, params: Params, changes: ChangedKeys) {
+    match cx.state.reconfigure(params) {
+        Ok(()) => cx.done(ticket, Done::Reconfigured(changes)),
+        Err(fault) => {
+            let denial = Denial::invalid("operator", &fault.setting, &fault.value, Problem::Text(fault.problem));
+            cx.deny(ticket, denial);
+        }
+    }
+}
+
+/// An operator ends the dwell and the back-off. A regrow that can do nothing is refused with what it waits for.
+pub(super) fn take_regrow(cx: &mut Context<'_>, ticket: Ticket) {
+    if let Some(denial) = cx.state.pressure_denial("llm", Class::LlmElastic, Bytes::ZERO) {
+        cx.deny(ticket, denial);
+        return;
+    }
+    cx.state.dwell.forget();
+    cx.state.engine.blocked.growth = None;
+    match growth_orders::grow_one_step(cx) {
+        Ok(done) => cx.done(ticket, done),
+        Err(wait) => cx.deny(ticket, Denial::NotGrowing { wait }),
+    }
+}
+
+/// Has the header of a model read again that is not loaded; what follows is as at the start.
+pub(super) fn take_load(cx: &mut Context<'_>, ticket: Ticket) {
+    let done = if cx.state.engine.params.is_none() {
+        Done::NoEngine
+    } else if cx.state.engine.lease.is_some() {
+        Done::Loaded
+    } else {
+        // Failures before the operator's command do not count any more.
+        cx.state.engine.read_again();
+        cx.out.push(Action::InspectModel);
+        Done::Inspecting
+    };
+    cx.done(ticket, done);
+}
+
+pub(super) fn take_drain(cx: &mut Context<'_>) {
+    if !cx.state.draining {
+        cx.state.draining = true;
+        cx.decide(AdmissionDecision::DrainBegun);
+        serve::deny_all_waiting(cx);
+    }
+}
+
+pub(super) fn take_drain_cancelled(cx: &mut Context<'_>) {
+    if mem::take(&mut cx.state.draining) {
+        cx.decide(AdmissionDecision::DrainEnded);
+    }
+}

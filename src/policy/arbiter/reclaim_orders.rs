@@ -1,0 +1,110 @@
+//! Orders of reclaim: a set of shrinking holders is asked at once, processes that must be stopped one at a time.
+//!
+//! The choice of holders is made in [`crate::policy::reclaim`].
+
+use super::{
+    context::Context,
+    engine_orders,
+    worker_orders::{self, Less},
+};
+use crate::{
+    policy::{
+        decision::GrowthDecision,
+        engine_supply::Given,
+        event::Action,
+        lease::Class,
+        reason::{ReclaimReason, StopReason},
+        reclaim::{self, Reclaim, Relief},
+        shedding::{Chosen, Source},
+        stop_or_shed::{Purpose, Urgency},
+        worker::StopCause,
+    },
+    units::Bytes,
+};
+
+/// Asks back `missing` bytes for a request of `class`; nothing, if not all of it can be had.
+pub(super) fn reclaim_for(cx: &mut Context<'_>, class: Class, missing: Bytes, reason: ReclaimReason) -> bool {
+    let reclaim = reclaim::for_request(cx.state, class, missing, reason);
+    reclaim.map(|reclaim| carry_out(cx, reclaim)).is_some()
+}
+
+/// Sheds while the headroom is below the upper watermark.
+pub(super) fn relieve_pressure(cx: &mut Context<'_>) {
+    let urgency = match reclaim::under_pressure(cx.state, cx.record.relieved_at) {
+        Relief::Waits => return,
+        Relief::NotNeeded => {
+            cx.record.said.remove(NOTHING_LEFT);
+            return;
+        }
+        Relief::Reclaim { urgency, reclaim } => {
+            if carry_out(cx, *reclaim) {
+                cx.record.relieved_at = Some(cx.state.now);
+                cx.record.said.remove(NOTHING_LEFT);
+                return;
+            }
+            urgency
+        }
+        Relief::NothingLeft { urgency } => urgency,
+    };
+    let level = cx.state.pressure.level();
+    if urgency == Urgency::Warning {
+        return cx.decide_once(NOTHING_LEFT, &[], GrowthDecision::EngineSpared { level });
+    }
+    let own = cx.machine.sample.as_ref().and_then(|sample| sample.own_used);
+    let unaccounted = cx.state.ledger.unaccounted();
+    let decision = GrowthDecision::NothingLeft { level, unaccounted, own };
+    cx.decide_once(NOTHING_LEFT, &[unaccounted, own.unwrap_or_default()], decision);
+}
+
+/// Asks for what was chosen, and says so. Returns whether a holder has been asked.
+pub(super) fn carry_out(cx: &mut Context<'_>, reclaim: Reclaim) -> bool {
+    let Reclaim { purpose, reason, weighing, chosen } = reclaim;
+    cx.out.push(Action::Weighed { weighing });
+    if chosen.iter().any(|one| !matches!(one.source, Source::Tenant { .. }))
+        && let Some(backed_off) = cx.state.dwell.undo(cx.state.now)
+    {
+        cx.decide(backed_off);
+    }
+    let mut asked = false;
+    let mut given = Given::default();
+    for Chosen { source, units, bytes } in chosen {
+        match source {
+            Source::Tenant { lease: id, .. } => {
+                let held = cx.state.ledger.held_by(id);
+                let from = match (purpose, cx.state.leases.get(id)) {
+                    (Purpose::Pressure(_), Some(lease)) => {
+                        cx.state.ledger.used_by(&lease.holder).map_or(held, |used| used.min(held))
+                    }
+                    _ => held,
+                };
+                cx.set_target(id, from.saturating_sub(bytes), reason.clone());
+                asked = true;
+            }
+            Source::WorkerNotified { worker } => {
+                asked |= worker_orders::ask_for_less(cx, &worker, Less::Notification, &reason);
+            }
+            Source::WorkerVariant { worker, variant } => {
+                asked |= worker_orders::ask_for_less(cx, &worker, Less::Variant(variant), &reason);
+            }
+            Source::WorkerStop { worker } => {
+                if !cx.state.workers.is_any_stopping() {
+                    let reclaim = reason.clone();
+                    worker_orders::stop(cx, &worker, StopCause::Shed, StopReason::Reclaim { held: bytes, reclaim });
+                    asked = true;
+                }
+            }
+            // Of the engine, which is asked once for all that was chosen.
+            _ => given.add(&source, units, bytes),
+        }
+    }
+    if given != Given::default() {
+        asked |= engine_orders::shed(cx, given, reason) > Bytes::ZERO;
+    }
+    if asked {
+        cx.state.dwell.begin(cx.state.now);
+    }
+    asked
+}
+
+/// Subject of what is decided once.
+const NOTHING_LEFT: &str = "nothing left to shed";

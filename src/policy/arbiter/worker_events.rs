@@ -1,0 +1,397 @@
+//! Events of workers: ready, gone, changed, measured, due.
+//!
+//! The state of each worker is in [`worker_control`](crate::policy::worker_control). A worker's lease is ours: the peak
+//! is booked before it is started, and comes down to the steady size when the worker is measured there. A larger
+//! variant is booked before the worker is asked; a smaller one is credited when it is measured. What a worker is asked
+//! for is in `worker_orders`.
+
+use std::time::Duration;
+
+use super::{context::Context, learn, serve, worker_orders};
+use crate::{
+    policy::{
+        admission::{Want, WantKind},
+        death::{DeathCertificate, DeathClass},
+        decision::{ChangeCause, Decision, StrayReport, WorkerDecision},
+        denial::{Denial, Problem},
+        event::{Action, Done, WorkerCommand, WorkerDone},
+        lease::Ticket,
+        reason::StopReason,
+        snapshot::WorkerState,
+        state::State,
+        worker::{AfterExit, Commanded, Due, Failure, Resizing, RestStep, StopCause, Worker},
+    },
+    units::{Bytes, Timestamp},
+};
+
+pub(super) fn take_ready(cx: &mut Context<'_>, name: &str, pid: u32) {
+    let now = cx.state.now;
+    cx.record.noted += 1;
+    let Some(worker) = cx.state.workers.get_mut(name) else {
+        return;
+    };
+    let Some(took) = worker.answered(pid, now) else {
+        let report = StrayReport::Ready { pid, state: worker.state() };
+        ignore(cx, name, report);
+        return;
+    };
+    let change = worker.run().and_then(|run| run.resizing.as_ref()).map(|resizing| resizing.variant.clone());
+    cx.state.changed_at = now;
+    cx.decide(WorkerDecision::Ready { worker: name.to_owned(), pid, took });
+    if let Some(variant) = change {
+        cx.out.push(Action::ResizeWorker { worker: name.to_owned(), variant });
+    }
+    worker_orders::set_moving(cx, name);
+    measure(cx, name);
+}
+
+pub(super) fn take_died(cx: &mut Context<'_>, certificate: &DeathCertificate) {
+    let Some(worker) = cx.state.workers.get_mut(&certificate.worker) else {
+        return;
+    };
+    worker.died(certificate.summary());
+    if let Some(remedy) = &certificate.verdict.remedy {
+        cx.decide(WorkerDecision::Died { sentence: certificate.verdict.sentence.clone(), remedy: remedy.clone() });
+    }
+    if certificate.verdict.class == DeathClass::MemcgOom {
+        learn::from_oom(cx, certificate);
+    }
+}
+
+/// Ends the process that did not answer, unless it is not the one that runs now or is about to end.
+pub(super) fn take_unresponsive(cx: &mut Context<'_>, name: &str, pid: u32, evidence: String) {
+    let Some(worker) = cx.state.workers.get(name) else {
+        return;
+    };
+    if !worker.is_ready() || worker.run().is_none_or(|run| run.pid != Some(pid)) {
+        return;
+    }
+    cx.decide(WorkerDecision::Unresponsive { worker: name.to_owned(), pid, evidence: evidence.clone() });
+    cx.out.push(Action::AbortWorker { worker: name.to_owned(), evidence });
+}
+
+pub(super) fn take_exited(cx: &mut Context<'_>, name: &str, intended: bool, cause: &str) {
+    cx.record.noted += 1;
+    let Some(worker) = cx.state.workers.get_mut(name) else {
+        return;
+    };
+    let Some(ended) = worker.exited(intended, cause, cx.state.now) else {
+        let cause = cause.to_owned();
+        ignore(cx, name, StrayReport::Exited { cause });
+        return;
+    };
+    let freed = cx.drop_lease(ended.lease);
+    cx.state.renew_worker(name);
+    cx.state.ledger.forget(name);
+    cx.state.changed_at = cx.state.now;
+    for ticket in ended.tickets {
+        let denial = Denial::invalid(name, "worker", &name, Problem::Exited { cause: cause.to_owned() });
+        cx.deny(ticket, denial);
+    }
+    cx.decide(WorkerDecision::Exited {
+        worker: name.to_owned(),
+        cause: cause.to_owned(),
+        expected: ended.stopping || intended,
+        freed,
+        free: cx.state.ledger.free(),
+    });
+    match ended.next {
+        AfterExit::Rests => {}
+        AfterExit::Sleeps => cx.note_reclaimed(freed, false),
+        AfterExit::Restarts => worker_orders::start_again_at_once(cx, name),
+        AfterExit::Shed { restarts_if_fits } => {
+            cx.note_reclaimed(freed, true);
+            if restarts_if_fits && cx.state.worker_peak(name, None) <= cx.state.ledger.free() {
+                worker_orders::start_again_at_once(cx, name);
+            }
+        }
+        AfterExit::Failed(failure) => decide_failure(cx, name, failure),
+    }
+}
+
+fn decide_failure(cx: &mut Context<'_>, name: &str, failure: Failure) {
+    let Some(worker) = cx.state.workers.get(name) else {
+        return;
+    };
+    let (name, failures, limits) = (name.to_owned(), worker.recent_failures(), worker.params.start.restart);
+    cx.decide(match failure {
+        Failure::RetriesAt(at) => WorkerDecision::Restarting {
+            worker: name,
+            wait: at.saturating_since(cx.state.now),
+            failures,
+            intensity: limits.intensity,
+            window: limits.window,
+        },
+        Failure::GivenUp => WorkerDecision::GivenUp { worker: name, failures, window: limits.window },
+        Failure::NeedsOperator => WorkerDecision::NeedsOperator { worker: name },
+    });
+}
+
+pub(super) fn take_activity(cx: &mut Context<'_>, name: &str, requests: u32) {
+    if let Some(worker) = cx.state.workers.get_mut(name) {
+        worker.works(requests, cx.state.now);
+    }
+}
+
+/// A request needs a worker: one that sleeps is started, one that was made small for being idle grows back.
+pub(super) fn take_wanted(cx: &mut Context<'_>, name: &str) {
+    if !cx.state.draining && cx.state.workers.get(name).is_some_and(Worker::can_be_woken) {
+        cx.decide(WorkerDecision::Woken { worker: name.to_owned() });
+        worker_orders::want(cx, name);
+    }
+}
+
+pub(super) fn take_command(cx: &mut Context<'_>, ticket: Ticket, name: &str, command: WorkerCommand) {
+    cx.record.noted += 1;
+    let Some(worker) = cx.state.workers.get_mut(name) else {
+        let denial = Denial::invalid(name, "worker", &name, Problem::NotConfigured);
+        cx.deny(ticket, denial);
+        return;
+    };
+    if cx.state.draining && command != WorkerCommand::Stop {
+        let asked = worker.params.peak_of(None);
+        let tenant = name.to_owned();
+        cx.deny(ticket, Denial::Draining { tenant, asked });
+        return;
+    }
+    let done = match (command, worker.state()) {
+        (WorkerCommand::Start, WorkerState::Ready) => WorkerDone::Runs,
+        (WorkerCommand::Start, WorkerState::Starting) => WorkerDone::IsStarting,
+        (WorkerCommand::Start, _) => WorkerDone::Starts,
+        (WorkerCommand::Stop, _) => WorkerDone::Stops,
+        (WorkerCommand::Recycle, _) => WorkerDone::Restarts,
+    };
+    match worker.command(command, cx.state.now) {
+        Commanded::Start => worker_orders::want(cx, name),
+        Commanded::Stop(StopCause::Recycle) => {
+            worker_orders::stop(cx, name, StopCause::Recycle, StopReason::Recycle);
+        }
+        Commanded::Stop(cause) => worker_orders::stop(cx, name, cause, StopReason::Operator),
+        Commanded::Withdraw => cx.state.queue.take_start_of(name),
+        Commanded::Nothing => {}
+    }
+    let worker = name.to_owned();
+    cx.done(ticket, Done::Worker { worker, done });
+}
+
+pub(super) fn take_resize(cx: &mut Context<'_>, ticket: Ticket, name: String, variant: String, wait: Duration) {
+    let refuse = |cx: &mut Context<'_>, field, value: &str, problem| {
+        cx.deny(ticket, Denial::invalid(&name, field, &value, problem));
+    };
+    let Some(worker) = cx.state.workers.get_mut(&name) else {
+        refuse(cx, "worker", &name, Problem::NotConfigured);
+        return;
+    };
+    let known = &worker.params.variants;
+    if !known.iter().any(|known| known.name == variant) {
+        let known = known.iter().map(|known| known.name.clone()).collect();
+        refuse(cx, "variant", &variant, Problem::NotAVariant { known });
+        return;
+    }
+    if !worker.is_ready() {
+        let state = worker.state();
+        refuse(cx, "worker", &name, Problem::NotReady { state });
+        return;
+    }
+    if cx.state.draining {
+        let asked = cx.state.worker_peak(&name, Some(&variant));
+        cx.deny(ticket, Denial::Draining { tenant: name, asked });
+        return;
+    }
+    let class = worker.params.class;
+    let Some(run) = worker.run_mut() else { return };
+    if let Some(resizing) = &mut run.resizing {
+        if resizing.variant == variant {
+            resizing.tickets.push(ticket);
+        } else {
+            let variant = resizing.variant.clone();
+            refuse(cx, "worker", &name, Problem::ChangingTo { variant });
+        }
+        return;
+    }
+    if run.variant.as_ref() == Some(&variant) {
+        let done = WorkerDone::IsIn { variant };
+        return cx.done(ticket, Done::Worker { worker: name, done });
+    }
+    let wait = wait.min(cx.state.params.lease.wait_max);
+    let kind = WantKind::WorkerVariant { variant };
+    let want = Want::ours(&name, class, run.lease, kind, cx.state.now).asked(ticket, wait);
+    serve::ask_or_queue(cx, want, wait);
+}
+
+pub(super) fn take_resized(cx: &mut Context<'_>, name: &str, variant: &str, used: Option<Bytes>, error: Option<&str>) {
+    let now = cx.state.now;
+    cx.record.noted += 1;
+    let Some(worker) = cx.state.workers.get_mut(name) else {
+        return;
+    };
+    let believed = cx.state.params.shed.deadlines.of(worker.params.class).max(cx.state.params.shed.settle);
+    let Some(resizing) = worker.changed(variant, error.is_some(), believed, now) else {
+        let variant = variant.to_owned();
+        ignore(cx, name, StrayReport::Changed { variant });
+        return;
+    };
+    let took = resizing.as_ref().map_or(Duration::ZERO, |resizing| now.saturating_since(resizing.asked_at));
+    cx.state.changed_at = now;
+    if let Some(used) = used {
+        cx.state.ledger.measure(name, used, now);
+    }
+    settle(cx, name);
+    let (worker, tickets) = (name.to_owned(), resizing.map(|resizing| resizing.tickets));
+    let variant = variant.to_owned();
+    let answer = if let Some(error) = error {
+        let kept = Problem::Kept { error: error.to_owned() };
+        let denial = Denial::invalid(name, "variant", &variant, kept);
+        cx.decide(WorkerDecision::VariantKept { worker, variant, error: error.to_owned(), used });
+        Err(denial)
+    } else {
+        let held = cx.state.worker_held(name);
+        let decision = Decision::from(WorkerDecision::Resized { worker, variant, took, used, held });
+        cx.decide(decision.clone());
+        Ok(Done::Decided(decision))
+    };
+    for ticket in tickets.unwrap_or_default() {
+        match &answer {
+            Ok(done) => cx.done(ticket, done.clone()),
+            Err(denial) => cx.deny(ticket, denial.clone()),
+        }
+    }
+    measure(cx, name);
+}
+
+pub(super) fn serve_deadlines(cx: &mut Context<'_>) {
+    while let Some((name, due)) = cx.state.workers.take_due(cx.state.now) {
+        let within = cx.state.workers.get(&name).map_or(Duration::ZERO, |worker| worker.params.start.ready_timeout);
+        match due {
+            Due::Retry => worker_orders::want(cx, &name),
+            Due::NotReady => worker_orders::stop(cx, &name, StopCause::NotReady, StopReason::NotReady { within }),
+            Due::NotStopped => cx.out.push(Action::StopWorker { worker: name, reason: StopReason::NotStopped }),
+            Due::NotChanged(Resizing { variant, tickets, .. }) => {
+                let denial = Denial::invalid(&name, "variant", &variant, Problem::NotAnswered { within });
+                cx.deny_all(tickets, &denial);
+                // It may still change at any time, to a size that could not be booked by then.
+                let reason = StopReason::NotChanged { variant, within };
+                worker_orders::stop(cx, &name, StopCause::NotReady, reason);
+            }
+            Due::NotSmaller => {
+                let used = cx.state.ledger.used_by(&name);
+                let held = cx.state.worker_held(&name);
+                if cx.state.workers.get(&name).is_some_and(|worker| worker.requests == 0) {
+                    worker_orders::stop(cx, &name, StopCause::Shed, StopReason::NotSmaller { used, held });
+                } else {
+                    cx.decide(WorkerDecision::NotSmaller { worker: name, used, held });
+                }
+            }
+        }
+    }
+}
+
+/// Serves what time and work have brought to workers that are ready. To be called last, when all else is decided.
+pub(super) fn serve_rests(cx: &mut Context<'_>) {
+    let mut last: Option<String> = None;
+    loop {
+        let may_rest = |id| !cx.state.draining && !cx.state.queue.waits_for(id);
+        let Some((name, step)) = cx.state.workers.take_rest(last.as_deref(), may_rest, cx.state.now) else {
+            return;
+        };
+        match step {
+            RestStep::Stop(cause) => {
+                let reason = match cause {
+                    StopCause::Idle => StopReason::Idle,
+                    _ => StopReason::Outgrown,
+                };
+                worker_orders::stop(cx, &name, cause, reason);
+            }
+            RestStep::Shrink { variant, idle } => {
+                worker_orders::change(cx, &name, variant, Vec::new(), ChangeCause::Idle { idle });
+            }
+            RestStep::Work { before_rest } => {
+                if let Some(variant) = before_rest {
+                    worker_orders::queue_variant(cx, &name, variant);
+                }
+                serve::serve_queue(cx);
+            }
+        }
+        last = Some(name);
+    }
+}
+
+pub(super) fn next_deadline(state: &State) -> Option<Timestamp> {
+    let may_rest = |id| !state.draining && !state.queue.waits_for(id);
+    let workers = state.workers.next_deadline(may_rest, state.now);
+    [workers, state.engine.holds_workers_until(state.now)].into_iter().flatten().min()
+}
+
+/// Starts the next one whose turn has come.
+pub(super) fn start_in_order(cx: &mut Context<'_>) {
+    if cx.state.draining {
+        return;
+    }
+    let next =
+        cx.state.workers.next_to_start(cx.state.engine.holds_workers_until(cx.state.now).is_none(), cx.state.now);
+    if let Some(name) = next.map(str::to_owned) {
+        worker_orders::want(cx, &name);
+    }
+}
+
+/// Credits what a measurement of a worker shows, once it is where it wants to be.
+pub(super) fn settle(cx: &mut Context<'_>, name: &str) {
+    let Some(measured) = cx.state.ledger.measurement(name) else {
+        return;
+    };
+    watch_growth(cx, name, measured.used);
+    let Some(worker) = cx.state.workers.get_mut(name).filter(|worker| worker.is_settled()) else {
+        return;
+    };
+    let Some(id) = worker.run().filter(|run| measured.at >= run.since).map(|run| run.lease) else {
+        return;
+    };
+    let held = cx.state.ledger.held_by(id);
+    let steady = worker.steady();
+    let tolerance =
+        held.saturating_sub(steady).per_mille(1000u32.saturating_sub(cx.state.params.shed.verify_per_mille));
+    let is_steady = measured.used <= steady.saturating_add(tolerance);
+    let stays = if is_steady { steady } else { measured.used.max(steady) };
+    let to_shed = stays == steady && worker.take_verified();
+    let freed = cx.state.ledger.lower(id, stays);
+    worker_orders::set_moving(cx, name);
+    if freed > Bytes::ZERO {
+        cx.state.changed_at = cx.state.now;
+        cx.decide(WorkerDecision::Settled {
+            worker: name.to_owned(),
+            used: measured.used,
+            stays,
+            freed,
+            free: cx.state.ledger.free(),
+        });
+    }
+    if to_shed {
+        cx.note_reclaimed(freed, true);
+    }
+}
+
+/// Has a worker wind down that holds more than it may, by its last measurement.
+fn watch_growth(cx: &mut Context<'_>, name: &str, used: Bytes) {
+    let settle = cx.state.params.shed.settle;
+    let Some(worker) = cx.state.workers.get_mut(name) else {
+        return;
+    };
+    if let Some(above) = worker.outgrows(used, settle, cx.state.now) {
+        let requests = worker.requests;
+        cx.decide(WorkerDecision::Outgrown {
+            worker: name.to_owned(),
+            used,
+            above,
+            held: cx.state.worker_held(name),
+            requests,
+        });
+    }
+}
+
+fn ignore(cx: &mut Context<'_>, name: &str, report: StrayReport) {
+    cx.decide(WorkerDecision::Ignored { worker: name.to_owned(), report });
+}
+
+fn measure(cx: &mut Context<'_>, name: &str) {
+    cx.out.push(Action::Measure { tenant: name.to_owned() });
+}
