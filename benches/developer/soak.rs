@@ -234,11 +234,11 @@ const MESSAGES: &str =
 
 const RESPONSES: &str = r#"{"model": "soak", "max_output_tokens": 16, "input": "turn on the lamp", "store": false}"#;
 
-/// 10 ms of silence as a WAV file, whose sample values are NUL bytes.
+/// Eight samples of silence at 12.8 kHz as a WAV file: each byte of it is ASCII, as its text has to be.
 const TRANSCRIPTION: &str = concat!(
     "--soak\r\nContent-Disposition: form-data; name=\"model\"\r\n\r\nasr\r\n",
     "--soak\r\nContent-Disposition: form-data; name=\"file\"; filename=\"a.wav\"\r\nContent-Type: audio/wav\r\n\r\n",
-    "RIFF\x34\0\0\0WAVEfmt \x10\0\0\0\x01\0\x01\0\x40\x1f\0\0\x40\x3e\0\0\x02\0\x10\0data\x10\0\0\0",
+    "RIFF\x34\0\0\0WAVEfmt \x10\0\0\0\x01\0\x01\0\0\x32\0\0\0\x64\0\0\x02\0\x10\0data\x10\0\0\0",
     "\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0",
     "\r\n--soak--\r\n",
 );
