@@ -31,6 +31,17 @@ impl Rows<'_> {
         unsafe { self.out.set(token * self.stride + self.first + row, value) };
     }
 
+    /// Writes the products of the rows from `first` on with `token`.
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+    #[inline]
+    pub(super) fn put_rows(&self, token: usize, first: usize, values: &[f32]) {
+        // SAFETY: as in `put`.
+        let out = unsafe { self.out.slice(token * self.stride + self.first + first, values.len()) };
+        for (out, value) in out.iter_mut().zip(values) {
+            *out = *value;
+        }
+    }
+
     /// Writes the products of the rows from `first` with `token`, one in each lane, as far as there are `count` rows.
     #[cfg(target_arch = "x86_64")]
     #[inline]
