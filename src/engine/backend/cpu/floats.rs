@@ -54,7 +54,7 @@ macro_rules! products {
     (
         $set:ident, $arch:ident, $features:literal, ($register:ty, $width:expr),
         ($zero:expr, $load:expr, $store:expr, $fma:expr, $half:expr, $brain:expr, $sum:expr, $four:expr, $ask:expr),
-        ($one:expr, $two:expr, $three:expr, $together:expr), [$($few:literal)* | $tokens:literal $whole:ident] $(,)?
+        ($one:expr, $two:expr, $three:expr, $together:expr), [$($few:literal)* | $tokens:literal $($whole:ident)::+] $(,)?
     ) => {
         pub(super) mod $set {
             use std::{arch::$arch::*, array::from_fn, mem::MaybeUninit};
@@ -62,9 +62,6 @@ macro_rules! products {
             use crate::engine::backend::cpu::floats::{
                 Aligned, BF16, COLUMNS, F16, F32, LANES, Next, ROWS, TOKENS, WIDENED, bytes_of, element, rest, token,
             };
-            #[cfg(target_arch = "x86_64")]
-            #[allow(unused_imports, reason = "for one of the sets")]
-            use crate::engine::backend::cpu::floats::tile_avx2;
             use crate::engine::backend::cpu::rows::Rows;
 
             /// Columns in a register.
@@ -234,7 +231,7 @@ macro_rules! products {
                             unsafe {
                                 match step {
                                     $($few => tile_of::<TILE, $few>(weights, from_fn(token), width, sums.cast(), begins),)*
-                                    _ => $whole::<TILE, $tokens>(weights, from_fn(token), width, sums.cast(), begins),
+                                    _ => $($whole)::+::<TILE, $tokens>(weights, from_fn(token), width, sums.cast(), begins),
                                 }
                                 if left > 0 {
                                     let tokens: [_; $tokens] = from_fn(token);
@@ -248,8 +245,7 @@ macro_rules! products {
                                                 four[row][part] = (*sums)[part][ahead][row];
                                             }
                                         }
-                                        let products: [f32; ROWS] = $four(four);
-                                        rows.put_rows(from + at + ahead, first, &products[..ROWS.min(count - first)]);
+                                        rows.put_rows(from + at + ahead, first, count, $four(four));
                                     }
                                 }
                             }
@@ -577,7 +573,7 @@ products!(
         |line: *const u8| _mm_prefetch::<_MM_HINT_T1>(line.cast())
     ),
     (4, 4, 4, 2),
-    [1 2 | 3 tile_avx2],
+    [1 2 | 3 super::tile_avx2],
 );
 
 #[cfg(target_arch = "x86_64")]
