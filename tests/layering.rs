@@ -476,7 +476,7 @@ const LINES_MAX: [(&str, usize); 14] = [
     ("cli", 12305),
     ("config", 4476),
     ("daemon", 10725),
-    ("engine", 37968),
+    ("engine", 37829),
     ("http", 9652),
     ("journal", 3404),
     ("policy", 22442),

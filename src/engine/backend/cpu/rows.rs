@@ -31,21 +31,6 @@ impl Rows<'_> {
         unsafe { self.out.set(token * self.stride + self.first + row, value) };
     }
 
-    /// Writes the products of the rows from `first` on with `token`, as far as there are `count` rows.
-    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
-    #[inline]
-    pub(super) fn put_rows(&self, token: usize, first: usize, count: usize, values: [f32; 4]) {
-        // SAFETY: as in `put`.
-        let out = unsafe { self.out.slice(token * self.stride + self.first + first, (count - first).min(4)) };
-        if let Ok(out) = <&mut [f32; 4]>::try_from(&mut *out) {
-            *out = values;
-            return;
-        }
-        for (out, value) in out.iter_mut().zip(values) {
-            *out = value;
-        }
-    }
-
     /// Writes the products of the rows from `first` with `token`, one in each lane, as far as there are `count` rows.
     #[cfg(target_arch = "x86_64")]
     #[inline]

@@ -426,20 +426,6 @@ pub(super) fn total(lanes: __m256) -> f32 {
     _mm_cvtss_f32(_mm_add_ss(halves, _mm_movehdup_ps(halves)))
 }
 
-/// The same of each of four.
-#[inline]
-#[target_feature(enable = "avx2")]
-pub(super) fn totals(rows: [__m256; 4]) -> [f32; 4] {
-    let four = rows.map(|lanes| _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps::<1>(lanes)));
-    let two = |a, b| _mm_add_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b));
-    let (first, second) = (two(four[0], four[1]), two(four[2], four[3]));
-    let sums = _mm_add_ps(_mm_movelh_ps(first, second), _mm_movehl_ps(second, first));
-    let mut all = [0.0; 4];
-    // SAFETY: four numbers.
-    unsafe { _mm_storeu_ps(all.as_mut_ptr(), sums) };
-    all
-}
-
 #[cfg(test)]
 mod tests {
     use super::{
