@@ -468,7 +468,7 @@ const LINES_MAX: [(&str, usize); 14] = [
     ("cli", 12604),
     ("config", 4605),
     ("daemon", 11330),
-    ("engine", 38273),
+    ("engine", 38287),
     ("http", 9723),
     ("journal", 3384),
     ("policy", 22711),

@@ -1,5 +1,7 @@
 //! Copies of rows in the formats that products need.
 
+use half::slice::HalfFloatSliceExt;
+
 use super::{
     isa::Isa,
     matmul,
@@ -50,7 +52,7 @@ impl<'op> Copying<'op> {
                 Format::F32 => {}
                 Format::Q8_0 => quant::quantize_q8_0(self.isa, input, copy),
                 Format::Q8K => quant::quantize_q8k(self.isa, input, copy),
-                Format::F16 => rounded(input, copy, |x| half::f16::from_f32(x).to_f32()),
+                Format::F16 => rounded_to_f16(input, copy),
                 Format::Bf16 => rounded(input, copy, |x| half::bf16::from_f32(x).to_f32()),
             }
         }
@@ -64,6 +66,18 @@ impl<'op> Copying<'op> {
                 unsafe { self.row(row, &input[row * columns..][..columns]) };
             });
         }
+    }
+}
+
+/// Rounds through `f16`, many numbers at a time: one by one was a twentieth of a prompt's time.
+pub(super) fn rounded_to_f16(input: &[f32], copy: &mut [u8]) {
+    const TOGETHER: usize = 256;
+    let (mut halves, mut wide) = ([half::f16::ZERO; TOGETHER], [0f32; TOGETHER]);
+    for (input, copy) in input.chunks(TOGETHER).zip(copy.chunks_mut(4 * TOGETHER)) {
+        let (halves, wide) = (&mut halves[..input.len()], &mut wide[..input.len()]);
+        halves.convert_from_f32_slice(input);
+        halves.convert_to_f32_slice(wide);
+        rounded(wide, copy, |x| x);
     }
 }
 

@@ -258,7 +258,7 @@ const FEW_ROWS_TOGETHER: usize = super::neon_tile::ROWS;
 mod tests {
     use super::{
         super::{
-            copying::rounded,
+            copying::{rounded, rounded_to_f16},
             quant::{Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER, quantize_q8_0, quantize_q8k},
             test_numbers::numbers,
         },
@@ -311,7 +311,7 @@ mod tests {
                 Format::F32 => {}
                 Format::Q8K => quantize_q8k(Isa::Baseline, input, copy),
                 Format::Q8_0 => quantize_q8_0(Isa::Baseline, input, copy),
-                Format::F16 => rounded(input, copy, |x| half::f16::from_f32(x).to_f32()),
+                Format::F16 => rounded_to_f16(input, copy),
                 Format::Bf16 => rounded(input, copy, |x| half::bf16::from_f32(x).to_f32()),
             }
         }
