@@ -473,7 +473,7 @@ const FLAGS_MAX: usize = 2;
 /// Lines that a folder of `src` may have, tests included. Raising one is a line in the commit message, with its reason.
 const LINES_MAX: [(&str, usize); 14] = [
     (".", 721),
-    ("cli", 12600),
+    ("cli", 12603),
     ("config", 4602),
     ("daemon", 10981),
     ("engine", 38104),
