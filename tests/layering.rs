@@ -465,7 +465,7 @@ const FLAGS_MAX: usize = 2;
 /// Lines that a folder of `src` may have, tests included. Raising one is a line in the commit message, with its reason.
 const LINES_MAX: [(&str, usize); 14] = [
     (".", 721),
-    ("cli", 12604),
+    ("cli", 12607),
     ("config", 4605),
     ("daemon", 11330),
     ("engine", 38287),

@@ -225,7 +225,7 @@ where
         return Err(ExportError::Answer(response.status()));
     }
     let body = Limited::new(response.into_body(), ANSWER_MAX).collect().await;
-    let body = body.map(|body| body.to_bytes()).unwrap_or_default();
+    let body = body.map(http_body_util::Collected::to_bytes).unwrap_or_default();
     Ok(ExportTraceServiceResponse::decode(body).unwrap_or_default())
 }
 

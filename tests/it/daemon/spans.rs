@@ -108,8 +108,8 @@ async fn a_chat_is_a_trace_with_the_sheds_that_happen_in_it() {
             let resource = batch.resource_spans[0].resource.clone().unwrap();
             assert_eq!(attributes(&resource.attributes)["service.name"], "cotenant");
             spans.extend(spans_of(&batch));
-            let chats = spans.iter().filter(|span| span.name == "chat demo");
-            let Some(chat) = chats.last() else { continue };
+            let mut chats = spans.iter().filter(|span| span.name == "chat demo");
+            let Some(chat) = chats.next_back() else { continue };
             if chat.events.iter().any(|event| event.name == "cotenant.shed") {
                 break 'shed chat.clone();
             }
