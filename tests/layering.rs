@@ -468,7 +468,7 @@ const LINES_MAX: [(&str, usize); 14] = [
     ("cli", 12607),
     ("config", 4605),
     ("daemon", 11330),
-    ("engine", 38287),
+    ("engine", 38295),
     ("http", 9723),
     ("journal", 3384),
     ("policy", 22711),

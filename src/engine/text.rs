@@ -113,7 +113,9 @@ impl TextSide {
         if self.template.source().is_empty() {
             return Ok(());
         }
-        let message = match self.helper.template(Kind::Compile, &[], || self.setup()) {
+        let compiled = self.helper.template(Kind::Compile, &[], || self.setup());
+        self.helper.end();
+        let message = match compiled {
             Ok((Kind::Text, _)) => return Ok(()),
             Ok((_, message)) => String::from_utf8_lossy(&message).into_owned(),
             Err(error) => in_one_line(&error),

@@ -68,7 +68,7 @@ async fn twelve_spoken_commands_are_heard_word_for_word() {
     let (ears, mouth) = (client_of(&asr), client_of(&tts));
     let mut wrong = Vec::new();
     for command in COMMANDS {
-        // As a client of the front door would: 24 kHz in a WAV file, and back.
+        // As a client of HTTP would: 24 kHz in a WAV file, and back.
         let wav = spoken(&mouth, command).await.resampled(TTS_RATE_HZ).unwrap().to_wav().unwrap();
         let heard =
             ears.transcribe(&cotenant::speech::decode::decode_whole_for_asr(&wav, PATIENCE).unwrap()).await.unwrap();

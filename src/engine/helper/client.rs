@@ -99,6 +99,12 @@ impl Helper {
         job.first(&|| false)
     }
 
+    /// Ends it, until it is needed again: what is not used yet holds no memory.
+    pub(in crate::engine) fn end(&self) {
+        *self.running.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        self.held.store(0, Ordering::Relaxed);
+    }
+
     fn job(&self, kind: u8, setup: &dyn Fn() -> Setup) -> Result<Job, JobError> {
         let (ours, theirs) = UnixStream::pair()?;
         let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);

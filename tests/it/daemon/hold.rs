@@ -79,7 +79,7 @@ async fn a_program_under_a_lease_sheds_when_reported_and_ends_when_the_superviso
     let pid = holder.id().unwrap();
     let child = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok();
     daemon.kill();
-    assert_eq!(next().await, "over: the supervisor is away, and the term of 2s ends");
+    assert_eq!(next().await, "over: the supervisor is away, and the term of 2 s ends");
     assert_eq!(holder.wait().await.unwrap().code(), Some(4));
     // Where the kernel tells of children, the program is gone with it.
     if let Some(child) = child.and_then(|text| text.trim().parse::<u32>().ok()) {

@@ -61,7 +61,7 @@ pub(super) struct Daemon<'installation> {
     installation: &'installation Installation,
     child: Guard,
     channel: Channel,
-    /// Where its HTTP doors are; the lowest port when there are none.
+    /// Where it serves HTTP; the lowest port when there are none.
     pub(super) http: SocketAddr,
 }
 
@@ -262,7 +262,7 @@ impl Installation {
         (status, self.log()[before..].to_owned())
     }
 
-    /// Starts a daemon and waits until its doors are open.
+    /// Starts a daemon and waits until it serves.
     pub(super) async fn start(&self) -> Daemon<'_> {
         let before = self.log().len();
         let mut child = Guard(self.spawn());

@@ -24,7 +24,7 @@ fn find(bytes: &[u8], text: &[u8]) -> usize {
     bytes.windows(text.len()).position(|window| window == text).unwrap()
 }
 
-/// Starts a daemon on a bad model: the status, the doors, `check` and the events have to name what is wrong with the
+/// Starts a daemon on a bad model: the status, the APIs, `check` and the events have to name what is wrong with the
 /// file, and the worker and the leases have to work all the same.
 async fn is_refused(break_it: impl Fn(&Path), expected: &[&str]) {
     let installation = Installation::new("");

@@ -23,10 +23,10 @@ use tokio::{
 use tokio_stream::wrappers::TcpListenerStream;
 use tonic::{Request, Response, Status};
 
-use super::installation::{Daemon, Installation, budget, chat_body, demo_model};
+use super::installation::{Daemon, Installation, asr, budget, chat_body, demo_model, tts};
 use crate::{
-    http::client::{Connection, request},
-    support::PATIENCE,
+    http::client::{Connection, FORM, form, post, request},
+    support::{PATIENCE, speech_is_installed},
 };
 
 /// Passes on what it gets.
@@ -64,9 +64,10 @@ fn attributes(attributes: &[cotenant::telemetry::otlp::v1::KeyValue]) -> BTreeMa
     known.collect()
 }
 
-fn spoken_to(listener: &TcpListener, scheme: &str) -> (Installation, SocketAddr) {
+fn spoken_to(listener: &TcpListener, scheme: &str, more: &str) -> (Installation, SocketAddr) {
     let address = listener.local_addr().unwrap();
-    let sections = format!("{}{}telemetry: {{otlp: \"{scheme}://{address}\"}}\n", budget(128), demo_model(16_384));
+    let sections =
+        format!("{}{}telemetry: {{otlp: \"{scheme}://{address}\"}}\n{more}", budget(192), demo_model(16_384));
     (Installation::new(&sections), address)
 }
 
@@ -83,7 +84,7 @@ async fn until_metric(daemon: &Daemon<'_>, name: &str, least: f64) {
 async fn a_chat_is_a_trace_with_the_sheds_that_happen_in_it() {
     let (sender, mut batches) = mpsc::unbounded_channel();
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
-    let (installation, _) = spoken_to(&listener, "grpc");
+    let (installation, _) = spoken_to(&listener, "grpc", "");
     let server = tonic::transport::Server::builder().add_service(TraceServiceServer::new(Collector(sender)));
     let serving = tokio::spawn(server.serve_with_incoming(TcpListenerStream::new(listener)));
     let daemon = installation.start().await;
@@ -92,7 +93,7 @@ async fn a_chat_is_a_trace_with_the_sheds_that_happen_in_it() {
     let trace = "4bf92f3577b34da6a3ce929d0e0e4736";
     let parent = format!("00-{trace}-00f067aa0ba902b7-01");
     let body = chat_body(json!({
-        "messages": [{"role": "user", "content": "tell me all about the installation"}], "stream": true, "max_tokens": 400,
+        "messages": [{"role": "user", "content": "tell me all about the house"}], "stream": true, "max_tokens": 400,
     }));
     let headers = [("content-type", "application/json"), ("traceparent", parent.as_str())];
     let mut spans: Vec<Span> = Vec::new();
@@ -158,10 +159,53 @@ async fn a_chat_is_a_trace_with_the_sheds_that_happen_in_it() {
     serving.abort();
 }
 
+/// As a client with a trace of its own asks for the stages of one turn.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_stages_of_a_turn_are_spans_of_its_trace() {
+    if !speech_is_installed() {
+        return;
+    }
+    let (sender, mut batches) = mpsc::unbounded_channel();
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let (installation, _) = spoken_to(&listener, "grpc", &format!("workers:\n{}{}", tts(), asr()));
+    let server = tonic::transport::Server::builder().add_service(TraceServiceServer::new(Collector(sender)));
+    let serving = tokio::spawn(server.serve_with_incoming(TcpListenerStream::new(listener)));
+    let daemon = installation.start().await;
+    daemon.whole().await;
+    let question = daemon.speak("turn on the kitchen light").await.body;
+
+    let trace = [0x4b; 16];
+    let parent = format!("00-{}-00f067aa0ba902b7-01", "4b".repeat(16));
+    let recording = form(&[("model", None, b"asr"), ("file", Some("a.wav"), &question)]);
+    let chat = chat_body(json!({"messages": [{"role": "user", "content": "turn on the kitchen light"}]})).to_string();
+    let speech = json!({"model": "tts", "input": "It is done. Good night."}).to_string();
+    for (path, kind, body) in [
+        ("/v1/audio/transcriptions", FORM, recording.as_slice()),
+        ("/v1/chat/completions", "application/json", chat.as_bytes()),
+        ("/v1/audio/speech", "application/json", speech.as_bytes()),
+    ] {
+        let headers = [("content-type", kind), ("traceparent", parent.as_str())];
+        let answer = post(daemon.http, path, &headers, body).await;
+        assert_eq!(answer.status, 200, "{path}: {}", answer.text());
+    }
+    let mut stages: Vec<Span> = Vec::new();
+    while !["transcribe", "chat demo", "speak"].iter().all(|name| stages.iter().any(|span| span.name == *name)) {
+        let batch = timeout(PATIENCE, batches.recv()).await.expect("no spans come").unwrap();
+        stages.extend(spans_of(&batch).into_iter().filter(|span| span.trace_id == trace));
+    }
+    let of = |name: &str| stages.iter().find(|span| span.name == name).unwrap();
+    assert!(of("transcribe").end_time_unix_nano <= of("chat demo").start_time_unix_nano);
+    assert!(of("chat demo").end_time_unix_nano <= of("speak").start_time_unix_nano);
+    assert_eq!(attributes(&of("transcribe").attributes)["gen_ai.request.model"], "asr");
+    assert_eq!(attributes(&of("speak").attributes)["cotenant.text.characters"], "23");
+    daemon.end().await;
+    serving.abort();
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_collector_that_is_away_costs_its_spans_and_one_line() {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
-    let (installation, _) = spoken_to(&listener, "grpc");
+    let (installation, _) = spoken_to(&listener, "grpc", "");
     drop(listener);
     let daemon = installation.start().await;
     daemon.whole().await;
@@ -197,7 +241,7 @@ async fn posted(stream: &mut TcpStream) -> Vec<u8> {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_collector_that_hangs_or_refuses_keeps_no_request_waiting() {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
-    let (installation, _) = spoken_to(&listener, "http");
+    let (installation, _) = spoken_to(&listener, "http", "");
     let daemon = installation.start().await;
     daemon.whole().await;
 

@@ -1,4 +1,4 @@
-//! Speech to speech through the doors that products use, with real workers.
+//! Speech to speech through the APIs that products use, with real workers.
 
 use serde_json::{Value, json};
 

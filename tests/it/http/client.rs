@@ -227,8 +227,16 @@ pub(crate) async fn post(address: SocketAddr, path: &str, headers: &[(&str, &str
     connection.answer().await
 }
 
-/// A multipart form with these fields; a field with a file name is a file.
+/// Sends a form with these fields; a field with a file name is a file.
 pub(crate) async fn post_form(address: SocketAddr, path: &str, fields: &[(&str, Option<&str>, &[u8])]) -> Answer {
+    post(address, path, &[("content-type", FORM)], &form(fields)).await
+}
+
+/// The content type of what [`form`] makes.
+pub(crate) const FORM: &str = "multipart/form-data; boundary=BOUNDARY";
+
+/// A multipart form with these fields; a field with a file name is a file.
+pub(crate) fn form(fields: &[(&str, Option<&str>, &[u8])]) -> Vec<u8> {
     let mut body = Vec::new();
     for (name, file, value) in fields {
         let file = file.map_or_else(String::new, |file| format!("; filename=\"{file}\"\r\ncontent-type: audio/wav"));
@@ -239,5 +247,5 @@ pub(crate) async fn post_form(address: SocketAddr, path: &str, fields: &[(&str, 
         body.extend_from_slice(b"\r\n");
     }
     body.extend_from_slice(b"--BOUNDARY--\r\n");
-    post(address, path, &[("content-type", "multipart/form-data; boundary=BOUNDARY")], &body).await
+    body
 }
