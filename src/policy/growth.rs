@@ -4,7 +4,7 @@
 //! whose loss costs most for each byte, weighed as a shed weighs it. Nothing grows before the [dwell](super::dwell) after
 //! the last shed is over, while a request waits that could be served, beyond what the budget and the last sample leave,
 //! or into the space of a stopped worker that is to come back. What workers come back to is in
-//! [`candidates`](super::candidates).
+//! `candidates`.
 //!
 //! Growth leaves the headroom at the Elevated watermark plus the hysteresis: with less than that the level would not
 //! return to Normal, and with that much the engine could have been loaded. So what could be loaded can grow back.

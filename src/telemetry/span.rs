@@ -71,7 +71,7 @@ pub enum SpanKind {
 /// Value of an attribute.
 #[derive(Clone, Debug, PartialEq)]
 pub enum SpanValue {
-    /// Text, cut to [`TEXT_MAX`] bytes.
+    /// Text, cut to `TEXT_MAX` bytes.
     Text(String),
     /// A whole number.
     Whole(i64),

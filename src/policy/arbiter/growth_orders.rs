@@ -1,6 +1,6 @@
 //! Orders of growth: load of the engine, and what grows back, one step at a time.
 //!
-//! What grows, and what it waits for, is decided in [`growth`](crate::policy::growth).
+//! What grows, and what it waits for, is decided in [`growth`].
 
 use super::{context::Context, engine_orders, reclaim_orders, serve, worker_orders};
 use crate::{
