@@ -33,7 +33,7 @@ const TABLE: [(&str, &[&str]); 18] = [
     ("http", &["units", "causes", "policy", "speech", "conversation", "telemetry"]),
     ("rpc", &["units", "policy", "probe", "conversation"]),
     ("journal", &["units", "policy"]),
-    ("telemetry", &["units", "policy"]),
+    ("telemetry", &["units", "causes", "policy"]),
     ("daemon", BELOW_DAEMON),
     ("cli", BELOW_CLI),
     ("main", &["cli", "emergency"]),
@@ -476,6 +476,6 @@ const LINES_MAX: [(&str, usize); 14] = [
     ("rpc", 5090),
     ("speech", 5101),
     ("emergency", 708),
-    ("telemetry", 1863),
+    ("telemetry", 1853),
     ("worker", 10311),
 ];

@@ -157,7 +157,7 @@ fn fill(daemon: u32, to_line: u64) -> Result<Round, String> {
         }
     }
     let took = began.elapsed().as_secs_f64();
-    // What is asked back may come a moment later.
+    // What a holder was asked for may come a moment later.
     let end = Instant::now() + Duration::from_millis(500);
     while Instant::now() < end && !looking.is_finished() {
         std::thread::sleep(Duration::from_millis(1));

@@ -29,6 +29,7 @@ use self::v1::{
     trace_service_client::TraceServiceClient,
 };
 use super::span::{Attribute, EndedSpan, SpanKind, SpanValue, Tracer};
+use crate::causes::in_one_line;
 
 /// Messages, client and server of the part of OTLP that is used, generated from `proto/opentelemetry`.
 #[expect(
@@ -117,24 +118,13 @@ pub async fn export(tracer: Tracer, collector: Collector, instance: String) {
             };
             batch.settled(lost);
             if !std::mem::replace(&mut reported, true) {
-                let reason = chain(&error);
+                let reason = in_one_line(&error);
                 tracing::warn!(collector = sender.collector.authority, reason, "cannot export spans; they are dropped");
             }
             sender.channel = None;
             sleep(PAUSE).await;
         }
     }
-}
-
-/// An error and its causes in one line.
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text = format!("{text}: {error}");
-        cause = error.source();
-    }
-    text
 }
 
 struct Sender {

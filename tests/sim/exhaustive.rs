@@ -383,7 +383,7 @@ impl State {
         self.tell(Event::DeadlineReached)
     }
 
-    /// Whoever has not heard of anybody for a term goes as if it had been notified.
+    /// A holder without word from the supervisor for a term ends as if it had been notified.
     fn end_terms(&mut self) {
         let now = self.now;
         for holder in &mut self.holders {

@@ -122,7 +122,7 @@ async fn what_a_tenant_says_wrong_is_refused_with_a_reason_and_the_book_is_untou
     let mut heard = client.hold_lease(ReceiverStream::new(said)).await.unwrap().into_inner();
     let reported = heard.message().await;
     assert!(reported.is_ok(), "{reported:?}");
-    assert_eq!(book(&installation), before, "nothing is credited for what nobody asked");
+    assert_eq!(book(&installation), before, "what was not asked for credits nothing");
     drop((say, heard));
     assert!(installation.tell(&["status"]).contains("held 8 MiB"));
     daemon.end().await;

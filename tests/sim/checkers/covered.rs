@@ -1,4 +1,4 @@
-//! The book covers what holders that keep to their word really use: memory asked back is not free before it is.
+//! The book covers what holders that keep to their word really use: memory that a holder was asked for is not free before it is released.
 
 use cotenant::units::Bytes;
 

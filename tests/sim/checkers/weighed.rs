@@ -1,4 +1,5 @@
-//! Nothing is asked back of a tenant without the balance being reported first, and what was chosen is enough, or all there is.
+//! No tenant is asked for memory before the journal states the costs that were compared, and what was chosen is enough, or all
+//! there is.
 
 use cotenant::{policy::event::Action, units::Bytes};
 
@@ -22,7 +23,7 @@ impl Checker for Weighed {
                     }
                 }
                 Action::SetTarget { reason, .. } if !reported => {
-                    return Err(format!("asked back without being weighed: {reason}"));
+                    return Err(format!("asked for memory without a comparison of costs: {reason}"));
                 }
                 _ => {}
             }

@@ -58,7 +58,7 @@ pub(super) enum Letter {
     Talk,
     Hush,
     WorkerReady,
-    /// The worker ends; nobody has asked it to, or it was.
+    /// The worker ends, on request or by itself.
     WorkerEnds,
     WorkerWorks,
     WorkerRests,

@@ -34,7 +34,7 @@ impl World {
             tenant.begin_again();
             return None;
         }
-        // Nobody was heard of for a term: it goes as if it had been notified.
+        // Without word from the supervisor for a term it ends as if it had been notified.
         if tenant.lease.is_some() && !tenant.relies(now) && !self.leaving.contains(&index) {
             self.tenant_hears_end(index);
             return None;
