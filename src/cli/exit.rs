@@ -175,10 +175,12 @@ fn refused_certificate(error: &(dyn Error + 'static)) -> Option<&'static str> {
     while let Some(error) = next {
         let text = error.to_string();
         if let Some((_, alert)) = text.rsplit_once("received fatal alert: ") {
-            return Some(match alert {
+            // A status writes its source with quotation marks and brackets behind the name.
+            return Some(match alert.split(|c: char| !c.is_ascii_alphanumeric()).next().unwrap_or_default() {
                 "CertificateExpired" => "it has expired",
                 "CertificateRequired" => "there is none",
-                "UnknownCA" => "its CA is not that of `grpc.tcp.client_ca`",
+                // Another CA of the same name: its signature is not by the key of ours.
+                "UnknownCA" | "DecryptError" => "its CA is not that of `grpc.tcp.client_ca`",
                 _ => "it cannot be verified",
             });
         }
