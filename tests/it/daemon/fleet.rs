@@ -10,7 +10,15 @@ use std::{
 use super::installation::{Installation, PROGRAM, budget, said};
 
 /// Certificates of one CA in a folder of their own.
-struct Ca(PathBuf);
+pub(super) struct Ca(PathBuf);
+
+pub(super) fn openssl_is_there() -> bool {
+    let found = Command::new("openssl").arg("version").output();
+    if let Err(error) = &found {
+        println!("left out: `openssl` cannot be run: {error}");
+    }
+    found.is_ok()
+}
 
 fn openssl(folder: &Path, arguments: &str) {
     let made = Command::new("openssl").args(arguments.split_whitespace()).current_dir(folder).output().unwrap();
@@ -18,7 +26,7 @@ fn openssl(folder: &Path, arguments: &str) {
 }
 
 impl Ca {
-    fn new(folder: PathBuf) -> Self {
+    pub(super) fn new(folder: PathBuf) -> Self {
         fs::create_dir(&folder).unwrap();
         openssl(
             &folder,
@@ -29,7 +37,7 @@ impl Ca {
     }
 
     /// Makes `NAME.pem` and `NAME.key`, valid for so many days.
-    fn issue(&self, name: &str, days: i32) {
+    pub(super) fn issue(&self, name: &str, days: i32) {
         openssl(
             &self.0,
             &format!(
@@ -45,7 +53,7 @@ impl Ca {
         fs::set_permissions(self.file(&format!("{name}.key")), fs::Permissions::from_mode(0o600)).unwrap();
     }
 
-    fn file(&self, name: &str) -> PathBuf {
+    pub(super) fn file(&self, name: &str) -> PathBuf {
         self.0.join(name)
     }
 }
@@ -64,8 +72,7 @@ fn cotenant(url: &str, command: &[&str], identity: Option<(&Ca, &str, &Ca)>) -> 
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn only_certificates_of_the_fleet_are_served_over_tcp() {
-    if let Err(error) = Command::new("openssl").arg("version").output() {
-        println!("left out: `openssl` cannot be run: {error}");
+    if !openssl_is_there() {
         return;
     }
     let installation = Installation::new("");

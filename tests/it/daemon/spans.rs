@@ -2,6 +2,7 @@
 
 use std::{
     collections::BTreeMap,
+    fs,
     net::{Ipv4Addr, SocketAddr},
     time::{Duration, Instant},
 };
@@ -21,9 +22,16 @@ use tokio::{
     time::timeout,
 };
 use tokio_stream::wrappers::TcpListenerStream;
-use tonic::{Request, Response, Status};
+use tonic::{
+    Request, Response, Status,
+    service::Routes,
+    transport::{Identity, Server, ServerTlsConfig},
+};
 
-use super::installation::{Daemon, Installation, asr, budget, chat_body, demo_model, tts};
+use super::{
+    fleet::{Ca, openssl_is_there},
+    installation::{Daemon, Installation, asr, budget, chat_body, demo_model, tts},
+};
 use crate::{
     http::client::{Connection, FORM, form, post, request},
     support::{PATIENCE, speech_is_installed},
@@ -85,7 +93,7 @@ async fn a_chat_is_a_trace_with_the_sheds_that_happen_in_it() {
     let (sender, mut batches) = mpsc::unbounded_channel();
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
     let (installation, _) = spoken_to(&listener, "grpc", "");
-    let server = tonic::transport::Server::builder().add_service(TraceServiceServer::new(Collector(sender)));
+    let server = Server::builder().add_service(TraceServiceServer::new(Collector(sender)));
     let serving = tokio::spawn(server.serve_with_incoming(TcpListenerStream::new(listener)));
     let daemon = installation.start().await;
     daemon.whole().await;
@@ -168,7 +176,7 @@ async fn the_stages_of_a_turn_are_spans_of_its_trace() {
     let (sender, mut batches) = mpsc::unbounded_channel();
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
     let (installation, _) = spoken_to(&listener, "grpc", &format!("workers:\n{}{}", tts(), asr()));
-    let server = tonic::transport::Server::builder().add_service(TraceServiceServer::new(Collector(sender)));
+    let server = Server::builder().add_service(TraceServiceServer::new(Collector(sender)));
     let serving = tokio::spawn(server.serve_with_incoming(TcpListenerStream::new(listener)));
     let daemon = installation.start().await;
     daemon.whole().await;
@@ -216,6 +224,53 @@ async fn a_collector_that_is_away_costs_its_spans_and_one_line() {
     assert_eq!(installation.log().matches("cannot export spans").count(), 1, "{}", installation.log());
     assert_eq!(daemon.metric("cotenant_spans_exported_total").await, Some(0.0));
     daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn spans_go_by_tls_to_a_collector_of_the_named_ca_and_to_no_other() {
+    if !openssl_is_there() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (named, other) = (Ca::new(folder.path().join("named")), Ca::new(folder.path().join("other")));
+    named.issue("collector", 2);
+    let read = |name: &str| fs::read(named.file(name)).unwrap();
+    for (scheme, ca) in [("grpcs", &named), ("https", &named), ("grpcs", &other)] {
+        let (sender, mut batches) = mpsc::unbounded_channel();
+        let posts = sender.clone();
+        let post = axum::routing::post(async move |body: axum::body::Bytes| {
+            posts.send(ExportTraceServiceRequest::decode(body).unwrap()).unwrap();
+        });
+        let service = Routes::new(TraceServiceServer::new(Collector(sender)));
+        let routes = Routes::from(service.into_axum_router().route("/v1/traces", post));
+        let tls = ServerTlsConfig::new().identity(Identity::from_pem(read("collector.pem"), read("collector.key")));
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let server = Server::builder().tls_config(tls).unwrap().add_routes(routes);
+        let serving = tokio::spawn(server.serve_with_incoming(TcpListenerStream::new(listener)));
+        let installation = Installation::new(&format!(
+            "{}{}telemetry: {{otlp: \"{scheme}://{address}\", otlp_ca: {}}}\n",
+            budget(192),
+            demo_model(16_384),
+            ca.file("ca.pem").display(),
+        ));
+        let daemon = installation.start().await;
+        daemon.whole().await;
+        assert_eq!(daemon.ask("hello").await.status, 200);
+        if std::ptr::eq(ca, &named) {
+            let batch = timeout(PATIENCE, batches.recv()).await.expect("no spans come").unwrap();
+            assert!(!spans_of(&batch).is_empty(), "{scheme}");
+            until_metric(&daemon, "cotenant_spans_exported_total", 2.0).await;
+            assert_eq!(daemon.metric("cotenant_spans_dropped_total").await, Some(0.0));
+        } else {
+            until_metric(&daemon, "cotenant_spans_dropped_total", 2.0).await;
+            let log = installation.log();
+            assert!(log.contains("cannot export spans") && log.contains("certificate"), "{log}");
+            assert!(batches.try_recv().is_err(), "a collector of another CA got spans");
+        }
+        daemon.end().await;
+        serving.abort();
+    }
 }
 
 /// Reads one request of HTTP/1.1 and returns its body.
