@@ -188,10 +188,10 @@ fn slope(looks: &[Look], along: impl Fn(&Look) -> f64) -> Option<f64> {
     (spread > 0.0).then(|| together / spread)
 }
 
-/// Pages without a file behind them.
+/// Pages without a file behind them, counted: `RssAnon` of `status` is a sum of the processors' counters, each up to 32 pages late.
 fn anonymous_kib(pid: u32) -> Option<f64> {
-    let text = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("RssAnon:"))?;
+    let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("Anonymous:"))?;
     line.split_whitespace().next()?.parse().ok()
 }
 

@@ -59,6 +59,11 @@ fn the_unit_file_gives_what_workers_need_and_no_more() {
     assert_eq!(of("Delegate"), [["memory", "pids", "cpu"]]);
     // A group that hands the memory controller down takes no process, also not the next daemon beside living workers.
     assert!(unit.contains("\nExecStopPost=-") && unit.contains("echo -memory >"), "restarts fail in version 2");
+    // Memory that is measured is measured with this setting.
+    let (name, value) = cotenant::cli::stage::ALLOCATOR;
+    assert_eq!(of("Environment"), [[format!("{name}={value}")]]);
+    let container = std::fs::read_to_string(repository("deploy/Containerfile")).unwrap();
+    assert!(container.contains(&format!("\nENV {name}={value}\n")), "{container}");
     for key in ["AmbientCapabilities", "CapabilityBoundingSet"] {
         assert_eq!(of(key), [["CAP_SYS_RESOURCE", "CAP_SYSLOG"]], "{key}");
     }

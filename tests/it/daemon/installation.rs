@@ -14,11 +14,14 @@ use std::{
     time::{Duration, Instant},
 };
 
-use cotenant::rpc::{
-    Endpoint,
-    v1::{
-        GetStatusRequest, GetStatusResponse, Worker, lease_service_client::LeaseServiceClient,
-        operator_service_client::OperatorServiceClient,
+use cotenant::{
+    cli::stage::ALLOCATOR,
+    rpc::{
+        Endpoint,
+        v1::{
+            GetStatusRequest, GetStatusResponse, Worker, lease_service_client::LeaseServiceClient,
+            operator_service_client::OperatorServiceClient,
+        },
     },
 };
 use nix::{
@@ -224,6 +227,7 @@ impl Installation {
             .args(["serve", "--config"])
             .arg(self.config())
             .env_remove("NOTIFY_SOCKET")
+            .envs([ALLOCATOR])
             .envs(self.environment.iter().cloned())
             .stdin(Stdio::null())
             .stdout(log.try_clone().unwrap())
