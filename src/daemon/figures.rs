@@ -519,7 +519,7 @@ mod tests {
     }
 
     #[test]
-    fn only_ends_that_nobody_asked_for_make_a_restart() {
+    fn only_ends_that_were_not_requested_make_a_restart() {
         let mut params = params();
         params.workers = vec![WorkerParams {
             name: "asr".to_owned(),

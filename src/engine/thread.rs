@@ -318,7 +318,7 @@ impl Worker {
             (self.engine_loop.left_noted > Bytes::ZERO).then_some(self.engine_loop.left_noted);
     }
 
-    /// Measures what the engine can do, unless somebody wants something of it.
+    /// Measures what the engine can do, unless a command or a request waits.
     fn calibrate(&mut self) {
         let Some(model) = self.model.as_mut() else {
             return;

@@ -240,7 +240,7 @@ fn a_sample_that_leads_to_a_shed_asks_for_little() {
         took: Duration::from_millis(1),
     };
     let _ = arbiter.handle(now, applied);
-    // A neighbour that nobody knows takes what is left.
+    // An unmanaged neighbour takes what is left.
     let mut shed = None;
     for _ in 0..10 {
         now = now + Duration::from_millis(400);
@@ -372,7 +372,7 @@ impl Shedding {
 }
 
 #[test]
-fn from_the_sample_to_the_credit_nobody_asks_the_system_for_memory() {
+fn from_the_sample_to_the_credit_the_system_is_not_asked_for_memory() {
     let _ = emergency::prepare();
     let mut shedding = Shedding::new();
     let before = emergency::counts();

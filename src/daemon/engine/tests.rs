@@ -107,7 +107,7 @@ async fn a_header_on_a_disk_that_hangs_is_reported_and_read_again_when_the_disk_
         }
         other => panic!("{other:?}"),
     }
-    assert_eq!(asked.load(Ordering::Relaxed), 1, "nobody asks while it hangs");
+    assert_eq!(asked.load(Ordering::Relaxed), 1, "the file is not opened again while it hangs");
     drop(kept);
     let event = inbox.recv().await.unwrap().event;
     assert!(matches!(event, Event::EngineInspected { .. }), "{event:?}");

@@ -436,7 +436,7 @@ impl Weights {
     }
 
     /// Reads weights without computing on them: how much, and how long it took, once the ring has been full. All of them in
-    /// their turn, as far as the time goes: the same few again and again would come out of somebody's cache. The readers
+    /// their turn, as far as the time goes: the same few again and again would come out of a cache of the disk or the host. The readers
     /// have to be restarted before a pass.
     pub(super) fn read_alone(
         &mut self,

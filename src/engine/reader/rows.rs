@@ -91,7 +91,7 @@ impl RowReader {
             if let Some(answer) = state.answer.take() {
                 return answer.map_err(Missing::Failed);
             }
-            // A read may hang that was begun for somebody else.
+            // A read may hang that was begun for another caller.
             let waited = state.reading.unwrap_or(started).elapsed();
             if waited >= stall {
                 state.wanted = None;
@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_waits_for_a_read_that_hangs_when_the_reader_is_dropped() {
+    fn a_reader_is_dropped_without_waiting_for_a_read_that_hangs() {
         let (gate, reader) = hanging();
         while reader.shared.lock().reading.is_none() {
             thread::yield_now();

@@ -133,7 +133,7 @@ fn a_disk_that_hangs_keeps_two_rings_and_four_threads_however_often_it_is_asked(
         assert!(hanging.weights.streamed(part).is_none() && hanging.weights.hung().is_some());
         assert!(hanging.weights.needs_stream(), "the next one is to try it again");
     }
-    assert_eq!(hanging.gate.asked.load(Ordering::Acquire), 4, "nobody else has read");
+    assert_eq!(hanging.gate.asked.load(Ordering::Acquire), 4, "no other thread has read");
     hanging.answer();
     hanging.stream(1);
     assert!(hanging.weights.streamed(1).is_some() && hanging.weights.hung().is_none());
