@@ -486,13 +486,13 @@ const FLAGS_MAX: usize = 2;
 /// Lines that a folder of `src` may have, tests included. Raising one is a line in the commit message, with its reason.
 const LINES_MAX: [(&str, usize); 14] = [
     (".", 721),
-    ("cli", 12607),
+    ("cli", 12609),
     ("config", 4605),
-    ("daemon", 11330),
-    ("engine", 38295),
+    ("daemon", 11326),
+    ("engine", 38293),
     ("http", 9723),
     ("journal", 3384),
-    ("policy", 22711),
+    ("policy", 22714),
     ("probe", 5097),
     ("rpc", 5090),
     ("speech", 5101),

@@ -16,10 +16,10 @@ use candle_core::quantized::GgmlDType;
 use cotenant::{
     engine::{
         ApplyFailure, ChatMessage, Client, Engine, EngineEvent, EngineHandle, EngineOptions, EnginePhase, FinishReason,
-        Flow, ForwardError, GenerateError, GenerateEvent, GenerateRequest, LoadError, LoadErrorKind, Model,
-        ModelOptions, Prompt, RequestId, Role, Sampling, SubmitError,
+        Flow, ForwardError, GenerateError, GenerateEvent, GenerateRequest, LoadError, Model, ModelOptions, Prompt,
+        RequestId, Role, Sampling, SubmitError,
         arena::{Backing, Mapping, SharedMapping},
-        disk::Retained,
+        disk::{DiskTimeout, Retained},
         protocol::OpenError,
         sampling::{MaskError, TokenMask},
         spec::Architecture,
@@ -296,12 +296,9 @@ fn a_load_that_hangs_leaves_one_and_another_is_made_when_it_has_returned() {
     let count = Arc::clone(&opened);
     let opener = move |path: &Path, _: &EnginePlan| {
         count.fetch_add(1, Ordering::AcqRel);
-        let kind = LoadErrorKind::Stalled {
-            what: "blk.0.attn_norm.weight".to_owned(),
-            waited: Duration::from_secs(4),
-            limit: Duration::from_secs(4),
-        };
-        let left = Retained::of(vec![mark.clone()], Instant::now());
+        let what = "blk.0.attn_norm.weight".into();
+        let kind = DiskTimeout::default().stalled(Duration::from_secs(4), &what).into();
+        let left = Retained::of([mark.clone()], Instant::now());
         Err(OpenError::from(LoadError::new(path, kind).leaving(left)))
     };
     let (sink, mut events) = mpsc::channel(64);

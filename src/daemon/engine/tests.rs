@@ -11,9 +11,9 @@ use super::*;
 use crate::{
     daemon::{clock::MonotonicClock, control_loop::Inbound},
     engine::{
-        ApplyError, Breakdown, Checkpoint, EngineOptions, ForwardError, LanguageModel, LoadError, LoadErrorKind, Model,
-        ModelOptions,
+        ApplyError, Breakdown, Checkpoint, EngineOptions, ForwardError, LanguageModel, LoadError, Model, ModelOptions,
         arena::{Backing, Mapping, SharedMapping},
+        disk::DiskTimeout,
         language_model::Opened,
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
@@ -88,12 +88,8 @@ async fn a_header_on_a_disk_that_hangs_is_reported_and_read_again_when_the_disk_
         if count.fetch_add(1, Ordering::Relaxed) > 0 {
             return Engine::inspect(&theirs, 1);
         }
-        let kind = LoadErrorKind::Stalled {
-            what: "the header".to_owned(),
-            waited: Duration::from_millis(4001),
-            limit: Duration::from_secs(4),
-        };
-        let left = Retained::of(vec![mark.clone()], std::time::Instant::now());
+        let kind = DiskTimeout::default().stalled(Duration::from_millis(4001), &"the header".into()).into();
+        let left = Retained::of([mark.clone()], std::time::Instant::now());
         Err(LoadError::new(&theirs, kind).leaving(left).into())
     };
     let (control, mut inbox) = ControlHandle::new("boot".to_owned(), Vec::new(), MonotonicClock::start(), 64);

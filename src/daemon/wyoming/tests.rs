@@ -217,7 +217,7 @@ async fn a_shed_shortens_the_conversation_before_it_refuses_it() {
 }
 
 #[tokio::test]
-async fn the_road_goes_from_speech_to_speech_and_says_what_it_heard_and_answers() {
+async fn the_pipeline_goes_from_speech_to_speech_and_says_what_it_heard_and_answers() {
     let served = served(settings()).await;
     served.hears("tell me a story");
     served.answers(vec![Step::Say("Once. "), Step::Say("Twice.")]);

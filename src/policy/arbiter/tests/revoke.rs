@@ -202,7 +202,7 @@ fn a_measurement_that_was_overtaken_by_a_newer_one_credits_nothing() {
 }
 
 #[test]
-fn liar_downsize() {
+fn a_holder_that_claims_a_downsize_it_did_not_make_is_not_credited() {
     let (mut rig, lease, nonce) = revoked();
     rig.wait(20).tell(claims(lease.id, nonce, mib(200)));
     rig.wait(5).measure("batch", 300);
