@@ -24,7 +24,7 @@ use crate::{
         arbiter::Arbiter,
         event::Action,
         params::{EngineParams, Params, Scope},
-        pressure::{MemoryReading, Sample},
+        pressure::sample_with,
         residency::PlanLimits,
         streaming::Calibration,
     },
@@ -228,17 +228,7 @@ impl Pair {
 
     /// A sample of a machine with room, on which only the engine uses memory.
     fn sample(&mut self, used: Bytes) {
-        self.tell(Event::Sampled(Sample {
-            taken_at: self.now,
-            memory: MemoryReading {
-                mem_total: Bytes::from_gib(8),
-                mem_available: Bytes::from_gib(4),
-                mem_free: Bytes::from_gib(4),
-                group: None,
-            },
-            scope_used: Some(used),
-            ..Sample::default()
-        }));
+        self.tell(Event::Sampled(sample_with(used, self.now)));
     }
 
     /// What the engine says is in force, and that it uses so much.
@@ -349,17 +339,7 @@ async fn an_engine_that_streams_and_finds_reading_slow_reads_prompts_in_larger_c
         };
         let sample = |pair: &mut Pair, used: Bytes| {
             pair.now = pair.now + Duration::from_millis(10);
-            pair.tell(Event::Sampled(Sample {
-                taken_at: pair.now,
-                memory: MemoryReading {
-                    mem_total: Bytes::from_gib(8),
-                    mem_available: Bytes::from_gib(4),
-                    mem_free: Bytes::from_gib(4),
-                    group: None,
-                },
-                scope_used: Some(Bytes::from_mib(400).saturating_sub(free) + used),
-                ..Sample::default()
-            }));
+            pair.tell(Event::Sampled(sample_with(Bytes::from_mib(400).saturating_sub(free) + used, pair.now)));
             pair.now = pair.now + Duration::from_millis(1);
         };
         sample(&mut pair, Bytes::ZERO);
