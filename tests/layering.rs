@@ -486,7 +486,7 @@ const FLAGS_MAX: usize = 2;
 /// Lines that a folder of `src` may have, tests included. Raising one is a line in the commit message, with its reason.
 const LINES_MAX: [(&str, usize); 14] = [
     (".", 721),
-    ("cli", 12609),
+    ("cli", 12654),
     ("config", 4605),
     ("daemon", 11285),
     ("engine", 38293),
