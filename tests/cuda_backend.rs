@@ -57,7 +57,7 @@ fn main() -> ExitCode {
         _ => {}
     }
     let tests: [(&str, fn()); 20] = [
-        named!(a_call_that_fails_once_or_for_good_is_an_error_and_leaves_nothing),
+        named!(a_call_that_fails_once_or_permanently_is_an_error_and_leaves_nothing),
         named!(a_call_that_fails_in_each_kind_of_memory_leaves_nothing),
         named!(a_leak_and_a_panic_are_found),
         named!(an_allocation_that_fails_is_an_error_and_leaves_nothing),
@@ -631,7 +631,7 @@ impl Sweep {
         ];
         let output = run(&self.driver, &settings, &[self.path.to_str().unwrap(), "cuda", memory]);
         let (notes, text) = (noted(&log), reported(&output));
-        // What fails while memory is given back is nobody's error.
+        // What fails while memory is given back is not reported as an error.
         let ended = matches!(output.status.code(), Some(0 | 3)) && !text.contains("panicked");
         let may_leave = fault.ends_with('!') || fault.split('@').next().is_some_and(gives_back);
         let is_wrong = !ended || !(may_leave || is_clean(&notes));
@@ -667,7 +667,7 @@ fn a_leak_and_a_panic_are_found() {
 }
 
 /// Each function fails at its first, second, middle and last call, once or from then on.
-fn a_call_that_fails_once_or_for_good_is_an_error_and_leaves_nothing() {
+fn a_call_that_fails_once_or_permanently_is_an_error_and_leaves_nothing() {
     let sweep = Sweep::new();
     let (notes, wrong) = sweep.case("", "");
     assert_eq!(wrong, None);

@@ -332,16 +332,18 @@ fn planted_structs_and_lines_are_found() {
 fn comments_messages_and_documents_use_terms_of_the_field() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut files = Vec::new();
-    collect(&root.join("src"), &mut files);
-    let is_test = |file: &PathBuf| file.iter().any(|part| part.to_string_lossy().contains("tests"));
-    files.retain(|file| !is_test(file));
+    for folder in ["src", "tests", "benches"] {
+        collect(&root.join(folder), &mut files);
+    }
+    // This file has the list of the words.
+    files.retain(|file| !file.ends_with("tests/layering.rs"));
     let mut found = Vec::new();
     for file in &files {
         let text = fs::read_to_string(file).unwrap();
-        let product = text.split("#[cfg(test)]\nmod ").next().unwrap();
         found.extend(
-            banned(&prose_of_code(product))
+            banned(&prose_of_code(&text))
                 .into_iter()
+                .chain(banned(&names_of_functions(&text)))
                 .map(|(line, word)| format!("{}:{line}: {word}", file.display())),
         );
     }
@@ -362,6 +364,9 @@ fn comments_messages_and_documents_use_terms_of_the_field() {
 fn a_planted_word_is_found() {
     let code = "// nobody knows `told`\nlet told = \"it is told\"; // fine\nlet door = 1;\n";
     assert_eq!(banned(&prose_of_code(code)), [(1, "nobody"), (2, "told")]);
+    let code = "#[test]\nfn the_answer_reaches_nobody() {}\n// \"lock the front door\", by the front\n// door\n";
+    assert_eq!(banned(&prose_of_code(code)), [(4, "door")]);
+    assert_eq!(banned(&names_of_functions(code)), [(2, "nobody")]);
     assert_eq!(
         banned(&prose_of_document("asked\nback `anew`\n```\nanew\n```\nAsked back, for good.\n")),
         [(6, "asked back"), (6, "for good")]
@@ -376,6 +381,18 @@ fn prose_of_code(text: &str) -> String {
         .map(|(char, code)| if char == code && char != '\n' { ' ' } else { char })
         .collect();
     without_names(&prose)
+}
+
+/// Names of functions, tests among them, as words; lines kept.
+fn names_of_functions(text: &str) -> String {
+    let names = blank(text)
+        .lines()
+        .map(|line| {
+            let name = line.split_once("fn ").map_or("", |(_, rest)| rest.split(['(', '<']).next().unwrap_or_default());
+            name.replace('_', " ")
+        })
+        .collect::<Vec<_>>();
+    names.join("\n")
 }
 
 /// Sentences of a document, lines kept.
@@ -403,23 +420,27 @@ fn banned(text: &str) -> Vec<(usize, &'static str)> {
             .map(str::to_lowercase)
             .filter(|word| !word.is_empty())
             .collect();
-        let line = format!(" {} ", words.join(" "));
+        // What users say to an assistant about their doors.
+        let line = format!(" {} ", words.join(" ")).replace(" front door ", " ").replace(" garage door ", " ");
         found.extend(BANNED.iter().filter(|word| line.contains(&format!(" {word} "))).map(|word| (index + 1, *word)));
     }
     found
 }
 
 /// Private words, each with a term of the field that says it.
-const BANNED: [&str; 12] = [
+const BANNED: [&str; 15] = [
     "anew",
     "asked back",
+    "door",
     "doors",
+    "everybody",
     "for good",
     "ghost",
     "liar",
     "liars",
     "nobody",
     "road",
+    "somebody",
     "stranger",
     "told",
     "whoever",
@@ -465,13 +486,13 @@ const FLAGS_MAX: usize = 2;
 /// Lines that a folder of `src` may have, tests included. Raising one is a line in the commit message, with its reason.
 const LINES_MAX: [(&str, usize); 14] = [
     (".", 721),
-    ("cli", 12607),
+    ("cli", 12654),
     ("config", 4605),
-    ("daemon", 11330),
-    ("engine", 38295),
+    ("daemon", 11285),
+    ("engine", 38293),
     ("http", 9723),
     ("journal", 3384),
-    ("policy", 22711),
+    ("policy", 22702),
     ("probe", 5097),
     ("rpc", 5090),
     ("speech", 5101),

@@ -164,7 +164,7 @@ fn fill(daemon: u32, to_line: u64) -> Result<Round, String> {
     }
     done.store(true, Ordering::Relaxed);
     let fell = looking.join().map_err(|_| "the look-out is gone")?;
-    // SAFETY: the mapping is ours and nobody looks at it any more.
+    // SAFETY: the mapping is ours and no thread looks at it any more.
     unsafe { mman::munmap(start, length.get()) }.map_err(|error| format!("cannot unmap: {error}"))?;
     let crossed = match crossed.load(Ordering::Relaxed) {
         0 => return Err(format!("the line was {to_line} bytes away and {fill} did not reach it")),

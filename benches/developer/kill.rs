@@ -2,7 +2,7 @@
 //!
 //! The real daemon with the demo model and workers, a tenant with a lease and real pages, and at each point something
 //! under way: a shed, a grant that needs one, the start or the stop of a worker, the start of the daemon itself. After
-//! each kill: the same workers, nothing promised twice, every lease that was answered for, and how long nobody answered.
+//! each kill: the same workers, nothing promised twice, every lease that was answered for, and for how long there was no answer.
 
 use std::{
     collections::BTreeSet,
@@ -74,7 +74,7 @@ fn measure(args: &KillArgs) -> Result<(), CliError> {
             }),
             code = interrupts.next() => Err(CliError::plain("the measurement was interrupted", code)),
         };
-        // Whoever is left is ended by a daemon that ends in order.
+        // Processes that are left are ended by a daemon that ends in order.
         if !matches!(stage.daemon().ended(), Ok(None)) {
             let _ = stage.start_again();
             let _ = answered(&stage).await;
@@ -277,7 +277,7 @@ async fn answered(stage: &Stage) -> Result<(Channel, GetStatusResponse), String>
             return Ok((channel, answer.into_inner()));
         }
         if Instant::now() > end {
-            return Err(format!("nobody answers for {PATIENCE:?}"));
+            return Err(format!("no answer for {PATIENCE:?}"));
         }
         tokio::time::sleep(Duration::from_millis(1)).await;
     }

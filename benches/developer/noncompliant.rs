@@ -2,7 +2,7 @@
 //!
 //! Each non-compliant holder is a process of its own, so that its memory is its own too: it holds a lease, fills it with real pages, and
 //! answers its target with APPLIED at once, freeing nothing. How late after the deadline it is notified that its lease has
-//! ended, for that reason, is what it measures itself. Whoever asked for the memory must not be granted it before the
+//! ended, for that reason, is what it measures itself. The tenant that asked for the memory must not be granted it before the
 //! non-compliant holder's process is gone.
 
 use std::{
@@ -63,7 +63,7 @@ const HELD: Bytes = Bytes::from_mib(128);
 /// What a non-compliant holder fills with pages.
 const FILLED: Bytes = Bytes::from_mib(96);
 
-/// What somebody more urgent asks for: more than is free beside the non-compliant holder, and less than there is without it.
+/// What a more urgent tenant asks for: more than is free beside the non-compliant holder, and less than there is without it.
 const ASKED: Bytes = Bytes::from_mib(180);
 
 /// How long after a non-compliant holder was found out it is looked whether what it has not freed is granted.
@@ -157,7 +157,7 @@ impl Holder {
     }
 }
 
-/// Somebody more urgent asks for more than is free.
+/// A more urgent tenant asks for more than is free.
 fn ask(client: &LeaseServiceClient<Channel>, round: u32) -> JoinHandle<Result<(), String>> {
     let mut client = client.clone();
     let request = CreateLeaseRequest {

@@ -1,8 +1,8 @@
 //! `developer storm`: random demands in a control group with a memory limit.
 //!
-//! The real daemon with the demo model, workers, neighbours that ask nobody, and tenants that fill what they were
+//! The real daemon with the demo model, workers, neighbours without leases, and tenants that fill what they were
 //! granted: all of them, and this program, in one group with a limit. All together want more than it has, so that the
-//! LLM has to give way in time: the kernel kills whoever is there when a page is wanted and none is left. Its own
+//! LLM has to give way in time: the kernel kills a process when a page is wanted and none is left. Its own
 //! counter says whether it had to.
 
 use std::{
@@ -250,7 +250,7 @@ fn held(stage: &Stage, number: u32, mib: u64) -> Result<Vec<String>, String> {
     Ok(arguments.map(str::to_owned).to_vec())
 }
 
-/// Normal, nobody's memory on its way, and the LLM whole again.
+/// Normal, no memory on its way, and the LLM whole again.
 fn calm(status: &GetStatusResponse) -> bool {
     let normal = status.pressure.as_ref().is_some_and(|pressure| pressure.level() == PressureLevel::Normal);
     let engine = status.engine.as_ref().is_some_and(|engine| {
@@ -265,7 +265,7 @@ fn calm(status: &GetStatusResponse) -> bool {
     normal && engine && ready("a") && ready("b")
 }
 
-/// Of the two workers that nobody else stops.
+/// Of the two workers that are stopped by the supervisor only.
 fn starts(status: &GetStatusResponse) -> u32 {
     let workers = status.workers.iter().filter(|worker| worker.name != "c");
     workers.map(|worker| worker.starts).sum()
@@ -342,7 +342,7 @@ impl Limited {
 impl Drop for Limited {
     fn drop(&mut self) {
         let _ = self.take_in(&self.home);
-        // Whoever ended last may still be on its way out.
+        // The process that ended last may still be on its way out.
         let end = Instant::now() + Duration::from_secs(2);
         while Instant::now() < end {
             for entry in fs::read_dir(&self.folder).into_iter().flatten().flatten() {

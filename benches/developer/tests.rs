@@ -48,7 +48,7 @@ const TESTS: &[(&str, fn())] = &[
         "a_non_compliant_tenant_is_detected_and_its_memory_is_not_granted",
         a_non_compliant_tenant_is_detected_and_its_memory_is_not_granted,
     ),
-    ("storms_in_a_group_with_a_limit_get_nobody_killed", storms_in_a_group_with_a_limit_get_nobody_killed),
+    ("storms_in_a_group_with_a_limit_get_no_process_killed", storms_in_a_group_with_a_limit_get_no_process_killed),
     ("kill_points_lose_nothing", kill_points_lose_nothing),
     (
         "every_injected_death_is_called_by_its_name_and_none_wrongly_out_of_memory",
@@ -99,7 +99,7 @@ fn a_non_compliant_tenant_is_detected_and_its_memory_is_not_granted() {
     assert_eq!(met("grants once the non-compliant holder was gone"), Some(true), "{figures:?}");
 }
 
-fn storms_in_a_group_with_a_limit_get_nobody_killed() {
+fn storms_in_a_group_with_a_limit_get_no_process_killed() {
     let output = developer(&["storm", "--storms", "2", "-o", "json"]);
     let reported = String::from_utf8_lossy(&output.stderr);
     if reported.contains("cannot limit memory here") {

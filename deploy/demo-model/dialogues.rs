@@ -1,7 +1,7 @@
 //! The dialogues the demo model learns: what a person says to a voice assistant at home, and what it answers.
 //!
 //! Everything is drawn from templates by a seeded generator, so the same seed gives the same text on every machine. A slot
-//! combination ("attic fan on") belongs to one [`Split`] for good. Whatever the speech recogniser's grammar can say is always
+//! combination ("attic fan on") belongs to one [`Split`] always. Whatever the speech recogniser's grammar can say is always
 //! in [`Split::Train`]; of the combinations beyond it one in eight is held out.
 
 use std::fmt::Debug;

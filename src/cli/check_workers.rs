@@ -24,7 +24,7 @@ pub(super) struct WorkerCheck {
     endpoint: Option<String>,
     ready: String,
     confinement: Vec<String>,
-    /// What may go away until it is started: a port that somebody has now.
+    /// What may go away until it is started: a port that another process has now.
     pub(super) warnings: Vec<String>,
     /// What would keep it from starting.
     pub(super) problems: Vec<String>,

@@ -10,11 +10,30 @@ use std::{
 
 use super::session::end_with_parent;
 
-/// The demo model, a part of this program, so that no other file is needed.
-pub const MODEL: &[u8] = include_bytes!("../../deploy/demo-model/demo.gguf");
-
 /// The commands that the recogniser's small variant knows.
 const GRAMMAR: &str = include_str!("../../deploy/home.gram");
+
+/// Where the demo model is: where a package puts it, or in the sources that this program was built from.
+///
+/// # Errors
+/// When it is nowhere, or it is not known where this program is.
+pub fn demo_model() -> io::Result<PathBuf> {
+    // A build folder may lie outside the sources, so the current one counts as well.
+    model_of(&std::env::current_exe()?, Path::new(""))
+}
+
+fn model_of(program: &Path, current: &Path) -> io::Result<PathBuf> {
+    let folders = program.ancestors().skip(1).chain([current]);
+    let mut files = folders.flat_map(|folder| PLACES.map(|place| folder.join(place)));
+    files.find(|file| file.is_file()).ok_or_else(|| {
+        let ([installed, source], program) = (PLACES, program.display());
+        let text = format!("no demo model: neither `{installed}` nor `{source}` is in a folder above `{program}`");
+        io::Error::new(io::ErrorKind::NotFound, text)
+    })
+}
+
+/// The demo model in a package, and in the sources.
+const PLACES: [&str; 2] = ["share/cotenant/demo.gguf", "deploy/demo-model/demo.gguf"];
 
 /// A folder that is removed with its value.
 #[derive(Debug)]
@@ -89,14 +108,18 @@ pub struct Stage {
 
 impl Stage {
     /// Writes model, grammar and configuration into a new folder, and starts the daemon on them. `configuration` gets
-    /// the folder, which holds `demo.gguf` and `home.gram`; the socket has to be `cotenant.sock` in it, and the journal
+    /// the folder, which holds `home.gram`, and `demo.gguf` where it names that; the socket has to be `cotenant.sock` in it, and the journal
     /// `journal.ndjson`.
     pub fn set(configuration: impl FnOnce(&Path) -> String) -> io::Result<Self> {
         let folder = TemporaryFolder::new("cotenant-stage")?;
         let at = |name: &str| folder.0.join(name);
-        fs::write(at("demo.gguf"), MODEL)?;
+        let configuration = configuration(&folder.0);
+        let demo = at("demo.gguf");
+        if demo.to_str().is_some_and(|demo| configuration.contains(demo)) {
+            fs::copy(demo_model()?, demo)?;
+        }
         fs::write(at("home.gram"), GRAMMAR)?;
-        fs::write(at("cotenant.yaml"), configuration(&folder.0))?;
+        fs::write(at("cotenant.yaml"), configuration)?;
         let daemon = start(&folder.0)?;
         Ok(Self { daemon, folder })
     }
@@ -178,4 +201,26 @@ fn start(folder: &Path) -> io::Result<Process> {
         .process_group(0) // an interrupt at the terminal reaches this program, which then ends the daemon
         .spawn()?;
     Ok(Process(daemon))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_demo_model_is_found_in_a_package_and_in_the_sources_and_missed_with_its_places() {
+        let root = tempfile::tempdir().unwrap();
+        let at = |path: &str| root.path().join(path);
+        let (installed, built) = (at("usr/bin/cotenant"), at("sources/target/release/cotenant"));
+        let missing = |program| model_of(program, &at("")).unwrap_err().to_string();
+        assert!(missing(&installed).starts_with("no demo model: neither `share/cotenant/demo.gguf` nor"));
+        for (program, model) in
+            [(&installed, "usr/share/cotenant/demo.gguf"), (&built, "sources/deploy/demo-model/demo.gguf")]
+        {
+            fs::create_dir_all(at(model).parent().unwrap()).unwrap();
+            fs::write(at(model), "GGUF").unwrap();
+            assert_eq!(model_of(program, &at("")).unwrap(), at(model));
+            assert_eq!(model_of(Path::new("/elsewhere/cotenant"), &at("sources")).is_ok(), program == &built);
+        }
+    }
 }

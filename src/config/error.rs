@@ -68,7 +68,7 @@ pub enum LoadErrorKind {
     TooDeep,
     /// It is not text; the position of the first byte that is not UTF-8.
     NotUtf8(usize),
-    /// It holds secrets, and others than its owner may read it, or its owner is somebody else; in words.
+    /// It holds secrets, and others than its owner may read it, or another user owns it; in words.
     Exposed(String),
     /// It can be read, but not used; at least one.
     Faults(Vec<Fault>),

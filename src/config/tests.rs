@@ -293,7 +293,7 @@ proptest! {
 fn faults_of_a_workers_limits_order_and_readiness_are_reported() {
     let report = report(
         r"
-llm: {path: /m.gguf, after: [tts, nobody]}
+llm: {path: /m.gguf, after: [tts, absent]}
 workers:
   - {name: asr, role: asr, argv: [a], memory: {steady: 1MiB, recycle_above: 1MiB}, after: [asr], lease: ours}
   - name: tts
@@ -313,7 +313,7 @@ workers:
         LoadError::new(Path::new("c.yaml"), kind).report()
     };
     let mut reported = orders(
-        "llm: {path: /m.gguf, after: [tts, nobody]}\nworkers: [{name: tts, argv: [a], memory: {steady: 1MiB}, after: [tts]}]",
+        "llm: {path: /m.gguf, after: [tts, absent]}\nworkers: [{name: tts, argv: [a], memory: {steady: 1MiB}, after: [tts]}]",
     );
     reported += &orders(
         "llm: {path: /m.gguf, after: [tts]}\nworkers: [{name: tts, argv: [a], memory: {steady: 1MiB}, after: [llm]}]",

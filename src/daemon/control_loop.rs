@@ -228,7 +228,7 @@ mod tests {
         policy::{
             lease::{Class, LeaseRequest, LeaseView, Peer},
             params::{EngineParams, Params, Scope},
-            pressure::{MemoryReading, Sample},
+            pressure::sample_with,
             residency::small_model,
         },
     };
@@ -323,18 +323,7 @@ mod tests {
         }
 
         fn sample(&mut self, wait: Duration, used: Bytes) {
-            let taken_at = self.clock.now() + wait;
-            let sample = Sample {
-                taken_at,
-                memory: MemoryReading {
-                    mem_total: Bytes::from_gib(8),
-                    mem_available: Bytes::from_gib(7),
-                    ..MemoryReading::default()
-                },
-                scope_used: Some(used),
-                ..Sample::default()
-            };
-            self.after(wait, Event::Sampled(sample));
+            self.after(wait, Event::Sampled(sample_with(used, self.clock.now() + wait)));
         }
 
         /// Puts an event into the inbox, with a caller.

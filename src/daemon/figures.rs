@@ -276,7 +276,7 @@ mod tests {
         event::{Event, WorkerCommand},
         lease::{Class, LeaseRequest, Peer, TargetAnswer, Ticket},
         params::{EngineParams, Params, Scope, VariantParams, WorkerParams},
-        pressure::{MemoryReading, Sample},
+        pressure::sample_with,
         residency::small_model,
     };
 
@@ -314,17 +314,7 @@ mod tests {
 
         fn sample(&mut self, used: Bytes) {
             self.now = self.now + Duration::from_millis(10);
-            let taken_at = self.now;
-            self.tell(Event::Sampled(Sample {
-                taken_at,
-                memory: MemoryReading {
-                    mem_total: Bytes::from_gib(8),
-                    mem_available: Bytes::from_gib(7),
-                    ..MemoryReading::default()
-                },
-                scope_used: Some(used),
-                ..Sample::default()
-            }));
+            self.tell(Event::Sampled(sample_with(used, self.now)));
         }
 
         fn measured(&mut self, tenant: &str, used: Bytes) {
@@ -519,7 +509,7 @@ mod tests {
     }
 
     #[test]
-    fn only_ends_that_nobody_asked_for_make_a_restart() {
+    fn only_ends_that_were_not_requested_make_a_restart() {
         let mut params = params();
         params.workers = vec![WorkerParams {
             name: "asr".to_owned(),

@@ -353,7 +353,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_holder_that_cannot_be_read_in_time_delays_nobody_and_is_unmeasured_meanwhile() {
+    async fn a_holder_that_cannot_be_read_in_time_delays_no_other_and_is_unmeasured_meanwhile() {
         let (measurer, mut inbox) = measurer();
         let (finish, finished) = tokio::sync::oneshot::channel::<Bytes>();
         let shared = Arc::clone(&measurer.shared);
@@ -363,7 +363,7 @@ mod tests {
             let used = shared.within_limit("slow", taken_at, reading, Duration::ZERO).await;
             shared.report("slow", used, taken_at).await;
         });
-        measurer.measure(["nobody".to_owned()]);
+        measurer.measure(["absent".to_owned()]);
         let mut measured = Vec::new();
         while measured.len() < 2 {
             if let Event::Measured { tenant, used, .. } = inbox.recv().await.unwrap().event {
@@ -371,7 +371,7 @@ mod tests {
             }
         }
         measured.sort();
-        assert_eq!(measured, [("nobody".to_owned(), None), ("slow".to_owned(), None)]);
+        assert_eq!(measured, [("absent".to_owned(), None), ("slow".to_owned(), None)]);
         finish.send(Bytes::from_mib(9)).unwrap();
         slow.await.unwrap();
         match inbox.recv().await.unwrap().event {
@@ -385,7 +385,7 @@ mod tests {
     #[tokio::test]
     async fn every_question_is_answered_and_unknown_is_not_zero() {
         let (measurer, mut inbox) = measurer();
-        measurer.measure(["nobody".to_owned(), ENGINE_TENANT.to_owned()]);
+        measurer.measure(["absent".to_owned(), ENGINE_TENANT.to_owned()]);
         let mut reported = BTreeMap::new();
         while reported.len() < 2 {
             if let Event::Measured { tenant, used, .. } = inbox.recv().await.unwrap().event {
@@ -422,11 +422,11 @@ mod tests {
             tenant("vision", LeaseState::Granted, 10),
             tenant("vision", LeaseState::Revoking, 10),
             lease("hidden", LeaseKind::Tenant, LeaseState::Granted, None),
-            tenant("ghost", LeaseState::Gone, 12),
+            tenant("gone", LeaseState::Gone, 12),
             tenant("vision", LeaseState::Requested, 11),
             tenant("x", LeaseState::Requested, 13),
         ];
-        let expected = BTreeMap::from([("vision", vec![10]), ("hidden", Vec::new()), ("ghost", vec![12])]);
+        let expected = BTreeMap::from([("vision", vec![10]), ("hidden", Vec::new()), ("gone", vec![12])]);
         assert_eq!(owners_of(&leases), expected);
     }
 
@@ -443,7 +443,7 @@ mod tests {
         child.kill().unwrap();
         child.wait().unwrap();
         assert_eq!(measure(&[pid]), Some(Bytes::ZERO));
-        // A process of somebody else that is there.
+        // A process of another user that is there.
         assert!(measure(&[1]).is_some_and(|used| used > Bytes::ZERO), "the first process");
         // One that is there and that this list does not show is hidden, not gone.
         assert_eq!(tenant_memory(&root, &ProcessTable::default(), &[1], &none), None);

@@ -38,7 +38,7 @@ impl Parts {
     }
 
     /// Starts a task that has to go on as long as the daemon runs; any end is a loss.
-    pub(super) fn spawn_for_good(&self, name: &'static str, task: impl Future<Output = ()> + Send + 'static) {
+    pub(super) fn spawn_permanent(&self, name: &'static str, task: impl Future<Output = ()> + Send + 'static) {
         let parts = self.clone();
         self.spawn(name, async move {
             task.await;
@@ -63,7 +63,7 @@ mod tests {
         assert!(losses.try_recv().is_err());
         parts.spawn("a bridge", async { panic!("as planted") }).await.unwrap();
         assert_eq!(losses.recv().await.unwrap(), "a bridge broke down");
-        parts.spawn_for_good("sampling", async {});
+        parts.spawn_permanent("sampling", async {});
         assert_eq!(losses.recv().await.unwrap(), "sampling has ended");
     }
 }

@@ -206,7 +206,7 @@ pub async fn run(
     tokio::spawn(settle(Arc::clone(&control), config.llm.is_some()));
     let watchdog = &control_loop.device().watchdog;
     watchdog.start().map_err(|source| RunError::System { what: "the watchdog's thread", source })?;
-    parts.spawn_for_good("reload", reloader.open());
+    parts.spawn_permanent("reload", reloader.open());
     notify::ready();
     let running = run_to_the_end(control_loop, inbox, signals, losses, listeners);
     match control_runtime.spawn(running).await {
@@ -269,7 +269,7 @@ fn tracer_of(config: &TelemetryConfig, boot_id: &str, parts: &Parts) -> Tracer {
         path: otlp.path,
     };
     let tracer = Tracer::recording();
-    parts.spawn_for_good("the exporter of spans", telemetry::export(tracer.clone(), collector, boot_id.to_owned()));
+    parts.spawn_permanent("the exporter of spans", telemetry::export(tracer.clone(), collector, boot_id.to_owned()));
     tracer
 }
 
@@ -352,7 +352,7 @@ fn is_ours(key: &'static str, path: &Path) -> Result<(), RunError> {
     let found = fs::metadata(path).map_err(|source| RunError::Folder { path: path.to_owned(), source })?;
     let open = |why, remedy| RunError::Open { path: path.to_owned(), key, why, remedy };
     if found.mode() & 0o002 != 0 {
-        let why = format!("everybody may write to it (mode {:04o})", found.mode() & 0o7777);
+        let why = format!("every user may write to it (mode {:04o})", found.mode() & 0o7777);
         return Err(open(why, format!("chmod o-w {}, or set `{key}` to a folder below it", path.display())));
     }
     let us = nix::unistd::geteuid().as_raw();

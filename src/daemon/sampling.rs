@@ -64,7 +64,7 @@ pub(super) fn spawn(
     let watch = PsiWatch::arm(root);
     tracing::info!(rung = %watch.rung, reason = watch.reason.as_deref(), "memory stalls are watched");
     let mut ticker = Ticker::new(watch);
-    parts.spawn_for_good("sampling", async move {
+    parts.spawn_permanent("sampling", async move {
         let mut failing = false;
         loop {
             // What is read may be as old as the beginning of the reading.

@@ -45,7 +45,7 @@ use crate::{
 const RETRY_SOON: Duration = Duration::from_millis(500);
 
 /// When a client may try again while a worker waits for what it cannot have. Our choice: as long as a request waits for a
-/// worker at most, since somebody has to change something first.
+/// worker at most, since an operator has to change something first.
 const RETRY_LATE: Duration = Duration::from_secs(60);
 
 /// What of a client's patience is left for the answer itself, a refusal included.

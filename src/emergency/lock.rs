@@ -28,7 +28,7 @@ pub struct Locked {
 pub(super) enum When {
     /// All of it, now.
     Now,
-    /// Each page once somebody has needed it.
+    /// Each page once it has been needed.
     Touched,
 }
 

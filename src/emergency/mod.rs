@@ -2,7 +2,7 @@
 //!
 //! A decision makes lists, plans and words. In calm times they come from the system's allocator like everything else.
 //! Inside [`within`] they come from blocks that were taken, touched and locked when the daemon started, so that a shed
-//! needs neither a page, nor a lock that somebody holds who waits for one.
+//! needs neither a page, nor a lock whose holder waits for one.
 //!
 //! ```text
 //!   within(…) ──► a block of the next size that is free ──► used ──► given back, by whatever thread

@@ -33,7 +33,7 @@ struct Attributes {
 pub fn be_prompt() -> io::Result<()> {
     let mut wanted = attributes()?;
     if i64::from(wanted.policy) != i64::from(libc::SCHED_OTHER) {
-        // Somebody has given the whole daemon another policy, and knows why.
+        // An operator has given the whole daemon another policy, on purpose.
         return Ok(());
     }
     wanted.runtime = SLICE_NS;
@@ -61,7 +61,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_prompt_thread_keeps_its_niceness_and_what_it_starts_is_as_everybody_else() {
+    fn a_prompt_thread_keeps_its_niceness_and_what_it_starts_has_the_usual_policy() {
         std::thread::spawn(|| {
             // SAFETY: takes numbers alone; lowering one's own priority is always allowed.
             unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 3) };

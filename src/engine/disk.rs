@@ -1,4 +1,4 @@
-//! Reads with a time limit: they run on threads of their own, which are abandoned where the disk hangs.
+//! Time limit of a disk, work that is abandoned where the disk hangs, and what hanging reads keep.
 
 use std::{
     fmt,
@@ -12,6 +12,56 @@ use std::{
 
 use super::arena::SharedMapping;
 use crate::units::Bytes;
+
+/// Time in which a disk has to bring something: the one limit of all reads of a model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct DiskTimeout(Duration);
+
+/// The disk does not answer.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "cannot read `{what}`: the disk has not answered for {} ms, at most {} ms are waited",
+    waited.as_millis(),
+    limit.0.as_millis()
+)]
+pub struct Stalled {
+    /// What is awaited.
+    pub what: Arc<str>,
+    /// For how long.
+    pub waited: Duration,
+    /// How long is waited.
+    pub limit: DiskTimeout,
+}
+
+impl DiskTimeout {
+    /// Of so long.
+    #[must_use]
+    pub const fn new(limit: Duration) -> Self {
+        Self(limit)
+    }
+
+    /// How much longer may be waited for `what`, where nothing has come for `idle`.
+    ///
+    /// # Errors
+    /// When that is over.
+    pub fn left(self, idle: Duration, what: &Arc<str>) -> Result<Duration, Stalled> {
+        let left = self.0.saturating_sub(idle);
+        if left.is_zero() { Err(self.stalled(idle, what)) } else { Ok(left) }
+    }
+
+    /// That nothing has come for `waited`, whatever that is.
+    #[must_use]
+    pub fn stalled(self, waited: Duration, what: &Arc<str>) -> Stalled {
+        Stalled { what: Arc::clone(what), waited, limit: self }
+    }
+}
+
+impl Default for DiskTimeout {
+    /// A 4 MiB piece takes 40 ms on a slow card.
+    fn default() -> Self {
+        Self(Duration::from_secs(4))
+    }
+}
 
 /// Record of the read under way. Computing between two reads has no time limit.
 #[derive(Clone, Default)]
@@ -49,17 +99,6 @@ pub struct WatchedWork<T> {
     thread: JoinHandle<T>,
 }
 
-/// That the disk hangs, and what that keeps.
-#[derive(Debug)]
-pub struct Stalled {
-    /// What it was asked for.
-    pub what: String,
-    /// How long ago.
-    pub waited: Duration,
-    /// What the work keeps until it returns.
-    pub left: Retained,
-}
-
 /// Memory and threads that were given up, and are kept by reads that hang until these return.
 #[derive(Clone, Debug, Default)]
 pub struct Retained {
@@ -77,7 +116,7 @@ struct Shared {
 #[derive(Debug, Default)]
 struct State {
     /// What the disk is asked for, and since when.
-    asks: Option<(String, Instant)>,
+    asks: Option<(Arc<str>, Instant)>,
     /// Bytes that it has brought.
     brought: u64,
     /// The caller has stopped waiting.
@@ -102,7 +141,7 @@ impl DiskWatch {
             if state.given_up {
                 return Err(io::ErrorKind::TimedOut.into());
             }
-            state.asks = Some((what.to_owned(), Instant::now()));
+            state.asks = Some((what.into(), Instant::now()));
         }
         #[cfg(test)]
         if let Some(hindrance) = &self.hindrance {
@@ -183,28 +222,26 @@ impl<T: Send + 'static> WatchedWork<T> {
     /// Waits until it is done.
     ///
     /// # Errors
-    /// When the disk has not answered for `stall`. What the work has yet to ask is not asked any more.
-    pub fn wait(self, stall: Duration) -> Result<T, Stalled> {
+    /// When the disk does not answer, with what the work keeps until it returns. What it has yet to ask is not asked any more.
+    pub fn wait(self, limit: DiskTimeout) -> Result<T, (Stalled, Retained)> {
         let shared = &self.watch.shared;
         let mut state = shared.lock();
         while !state.ended {
-            let asked = state.asks.as_ref().map(|(_, since)| since.elapsed());
-            if asked.is_some_and(|waited| waited >= stall) {
-                break;
-            }
+            let left = match &state.asks {
+                None => limit.0,
+                Some((what, since)) => match limit.left(since.elapsed(), what) {
+                    Ok(left) => left,
+                    Err(stalled) => {
+                        let (since, work) = (Some(*since), vec![Arc::downgrade(shared)]);
+                        state.given_up = true;
+                        return Err((stalled, Retained { since, memory: Vec::new(), work }));
+                    }
+                },
+            };
             // The next question may be asked right after this look.
-            let left = stall.saturating_sub(asked.unwrap_or_default()).max(LOOK_LEAST);
-            let (next, _) = shared.ended.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner);
+            let (next, _) =
+                shared.ended.wait_timeout(state, left.max(LOOK_LEAST)).unwrap_or_else(PoisonError::into_inner);
             state = next;
-        }
-        if let Some((what, since)) = state.asks.clone().filter(|_| !state.ended) {
-            state.given_up = true;
-            let work = vec![Arc::downgrade(shared)];
-            return Err(Stalled {
-                what,
-                waited: since.elapsed(),
-                left: Retained { since: Some(since), memory: Vec::new(), work },
-            });
         }
         drop(state);
         Ok(self.thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
@@ -214,20 +251,38 @@ impl<T: Send + 'static> WatchedWork<T> {
 impl Retained {
     /// Memory that reads may keep which have hung since then.
     #[must_use]
-    pub fn of(memory: Vec<Weak<SharedMapping>>, since: Instant) -> Self {
+    pub fn of(memory: impl IntoIterator<Item = Weak<SharedMapping>>, since: Instant) -> Self {
         let mut left = Self { since: Some(since), ..Self::default() };
         left.mark(memory);
         left
     }
 
-    /// Adds what is left elsewhere; what is in both counts once.
+    /// How many pieces of memory reads still keep; those that came free are forgotten.
+    pub(super) fn pieces(&mut self) -> usize {
+        self.memory.retain(|memory| memory.strong_count() > 0);
+        self.memory.len()
+    }
+
+    /// The memory that they keep.
+    pub(super) fn memory(&self) -> impl Iterator<Item = Arc<SharedMapping>> {
+        self.memory.iter().filter_map(Weak::upgrade)
+    }
+
+    /// Adds what is left elsewhere; what is in both counts once, and what has returned by now not at all.
     pub fn add(&mut self, other: Self) {
+        if !other.hangs() {
+            return;
+        }
+        if !self.hangs() {
+            *self = other;
+            return;
+        }
         self.since = self.since.into_iter().chain(other.since).min();
         self.mark(other.memory);
         self.work.extend(other.work);
     }
 
-    fn mark(&mut self, memory: Vec<Weak<SharedMapping>>) {
+    fn mark(&mut self, memory: impl IntoIterator<Item = Weak<SharedMapping>>) {
         for mark in memory {
             if self.memory.iter().all(|other| !other.ptr_eq(&mark)) {
                 self.memory.push(mark);
@@ -250,7 +305,7 @@ impl Retained {
     /// What they keep.
     #[must_use]
     pub fn bytes(&self) -> Bytes {
-        let memory: Bytes = self.memory.iter().filter_map(Weak::upgrade).map(|memory| memory.bytes()).sum();
+        let memory: Bytes = self.memory().map(|memory| memory.bytes()).sum();
         self.works()
             .map(|work| Bytes::new(work.lock().brought).saturating_add(THREAD))
             .fold(memory, Bytes::saturating_add)
@@ -293,8 +348,8 @@ mod tests {
     use super::*;
     use crate::engine::arena::{Backing, Mapping};
 
-    const LONG: Duration = Duration::from_secs(60);
-    const SHORT: Duration = Duration::from_millis(1);
+    const LONG: DiskTimeout = DiskTimeout(Duration::from_secs(60));
+    const SHORT: DiskTimeout = DiskTimeout(Duration::from_millis(1));
 
     fn yield_while(condition: impl Fn() -> bool) {
         while condition() {
@@ -323,12 +378,12 @@ mod tests {
         let began = Instant::now();
         let shared = Arc::clone(&work.watch.shared);
         let ends = thread::spawn(move || {
-            yield_while(|| began.elapsed() < SHORT * 50);
+            yield_while(|| began.elapsed() < SHORT.0 * 50);
             assert!(!shared.lock().ended);
             computes.store(false, Ordering::Release);
         });
         work.wait(SHORT).unwrap();
-        assert!(began.elapsed() >= SHORT * 50);
+        assert!(began.elapsed() >= SHORT.0 * 50);
         ends.join().unwrap();
     }
 
@@ -346,13 +401,12 @@ mod tests {
             second.unwrap();
             watch.asking("the third", || Ok(counted.fetch_add(1, Ordering::AcqRel)))
         });
-        let hanging = work.unwrap().wait(SHORT).unwrap_err();
-        assert_eq!(hanging.what, "the second");
-        assert!(hanging.waited >= SHORT && hanging.left.hung() >= SHORT);
+        let (stalled, mut left) = work.unwrap().wait(SHORT).unwrap_err();
+        assert_eq!((&*stalled.what, stalled.limit), ("the second", SHORT));
+        assert!(stalled.waited >= SHORT.0 && left.hung() >= SHORT.0);
         let memory = Mapping::new(Bytes::from_kib(64), Backing::OnTouch).unwrap();
         let memory = Arc::new(SharedMapping::from(memory));
         let marks = vec![Arc::downgrade(&memory), Arc::downgrade(&memory)];
-        let mut left = hanging.left;
         left.add(Retained::of(marks, Instant::now()));
         assert!(left.hangs());
         assert_eq!(left.bytes(), THREAD + Bytes::new(1000) + Bytes::from_kib(64));

@@ -8,7 +8,7 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use super::disk::Retained;
+use super::disk::{Retained, Stalled};
 use crate::{
     policy::residency::EnginePlan,
     units::{Bytes, Tokens},
@@ -77,7 +77,7 @@ impl LoadError {
     /// again when it has.
     #[must_use]
     pub fn hung(&self) -> Option<&Retained> {
-        (matches!(self.kind, LoadErrorKind::Stalled { .. }) || self.left.hangs()).then_some(&*self.left)
+        (matches!(self.kind, LoadErrorKind::Stalled(_)) || self.left.hangs()).then_some(&*self.left)
     }
 
     /// What is wrong.
@@ -208,19 +208,8 @@ pub enum LoadErrorKind {
     #[error("the plan does not fit it: {0}")]
     Plan(String),
     /// The disk does not answer.
-    #[error(
-        "cannot read `{what}`: the disk has not answered for {} ms, at most {} ms are waited",
-        waited.as_millis(),
-        limit.as_millis()
-    )]
-    Stalled {
-        /// What is awaited.
-        what: String,
-        /// For how long.
-        waited: Duration,
-        /// How long is waited.
-        limit: Duration,
-    },
+    #[error(transparent)]
+    Stalled(#[from] Stalled),
     /// A tensor that starts where kernels cannot read it.
     #[error("tensor `{tensor}` starts at byte {offset}, which is not a multiple of 4")]
     TensorAlignment {
@@ -341,7 +330,7 @@ impl LoadErrorKind {
             Self::Vocabulary { .. } => Some("give a text in UTF-8, or the number of tokens that stay"),
             Self::Changed { .. } => Some("load it again once the file is complete"),
             Self::Replaced => Some("it is looked at again, and loaded with a plan of its own"),
-            Self::Stalled { .. } => Some(
+            Self::Stalled(_) => Some(
                 "see whether the disk, or the server of its mount, answers (`dmesg` says what the kernel knows), then load it again",
             ),
             Self::Allocate { .. } => Some("plan fewer resident layers or a smaller KV capacity"),
@@ -445,13 +434,8 @@ pub enum ForwardError {
     #[error("the sequence was lost by an earlier error: start a new one")]
     SequenceLost,
     /// The disk does not answer.
-    #[error("cannot read `{what}`: the disk has not answered for {} ms", waited.as_millis())]
-    Stalled {
-        /// What is awaited.
-        what: String,
-        /// For how long.
-        waited: Duration,
-    },
+    #[error(transparent)]
+    Stalled(#[from] Stalled),
     /// A token that the vocabulary does not have.
     #[error("token {token} is not in the vocabulary of {vocabulary}")]
     Token {
@@ -538,13 +522,8 @@ pub enum ApplyError {
     #[error(transparent)]
     Read(#[from] ReadError),
     /// The disk does not answer.
-    #[error("cannot read `{what}`: the disk has not answered for {} ms", waited.as_millis())]
-    Stalled {
-        /// What is awaited.
-        what: String,
-        /// For how long.
-        waited: Duration,
-    },
+    #[error(transparent)]
+    Stalled(#[from] Stalled),
 }
 
 /// What a change of plan did.

@@ -139,7 +139,7 @@ pub enum GenerateEvent {
 /// Why an answer ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum FinishReason {
-    /// Somebody cancelled it, or its reader went away or stopped reading.
+    /// It was cancelled, or its reader went away or stopped reading.
     Cancelled,
     /// The KV capacity that it needed was taken away while it ran; the text so far is valid.
     KvReclaimed,

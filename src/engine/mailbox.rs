@@ -410,7 +410,7 @@ impl Shared {
         }
     }
 
-    /// Whether somebody wants something, or the end has come.
+    /// Whether a command or a request waits, or the end has come.
     pub(super) fn is_wanted(&self) -> bool {
         let mailbox = self.lock();
         mailbox.lifecycle >= Lifecycle::Draining

@@ -14,5 +14,5 @@ pub use counted::LoadProgress;
 pub use file::{Extent, Source, WeightFile};
 pub use progress::ReadProgress;
 pub use rows::{RowReader, WantedRows};
+pub(super) use stream::PATIENCE_STEP;
 pub use stream::{Missing, Stream};
-pub(super) use stream::{PATIENCE_STEP, STALL_MAX};

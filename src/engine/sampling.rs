@@ -115,7 +115,7 @@ const fn narrow(value: f64) -> f32 {
     value as f32
 }
 
-/// A number as somebody would write it: without dozens of zeros, and without the digits that an `f32` gets as an `f64`.
+/// A number as a person would write it: without dozens of zeros, and without the digits that an `f32` gets as an `f64`.
 fn short(value: f64) -> String {
     let narrow = narrow(value);
     match (f64::from(narrow) == value, value != 0.0 && value.abs() < 1e-3) {

@@ -27,16 +27,15 @@ use std::{
 use tokio::sync::mpsc;
 
 use super::{
-    disk::Retained,
+    disk::{DiskTimeout, Retained},
     engine_loop::{BetweenLayers, Broken, EngineLoop, Outcome},
-    error::{ForwardError, LoadError, LoadErrorKind},
+    error::{ForwardError, LoadError},
     generate::{FinishReason, GenerateError},
     gguf_model::GgufModel,
     language_model::{LanguageModel, Opened, Opener},
     mailbox::{EngineHandle, Queued, Shared, Work},
     model::ModelOptions,
     protocol::{ApplyFailure, EngineEvent, EngineOptions, EnginePhase, Expected, Inspected, OpenError},
-    reader::STALL_MAX,
     sampling::{MaskError, SampleError, Sampler, TokenMask},
     sayable::Sayable,
     stops::{Scan, StopStrings},
@@ -258,12 +257,9 @@ impl Worker {
         }
         if self.left.hangs() {
             // Another load would hang beside the one that does.
-            let kind = LoadErrorKind::Stalled {
-                what: "what an earlier load has asked for".to_owned(),
-                waited: self.left.hung(),
-                limit: STALL_MAX,
-            };
-            let error = LoadError::new(&path, kind).leaving(self.left.clone());
+            let what = "what an earlier load has asked for".into();
+            let stalled = DiskTimeout::default().stalled(self.left.hung(), &what);
+            let error = LoadError::new(&path, stalled.into()).leaving(self.left.clone());
             self.load_failed(path, &error.into());
             return;
         }
@@ -318,7 +314,7 @@ impl Worker {
             (self.engine_loop.left_noted > Bytes::ZERO).then_some(self.engine_loop.left_noted);
     }
 
-    /// Measures what the engine can do, unless somebody wants something of it.
+    /// Measures what the engine can do, unless a command or a request waits.
     fn calibrate(&mut self) {
         let Some(model) = self.model.as_mut() else {
             return;

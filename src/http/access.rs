@@ -238,7 +238,7 @@ mod tests {
         ] {
             assert_eq!(ask(headers), Err("401 invalid_api_key".to_owned()), "{headers:?}");
         }
-        assert_eq!(asked(&Access::default(), "/v1/models", &[]), Ok(None), "everybody is served");
+        assert_eq!(asked(&Access::default(), "/v1/models", &[]), Ok(None), "every client is served");
     }
 
     #[test]

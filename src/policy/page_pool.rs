@@ -64,7 +64,7 @@ impl PagePool {
     }
 
     /// What the pool is to be emptied of: all that it keeps, where less than `short` is available without it. The kernel would
-    /// take it too, while somebody waits.
+    /// take it too, while a process waits.
     pub(super) fn bytes_to_empty(&mut self, short: Bytes, now: Timestamp) -> Option<Bytes> {
         let (pool, low) = self.last?;
         let rests = self.emptied_at.is_some_and(|at| now < at + PAUSE);

@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn what_another_model_needed_is_forgotten_and_what_nobody_knows_of_counts() {
+    fn what_another_model_needed_is_forgotten_and_what_is_of_no_known_model_counts() {
         let mut peaks = Peaks::default();
         peaks.seen("asr", None, mib(300));
         peaks.seen("tts", None, mib(200));

@@ -121,6 +121,14 @@ pub struct Sample {
     pub stall_watch: Option<StallWatch>,
 }
 
+/// Of a machine of 8 GiB with room, on which what shares the budget uses `used`.
+#[cfg(test)]
+pub(crate) fn sample_with(used: Bytes, taken_at: Timestamp) -> Sample {
+    let (mem_total, mem_available) = (Bytes::from_gib(8), Bytes::from_gib(7));
+    let memory = MemoryReading { mem_total, mem_available, mem_free: mem_available, group: None };
+    Sample { taken_at, memory, scope_used: Some(used), ..Sample::default() }
+}
+
 /// Memory of the machine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryReading {

@@ -421,7 +421,7 @@ mod tests {
         machine.process(10, 1, 10);
         let tables = machine.folder(10).join("smaps_rollup");
         fs::remove_file(&tables).unwrap();
-        // Reading a folder fails, as reading somebody else's tables does.
+        // Reading a folder fails, as reading another user's tables does.
         fs::create_dir(&tables).unwrap();
         let sum = machine.reader(10).read(Instant::now()).unwrap();
         assert_eq!((mib(sum), sum.by_rss), (8, 1));

@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_source_ends_when_nobody_reads_and_its_slot_is_free() {
+    async fn a_source_ends_when_its_client_stops_reading_and_its_slot_is_free() {
         let slots = super::super::slots::Slots::new(super::super::Bounds { per_process: 1, per_user: 1, total: 1 });
         let slot = slots.open((1, None)).unwrap();
         let mut read = pump(stream::iter(1..).map(Ok), slot, Duration::from_millis(50));

@@ -142,7 +142,7 @@ impl Sockets {
     /// file is removed when the server ends.
     ///
     /// # Errors
-    /// When somebody listens there, something else is there, or the system says no.
+    /// When another process listens there, something else is there, or the system says no.
     pub fn bind_path(&mut self, path: &Path, mode: u32) -> Result<(), BindError> {
         let address = || path.display().to_string();
         let system = |source| BindError::System { address: address(), source };
@@ -168,7 +168,7 @@ impl Sockets {
     /// Adds the abstract socket `name`, without the `@`. It has no file mode: credentials alone decide.
     ///
     /// # Errors
-    /// When somebody listens there, or the system says no.
+    /// When another process listens there, or the system says no.
     pub fn bind_abstract(&mut self, name: &str) -> Result<(), BindError> {
         let address = || format!("@{name}");
         let system = |source| BindError::System { address: address(), source };

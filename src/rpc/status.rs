@@ -11,7 +11,7 @@
 //! | no such lease, or ended | NOT_FOUND | `UNKNOWN_LEASE` | ResourceInfo |
 //! | no such worker | NOT_FOUND | `UNKNOWN_WORKER` | ResourceInfo |
 //! | a lease of another run | FAILED_PRECONDITION | `BOOT_ID_CHANGED` | |
-//! | somebody else's lease | PERMISSION_DENIED | `NOT_HOLDER` | |
+//! | another holder's lease | PERMISSION_DENIED | `NOT_HOLDER` | |
 //! | an old generation | FAILED_PRECONDITION | `STALE_GENERATION` | |
 //! | the peer's role is too weak | PERMISSION_DENIED | `ROLE_MISSING` | |
 //! | draining, stopping, loading | UNAVAILABLE | `DRAINING`, `STOPPING`, `OVERLOADED`, `ENGINE_NOT_READY` | RetryInfo |
@@ -73,7 +73,7 @@ pub enum CallError {
         /// `is not above zero`.
         problem: String,
     },
-    /// A request by the name of a worker, by somebody else.
+    /// A request by the name of a worker, by another process.
     #[error(
         "cannot grant a lease to `{worker}`: it is a worker, {}, and {asker} is not of it",
         .runs_as.map_or_else(|| "which has no process yet".to_owned(), |pid| format!("process {pid}"))

@@ -227,7 +227,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// Listens; a socket that an earlier run left behind is replaced, one on which somebody listens is not.
+    /// Listens; a socket that an earlier run left behind is replaced, one on which another process listens is not.
     ///
     /// # Errors
     /// When the address is in use or cannot be bound.
@@ -538,7 +538,7 @@ impl Listener {
     }
 }
 
-/// The file of a bound Unix socket; removed with this value, unless somebody else has put another there.
+/// The file of a bound Unix socket; removed with this value, unless another process has put another there.
 #[derive(Debug)]
 struct SocketFile {
     path: PathBuf,

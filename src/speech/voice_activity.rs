@@ -67,7 +67,7 @@ impl VoiceDetector {
         }
     }
 
-    /// Whether somebody speaks.
+    /// Whether there is speech.
     #[must_use]
     pub const fn is_speaking(&self) -> bool {
         matches!(self.state, State::Speaking { .. })

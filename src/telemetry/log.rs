@@ -45,7 +45,7 @@ pub enum LogError {
     /// The thread that writes could not be started.
     #[error("cannot start the thread that writes log lines")]
     Thread(#[source] io::Error),
-    /// Somebody else logs already.
+    /// Another subscriber logs already.
     #[error("cannot log: logging has been set up before")]
     Taken,
 }

@@ -451,7 +451,7 @@ fn set(gauge: &Size, bytes: Bytes) {
     gauge.set(bytes.get());
 }
 
-/// Brings a counter to a total that somebody else counts.
+/// Brings a counter to a total that is counted elsewhere.
 fn raise(counter: &Counter, total: u64) {
     counter.inner().fetch_max(total, Ordering::Relaxed);
 }

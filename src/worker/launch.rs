@@ -179,7 +179,7 @@ pub enum LaunchError {
         #[source]
         source: io::Error,
     },
-    /// Somebody listens on its port already.
+    /// Another process listens on its port already.
     #[error("port {port} of 127.0.0.1 is taken by {owner}")]
     PortTaken {
         /// The port.
@@ -271,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fixed_port_that_somebody_has_is_refused_with_the_name_of_the_holder() {
+    fn a_fixed_port_that_is_taken_is_refused_with_the_name_of_the_holder() {
         let socket = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
         let port = socket.local_addr().unwrap().port();
         let mut spec = spec(&["prog"]);

@@ -41,7 +41,7 @@ impl Drop for Claimed {
     }
 }
 
-/// Whether somebody listens on a port of loopback now, and who.
+/// Whether a process listens on a port of loopback now, and which.
 pub(super) fn listener(port: u16) -> Option<String> {
     match TcpListener::bind((Ipv4Addr::LOCALHOST, port)) {
         Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}

@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_that_outlives_us_sees_no_end_of_its_fifo_and_is_reported_by_whoever_takes_it_over() {
+    fn a_worker_that_outlives_us_sees_no_end_of_its_fifo_and_is_reported_by_the_daemon_that_takes_it_over() {
         let folder = tempfile::tempdir().unwrap();
         let watch = watch(&folder, PressureKind::Fifo);
         let tap = Tap::open(&watch).unwrap();

@@ -36,7 +36,7 @@ pub(super) struct Process {
     pid: libc::pid_t,
     pidfd: AsyncFd<OwnedFd>,
     reaped: bool,
-    /// Whether it is our child: somebody else's is reaped by its parent, and only its parent learns how it ended.
+    /// Whether it is our child: another process's is reaped by its parent, and only its parent learns how it ended.
     child: bool,
 }
 
@@ -130,7 +130,7 @@ impl Process {
 
     /// Sends a signal to every process of its group.
     pub(super) fn signal_group(&self, signal: libc::c_int) -> io::Result<()> {
-        // Somebody else reaps it, and then its id may name another group.
+        // Another process reaps it, and then its id may name another group.
         if !self.child && is_over(self.pidfd.get_ref()) {
             return Ok(());
         }

@@ -4,7 +4,7 @@
     deadline_client.py http://127.0.0.1:8410/v1
 
 They state their read timeout in `x-stainless-read-timeout`. What cannot begin by then is refused at once instead of
-being computed for nobody: the client sees a status with a code, and not its own time-out.
+being computed without a reader: the client sees a status with a code, and not its own time-out.
 """
 
 import sys

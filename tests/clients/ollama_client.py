@@ -64,7 +64,7 @@ def a_stream_with_its_wishes_is_answered(context):
 
 @check(repeated=True)
 def the_grant_is_in_ps(context):
-    # Told from memory, whatever the engine does.
+    # Answered from memory, whatever the engine does.
     [running] = context.impatient.ps().models
     assert running.model == context.model and running.context_length > 0, running
     assert 0 < running.size_vram <= running.size, running

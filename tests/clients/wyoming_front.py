@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The wyoming package, unmodified, against the front door of a running cotenant.
+"""The wyoming package, unmodified, against the Wyoming listener of a running cotenant.
 
     wyoming_front.py URI [TEXT] [ROUNDS]
 

@@ -32,7 +32,7 @@ pub(crate) struct Target<'a> {
 /// Examples that are kept; new ones then take the places of old ones.
 const KEPT: usize = 512;
 
-/// What runs now and since when, for whoever watches that it ends.
+/// What runs now and since when, for the thread that watches that it ends.
 type Running = Arc<Mutex<Option<(Instant, Vec<u8>)>>>;
 
 /// Damages and runs until the time is over. `run` returns the answer in words.

@@ -204,21 +204,18 @@ fn asking_the_engine_for_a_plan_that_is_there_allocates_nothing() {
     engine.join();
 }
 
+/// Of a machine with room, on which so much of the budget is used.
+fn sample(used_mib: u64, taken_at: Timestamp) -> Sample {
+    let (mem_total, mem_available) = (Bytes::from_gib(64), Bytes::from_gib(60));
+    let memory = MemoryReading { mem_total, mem_available, ..MemoryReading::default() };
+    Sample { taken_at, memory, scope_used: Some(Bytes::from_mib(used_mib)), ..Sample::default() }
+}
+
 #[test]
 fn a_sample_that_leads_to_a_shed_asks_for_little() {
     let mut params = Params::for_budget(Bytes::from_mib(600), Bytes::ZERO, Scope::Session);
     params.engine = Some(EngineParams::default());
     let mut arbiter = Arbiter::new(params).unwrap();
-    let sample = |used: u64, at| Sample {
-        taken_at: at,
-        memory: MemoryReading {
-            mem_total: Bytes::from_gib(64),
-            mem_available: Bytes::from_gib(60),
-            ..MemoryReading::default()
-        },
-        scope_used: Some(Bytes::from_mib(used)),
-        ..Sample::default()
-    };
     let mut now = Timestamp::from_millis(1);
     let _ = arbiter.handle(now, Event::Sampled(sample(0, now)));
     let actions = arbiter.handle(now, Event::EngineInspected { shape: shape() });
@@ -240,7 +237,7 @@ fn a_sample_that_leads_to_a_shed_asks_for_little() {
         took: Duration::from_millis(1),
     };
     let _ = arbiter.handle(now, applied);
-    // A neighbour that nobody knows takes what is left.
+    // An unmanaged neighbour takes what is left.
     let mut shed = None;
     for _ in 0..10 {
         now = now + Duration::from_millis(400);
@@ -327,17 +324,7 @@ impl Shedding {
     /// A sample, and the orders that follow for the engine; as the loop does it.
     fn sample(&mut self, used_mib: u64) -> bool {
         self.now = self.now + Duration::from_millis(400);
-        let event = Event::Sampled(Sample {
-            taken_at: self.now,
-            memory: MemoryReading {
-                mem_total: Bytes::from_gib(64),
-                mem_available: Bytes::from_gib(60),
-                ..MemoryReading::default()
-            },
-            scope_used: Some(Bytes::from_mib(used_mib)),
-            ..Sample::default()
-        });
-        self.take(event)
+        self.take(Event::Sampled(sample(used_mib, self.now)))
     }
 
     fn engine_is_asked(&self) -> bool {
@@ -372,7 +359,7 @@ impl Shedding {
 }
 
 #[test]
-fn from_the_sample_to_the_credit_nobody_asks_the_system_for_memory() {
+fn from_the_sample_to_the_credit_the_system_is_not_asked_for_memory() {
     let _ = emergency::prepare();
     let mut shedding = Shedding::new();
     let before = emergency::counts();

@@ -66,32 +66,32 @@ fn a_check_ends_with_a_verdict_that_agrees_with_its_exit_code() {
 
 #[test]
 fn a_model_whose_template_no_load_would_take_is_refused_by_the_check() {
-    let demo = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/demo-model/demo.gguf");
-    let mut model = fs::read(demo).unwrap();
-    let block = b"{%- for ";
-    let block = model.windows(block.len()).position(|window| window == block);
-    let block = block.expect("the template of the demo model has a loop");
-    model[block..][..3].copy_from_slice(b"{{-");
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("broken.gguf");
-    fs::write(&path, model).unwrap();
-    let config = format!("llm: {{path: {}, name: assistant}}\n", path.display());
-    fs::write(folder.path().join("cotenant.yaml"), config).unwrap();
-    let (code, stdout, stderr) = run(&folder, &["check", "cotenant.yaml"]);
-    assert_eq!(code, Some(78), "{stdout}{stderr}");
-    assert!(stderr.contains("template"), "{stderr}");
+    damaged_demo_is_refused("template", |model| {
+        let block = place_of(b"{%- for ", model);
+        model[block..][..3].copy_from_slice(b"{{-");
+    });
 }
 
 #[test]
 fn a_model_whose_tokenizer_no_load_would_take_is_refused_by_the_check() {
+    damaged_demo_is_refused("merge", |model| {
+        let key = b"tokenizer.ggml.merges";
+        // Behind the types of the list and of its entries, their number, and the length of the first one.
+        let merge = place_of(key, model) + key.len() + 4 + 4 + 8 + 8;
+        let space = merge + place_of(b" ", &model[merge..]);
+        model[space] = b'x';
+    });
+}
+
+fn place_of(wanted: &[u8], bytes: &[u8]) -> usize {
+    bytes.windows(wanted.len()).position(|window| window == wanted).unwrap()
+}
+
+/// Damages the demo model, and has it checked, which says `word`.
+fn damaged_demo_is_refused(word: &str, damage: impl FnOnce(&mut [u8])) {
     let demo = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/demo-model/demo.gguf");
     let mut model = fs::read(demo).unwrap();
-    let key = b"tokenizer.ggml.merges";
-    let key = model.windows(key.len()).position(|window| window == key).unwrap() + key.len();
-    // Behind the types of the list and of its entries, their number, and the length of the first one.
-    let merge = key + 4 + 4 + 8 + 8;
-    let space = merge + model[merge..].iter().position(|byte| *byte == b' ').unwrap();
-    model[space] = b'x';
+    damage(&mut model);
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("broken.gguf");
     fs::write(&path, model).unwrap();
@@ -99,7 +99,7 @@ fn a_model_whose_tokenizer_no_load_would_take_is_refused_by_the_check() {
     fs::write(folder.path().join("cotenant.yaml"), config).unwrap();
     let (code, stdout, stderr) = run(&folder, &["check", "cotenant.yaml"]);
     assert_eq!(code, Some(78), "{stdout}{stderr}");
-    assert!(stderr.contains("merge"), "{stderr}");
+    assert!(stderr.contains(word), "{stderr}");
 }
 
 #[test]

@@ -210,7 +210,7 @@ attempt("own", lambda: os.open("/proc/self/mem", os.O_RDONLY))
 #[tokio::test]
 async fn a_restricted_worker_has_no_capability_beyond_files_signals_and_ports() {
     if !is_root() {
-        println!("left out: nobody else has any to lose");
+        println!("left out: only root has any to lose");
         return;
     }
     let mut bench = Bench::new();

@@ -195,7 +195,7 @@ fn nothing_is_dropped_that_may_not_be() {
     let all = text(256);
     let mut model = open(&path, &plan(0..5, 256, KvType::F16), 2);
     model.forward(&all[..250], &mut go()).unwrap();
-    // Nobody has allowed it.
+    // It has not been allowed.
     assert_eq!((model.make_room(), model.droppable()), (Tokens::ZERO, Tokens::ZERO));
     let report = model.apply(&plan(0..5, 64, KvType::F16)).unwrap();
     assert_eq!((report.dropped, report.plan.kv_capacity), (Tokens::ZERO, Tokens::new(256)));

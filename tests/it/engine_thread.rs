@@ -16,10 +16,10 @@ use candle_core::quantized::GgmlDType;
 use cotenant::{
     engine::{
         ApplyFailure, ChatMessage, Client, Engine, EngineEvent, EngineHandle, EngineOptions, EnginePhase, FinishReason,
-        Flow, ForwardError, GenerateError, GenerateEvent, GenerateRequest, LoadError, LoadErrorKind, Model,
-        ModelOptions, Prompt, RequestId, Role, Sampling, SubmitError,
+        Flow, ForwardError, GenerateError, GenerateEvent, GenerateRequest, LoadError, Model, ModelOptions, Prompt,
+        RequestId, Role, Sampling, SubmitError,
         arena::{Backing, Mapping, SharedMapping},
-        disk::Retained,
+        disk::{DiskTimeout, Retained},
         protocol::OpenError,
         sampling::{MaskError, TokenMask},
         spec::Architecture,
@@ -143,7 +143,7 @@ fn a_finished_sequence_does_not_hold_capacity_against_a_plan() {
 }
 
 #[test]
-fn a_thread_that_breaks_down_tells_everybody_and_ends() {
+fn a_thread_that_breaks_down_notifies_all_that_wait_and_ends() {
     let (mut stage, keeper) = Stage::gated(EngineOptions::default(), |_: &[u32]| Act::Break);
     let mut running = stage.handle.generate(request(1, "a")).unwrap();
     keeper.arrived();
@@ -233,7 +233,7 @@ fn a_growth_that_waits_for_a_disk_gives_way_to_a_deadline_that_passes() {
     let hanging = || EnginePlan { prefill_chunk: HANGS, ..plan(512) };
     let soon = || Some(Instant::now() + Duration::from_millis(50));
     let (mut stage, keeper) = Stage::gated(EngineOptions::default(), babble);
-    // Of the answer that waits for the growth. Where it has passed before the plan came, the growth waits for nobody.
+    // Of the answer that waits for the growth. Where it has passed before the plan came, the growth waits for no answer.
     let due = GenerateRequest { deadline: soon(), ..request(1, "a") };
     let mut stream = stage.handle.generate(due).unwrap();
     keeper.arrived();
@@ -296,12 +296,9 @@ fn a_load_that_hangs_leaves_one_and_another_is_made_when_it_has_returned() {
     let count = Arc::clone(&opened);
     let opener = move |path: &Path, _: &EnginePlan| {
         count.fetch_add(1, Ordering::AcqRel);
-        let kind = LoadErrorKind::Stalled {
-            what: "blk.0.attn_norm.weight".to_owned(),
-            waited: Duration::from_secs(4),
-            limit: Duration::from_secs(4),
-        };
-        let left = Retained::of(vec![mark.clone()], Instant::now());
+        let what = "blk.0.attn_norm.weight".into();
+        let kind = DiskTimeout::default().stalled(Duration::from_secs(4), &what).into();
+        let left = Retained::of([mark.clone()], Instant::now());
         Err(OpenError::from(LoadError::new(path, kind).leaving(left)))
     };
     let (sink, mut events) = mpsc::channel(64);
@@ -375,7 +372,7 @@ fn stopping_fails_what_is_there_at_the_next_layer() {
 #[test]
 fn without_a_model_nothing_is_taken() {
     let (sink, mut events) = mpsc::channel(8);
-    let opener = |_: &Path, _: &EnginePlan| panic!("nobody asked");
+    let opener = |_: &Path, _: &EnginePlan| panic!("no load was requested");
     let engine = Engine::start_with(EngineOptions::default(), Box::new(opener), sink).unwrap();
     let handle = engine.handle();
     let error = handle.generate(request(1, "a")).unwrap_err();

@@ -151,7 +151,7 @@ fn a_reader_that_goes_away_in_mid_prompt_stops_the_computation() {
 }
 
 #[test]
-fn a_slow_reader_loses_nothing_and_holds_up_nobody() {
+fn a_slow_reader_loses_nothing_and_holds_up_no_other() {
     let options = EngineOptions { stream_buffer: 2, unread_limit: PATIENCE, ..EngineOptions::default() };
     let mut stage = Stage::new(Setting { options, ..Setting::default() }, babble);
     let mut slow = stage.handle.generate(limited(1, "a", 40)).unwrap();
@@ -265,7 +265,7 @@ fn a_deadline_ends_waiting_and_running_requests() {
 }
 
 #[test]
-fn the_longest_prompt_is_answered_and_one_token_more_is_refused_for_good() {
+fn the_longest_prompt_is_answered_and_one_token_more_is_refused_permanently() {
     let stage = Stage::new(Setting::default(), babble);
     let longest = "a".repeat(CONTEXT_MAX.try_into().unwrap());
     let answer = stage.ask(request(1, &longest));

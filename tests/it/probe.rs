@@ -136,7 +136,7 @@ fn gpu_memory_is_counted_where_it_can_be_and_inferred_elsewhere() {
     let orphaned = read(&mut Sampler::open(&orphaned.root, None).unwrap()).gpu.gpu_orphaned;
     assert_eq!(orphaned, Some(Bytes::from_kib(15_319_584 - 14_617_792)));
     // Without root, on a board of which meminfo alone is read: idle, and then with the voice stack. 5241728 − 1125520 KiB more
-    // are accounted for by nobody, of which zram's store has grown by 1000 KiB.
+    // are accounted for by no process, of which zram's store has grown by 1000 KiB.
     let board = Machine::new()
         .with_capture("etc/nv_tegra_release", "nv_tegra_release/r36.4.7.txt")
         .with_capture("proc/meminfo", "meminfo/orin-nx-16g_r36.4_idle.RECONSTRUCTED.txt")

@@ -260,8 +260,8 @@ async fn garbage_a_closed_connection_and_a_refusal_are_reported_apart() {
         matches!(&error, ClientError::Refused { text, code: Some(code), .. } if text == "no memory" && code == "memory-pressure"),
         "{error}"
     );
-    let nobody = WyomingClient::new(Endpoint::Unix("/nowhere/asr.sock".into()), HASTY);
-    let error = nobody.describe().await.unwrap_err();
+    let absent = WyomingClient::new(Endpoint::Unix("/nowhere/asr.sock".into()), HASTY);
+    let error = absent.describe().await.unwrap_err();
     assert_eq!(error.to_string(), "cannot connect to `unix:///nowhere/asr.sock`");
 }
 
@@ -455,9 +455,9 @@ async fn a_server_takes_over_an_abandoned_socket_but_no_other() {
     assert_eq!(error.kind(), std::io::ErrorKind::AddrInUse);
     drop(server);
     assert!(!path.exists());
-    std::fs::write(&path, "a file of somebody").unwrap();
+    std::fs::write(&path, "a file of another program").unwrap();
     assert!(Server::bind(&endpoint, ServerLimits::default()).await.is_err());
-    assert_eq!(std::fs::read_to_string(&path).unwrap(), "a file of somebody");
+    assert_eq!(std::fs::read_to_string(&path).unwrap(), "a file of another program");
 }
 
 #[tokio::test]

@@ -17,7 +17,12 @@ use cotenant::{
     engine::{
         ApplyError, ApplyReport, Breakdown, Checkpoint, Engine, EngineEvent, EngineHandle, EngineOptions, FinishReason,
         Flow, ForwardError, GenerateError, GenerateEvent, GenerateRequest, Header, LanguageModel, Prompt, RequestId,
-        Usage, arena::SharedMapping, disk::Retained, error::ReadError, language_model::Opened, text::TextSide,
+        Usage,
+        arena::SharedMapping,
+        disk::{DiskTimeout, Retained},
+        error::ReadError,
+        language_model::Opened,
+        text::TextSide,
     },
     policy::{
         kv_type::KvType,
@@ -159,7 +164,7 @@ impl LanguageModel for Scripted {
             }
             Act::Stall => {
                 self.left.fetch_add(RING.get(), Ordering::AcqRel);
-                return Err(ForwardError::Stalled { what: "layer 0".to_owned(), waited: Duration::from_secs(4) });
+                return Err(DiskTimeout::default().stalled(Duration::from_secs(4), &"layer 0".into()).into());
             }
         }
         Ok(())
@@ -198,7 +203,7 @@ impl LanguageModel for Scripted {
         while !wanted() {
             std::thread::yield_now();
         }
-        Err(ApplyError::Stalled { what: "layer 3".to_owned(), waited: Duration::from_millis(500) })
+        Err(DiskTimeout::default().stalled(Duration::from_millis(500), &"layer 3".into()).into())
     }
 
     fn reset(&mut self) {

@@ -63,7 +63,7 @@ pub(crate) fn choose(rng: &mut ChaCha8Rng) -> Device {
         shape.plan_bytes(&shape.full_plan(&PlanLimits::new(engine, Tokens::ZERO)))
     });
     let peaks: Bytes = workers.iter().map(largest).sum();
-    // Everything fits once nobody else is there; how much more varies.
+    // Everything fits once no other holder is there; how much more varies.
     let needed = full + peaks + mib(rng.random_range(10..200));
     let budget = Bytes::new(needed.get() * 13 / 10);
     let scope = if rng.random_bool(0.5) { Scope::Session } else { Scope::Machine };
@@ -118,8 +118,8 @@ pub(crate) fn choose_habits(seed: u64, device: &mut Device) {
     }
 }
 
-/// A worker that was once seen to use all that there is: it can never be started beside the engine, and nobody may be
-/// held small for it. Drawn from a source of its own, as habits are.
+/// A worker that was once seen to use all that there is: it can never be started beside the engine, and no holder may be
+/// kept small for it. Drawn from a source of its own, as habits are.
 pub(crate) fn choose_hopeless(seed: u64, device: &mut Device) {
     let mut rng = ChaCha8Rng::seed_from_u64(seed ^ HOPELESS);
     let workers = &device.params.workers;

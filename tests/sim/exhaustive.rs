@@ -366,7 +366,7 @@ impl State {
         }
     }
 
-    /// Lets time pass with every deadline at its instant; where `honest`, whoever is asked answers and is measured.
+    /// Lets time pass with every deadline at its instant; where `honest`, each holder that is asked answers and is measured.
     fn until(&mut self, end: Timestamp, honest: bool) -> Result<(), String> {
         for _ in 0..4000 {
             let due = self.arbiter.next_deadline().filter(|due| *due <= end);
@@ -434,7 +434,7 @@ impl State {
         self.covers(&self.seen, &self.seen)
     }
 
-    /// Whether the book covers whoever relies on its lease.
+    /// Whether the book covers every holder that relies on its lease.
     fn covers(&self, before: &Snapshot, after: &Snapshot) -> Result<(), String> {
         for (index, holder) in self.holders.iter().enumerate() {
             let Some((id, _)) = holder.lease else { continue };
@@ -501,7 +501,7 @@ impl State {
         self.holders.iter_mut().find(|holder| holder.lease.is_some_and(|(id, _)| id == lease.0))
     }
 
-    /// No letters any more: everybody answers and is measured, non-compliant holders die. All must be answered, and the book empty.
+    /// No letters any more: every holder answers and is measured, non-compliant holders die. All must be answered, and the book empty.
     fn comes_to_rest(mut self) -> Result<(), String> {
         for holder in &mut self.holders {
             if holder.lied && (holder.lease.is_none() || holder.unheard) {

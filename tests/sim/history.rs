@@ -242,7 +242,7 @@ impl History {
         if snapshot.pressure.level != PressureLevel::Normal {
             return Err(format!("not settled: pressure is {}", snapshot.pressure.level));
         }
-        // Who waits for what can never be had goes on to wait, and holds nobody else small.
+        // A request that can never be satisfied goes on to wait, and keeps no other holder small.
         let hopeless = self.world.device.hopeless.as_deref();
         let awaits =
             |worker: &WorkerView| Some(worker.name.as_str()) == hopeless && worker.state == WorkerState::AwaitingMemory;

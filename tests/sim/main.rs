@@ -216,7 +216,7 @@ fn an_expired_lease_that_is_renewed_is_caught() {
 }
 
 #[test]
-fn a_liar_that_is_believed_is_caught() {
+fn a_credit_for_an_answer_without_a_measurement_is_caught() {
     let violation = caught(Planted::LiarCredited, 35);
     assert!(violation.contains("credited and not measured"), "{violation}");
 }

@@ -165,7 +165,7 @@ impl Subject {
         state
     }
 
-    /// A reading that nobody took, a moment after now.
+    /// A reading that was never taken, a moment after now.
     fn measured(&mut self, now: Timestamp, holder: &str, used: Bytes) -> Vec<Action> {
         let taken_at = now + MOMENT;
         let event = Event::Measured { tenant: holder.to_owned(), used: Some(used), taken_at };
@@ -240,7 +240,7 @@ impl Subject {
             if !silent || !self.notes.answered.insert((view.id.0, target.nonce)) {
                 continue;
             }
-            // Its answer to an end would be answered itself: nobody waits for that.
+            // Its answer to an end would be answered itself: nothing waits for that.
             let _ = match view.state {
                 LeaseState::Revoking => self.control.handle(
                     target.deadline,

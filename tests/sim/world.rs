@@ -566,7 +566,7 @@ impl World {
     // The engine.
 
     fn command_engine(&mut self, revision: u64, plan: cotenant::policy::residency::EnginePlan, loads: bool) {
-        // A plan for an engine that died a moment ago reaches nobody.
+        // A plan for an engine that died a moment ago reaches none.
         if !loads && !self.engine.lives() {
             return;
         }

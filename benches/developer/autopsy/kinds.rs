@@ -159,7 +159,7 @@ fn spec(argv: &[&str]) -> WorkerSpec {
     spec.readiness = Readiness::Started;
     spec.stop_grace = GRACE;
     spec.oom_score_adj = None;
-    // A core file of each of them helps nobody.
+    // Core files of them are of no use.
     spec.confinement.resources.insert(Resource::Core, Some(0));
     spec
 }

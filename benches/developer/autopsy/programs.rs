@@ -66,7 +66,7 @@ impl Programs {
         Err(format!("`{compiler}` cannot build `{source}`: {}", String::from_utf8_lossy(&output.stderr)))
     }
 
-    /// Two programs whose library is gone: one for good, one with another version of it beside.
+    /// Two programs whose library is gone: one entirely, one with another version of it beside.
     fn libraries(&self) -> Result<(), String> {
         let shared = |name: &str, soname: &str| {
             let soname = format!("-Wl,-soname,{soname}");

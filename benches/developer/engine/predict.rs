@@ -89,7 +89,7 @@ impl Workbench<'_> {
         Ok((disk, disk.with_computing(ns_per_mib(token, all))))
     }
 
-    /// Seconds of a token, over so many that a moment of somebody else's is not taken for the speed.
+    /// Seconds of a token, over so many that a moment of another process's is not taken for the speed.
     fn long_decode(&mut self) -> Result<f64, String> {
         let (mut seconds, mut turns) = (0.0, 0u32);
         while seconds * f64::from(GRID_TOKENS) < POINT_SECONDS && turns < POINT_TURNS {

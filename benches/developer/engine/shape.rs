@@ -18,7 +18,7 @@ use cotenant::{
         bench::engine::file_bytes,
         exit::{self, CliError},
         output,
-        stage::{MODEL, TemporaryFolder},
+        stage::{TemporaryFolder, demo_model},
     },
     engine::{
         spec::Architecture,
@@ -147,7 +147,7 @@ impl ShapeName {
         let mix = types.mix();
         let tiny = |architecture| Synthetic::tiny(architecture, mix, seed);
         let model = match self {
-            Self::Demo => return fs::write(path, MODEL),
+            Self::Demo => return fs::copy(demo_model()?, path).map(drop),
             Self::Qwen35Small => Synthetic::qwen35_0_8b(mix, seed),
             Self::Qwen35Large => Synthetic::qwen35_4b(mix, seed),
             Self::Qwen3 => Synthetic::qwen3_0_6b(mix, seed),

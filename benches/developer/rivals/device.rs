@@ -8,7 +8,7 @@
 //! * A token takes 80 ms when all layers are in memory (4.9 GB of weights at the 60 GB/s that its GPU was measured to read);
 //!   a layer that is not is read for each token, at the rate of loads, beside the computing: the slower of both. Loads do
 //!   not slow tokens.
-//! * A request without room goes on all the same: too much in use is counted as an over-commit, and nobody is killed for it. On
+//! * A request without room goes on all the same: too much in use is counted as an over-commit, and no program is killed for it. On
 //!   a board it would end in swap or in the OOM killer, so that a policy which over-commits does better here than there.
 //! * An answer has as long as it takes when all is in memory; what is not written by then is lost. A request that waits for
 //!   its model can be served until then; one in the works whose model is unloaded is lost, and counted as aborted.

@@ -17,7 +17,7 @@ pub(super) fn ours_keeps_deadlines_and_budget_where_rivals_break_one_of_them() {
         assert!(rival.score.over_commits > ours.score.over_commits, "{rival:?}");
         assert_eq!((rival.score.tokens, rival.score.audio), (ours.score.tokens, ours.score.audio));
     }
-    // Beside a neighbour that nobody manages, no rival keeps both.
+    // Beside an unmanaged neighbour, no rival keeps both.
     for trace in ["neighbour", "neighbour-storm", "creeping-neighbour", "zoe-crashloop"] {
         let clean = |row: &&Row| row.trace == trace && row.score.missed == 0 && row.score.over_commits == 0;
         let clean: Vec<_> = report.results.iter().filter(clean).map(|row| row.policy).collect();

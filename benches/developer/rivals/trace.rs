@@ -20,13 +20,13 @@ pub(super) struct Model {
 /// Something that happens.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Happening {
-    /// Somebody speaks: the recogniser must have begun, with so much more memory than it holds, within 300 ms.
+    /// A user speaks: the recogniser must have begun, with so much more memory than it holds, within 300 ms.
     Listen { extra_mib: u64, lasts_ms: u64 },
     /// A sentence is to be said, within 1 s.
     Say { lasts_ms: u64 },
     /// An answer of so many tokens.
     Answer { model: &'static str, tokens: u64 },
-    /// A program that nobody manages comes to use so much, at the rate of the device.
+    /// An unmanaged program comes to use so much, at the rate of the device.
     Neighbour { mib: u64 },
     /// A model's process ends.
     Dies { model: &'static str },
@@ -90,7 +90,7 @@ impl Trace {
         self.happenings.push((ms, happening));
     }
 
-    /// One turn: somebody speaks, the LLM answers, the answer is spoken. Returns when it is over.
+    /// One turn: a user speaks, the LLM answers, the answer is spoken. Returns when it is over.
     fn turn(&mut self, at: u64, draw: &mut Draw, extra_mib: u64, tokens: u64) -> u64 {
         let heard = at + draw.between(1500, 4000);
         let lasts_ms = heard - at;

@@ -11,9 +11,9 @@ use super::*;
 use crate::{
     daemon::{clock::MonotonicClock, control_loop::Inbound},
     engine::{
-        ApplyError, Breakdown, Checkpoint, EngineOptions, ForwardError, LanguageModel, LoadError, LoadErrorKind, Model,
-        ModelOptions,
+        ApplyError, Breakdown, Checkpoint, EngineOptions, ForwardError, LanguageModel, LoadError, Model, ModelOptions,
         arena::{Backing, Mapping, SharedMapping},
+        disk::DiskTimeout,
         language_model::Opened,
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
@@ -24,7 +24,7 @@ use crate::{
         arbiter::Arbiter,
         event::Action,
         params::{EngineParams, Params, Scope},
-        pressure::{MemoryReading, Sample},
+        pressure::sample_with,
         residency::PlanLimits,
         streaming::Calibration,
     },
@@ -88,12 +88,8 @@ async fn a_header_on_a_disk_that_hangs_is_reported_and_read_again_when_the_disk_
         if count.fetch_add(1, Ordering::Relaxed) > 0 {
             return Engine::inspect(&theirs, 1);
         }
-        let kind = LoadErrorKind::Stalled {
-            what: "the header".to_owned(),
-            waited: Duration::from_millis(4001),
-            limit: Duration::from_secs(4),
-        };
-        let left = Retained::of(vec![mark.clone()], std::time::Instant::now());
+        let kind = DiskTimeout::default().stalled(Duration::from_millis(4001), &"the header".into()).into();
+        let left = Retained::of([mark.clone()], std::time::Instant::now());
         Err(LoadError::new(&theirs, kind).leaving(left).into())
     };
     let (control, mut inbox) = ControlHandle::new("boot".to_owned(), Vec::new(), MonotonicClock::start(), 64);
@@ -107,7 +103,7 @@ async fn a_header_on_a_disk_that_hangs_is_reported_and_read_again_when_the_disk_
         }
         other => panic!("{other:?}"),
     }
-    assert_eq!(asked.load(Ordering::Relaxed), 1, "nobody asks while it hangs");
+    assert_eq!(asked.load(Ordering::Relaxed), 1, "the file is not opened again while it hangs");
     drop(kept);
     let event = inbox.recv().await.unwrap().event;
     assert!(matches!(event, Event::EngineInspected { .. }), "{event:?}");
@@ -232,17 +228,7 @@ impl Pair {
 
     /// A sample of a machine with room, on which only the engine uses memory.
     fn sample(&mut self, used: Bytes) {
-        self.tell(Event::Sampled(Sample {
-            taken_at: self.now,
-            memory: MemoryReading {
-                mem_total: Bytes::from_gib(8),
-                mem_available: Bytes::from_gib(4),
-                mem_free: Bytes::from_gib(4),
-                group: None,
-            },
-            scope_used: Some(used),
-            ..Sample::default()
-        }));
+        self.tell(Event::Sampled(sample_with(used, self.now)));
     }
 
     /// What the engine says is in force, and that it uses so much.
@@ -353,17 +339,7 @@ async fn an_engine_that_streams_and_finds_reading_slow_reads_prompts_in_larger_c
         };
         let sample = |pair: &mut Pair, used: Bytes| {
             pair.now = pair.now + Duration::from_millis(10);
-            pair.tell(Event::Sampled(Sample {
-                taken_at: pair.now,
-                memory: MemoryReading {
-                    mem_total: Bytes::from_gib(8),
-                    mem_available: Bytes::from_gib(4),
-                    mem_free: Bytes::from_gib(4),
-                    group: None,
-                },
-                scope_used: Some(Bytes::from_mib(400).saturating_sub(free) + used),
-                ..Sample::default()
-            }));
+            pair.tell(Event::Sampled(sample_with(Bytes::from_mib(400).saturating_sub(free) + used, pair.now)));
             pair.now = pair.now + Duration::from_millis(1);
         };
         sample(&mut pair, Bytes::ZERO);

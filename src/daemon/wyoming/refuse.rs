@@ -19,7 +19,7 @@ pub(super) fn error_of(refusal: &Refusal) -> server::Refusal {
     server::Refusal::new(code_of(refusal), text_of(refusal))
 }
 
-/// What a refusal is to somebody who talks with the assistant.
+/// What a refusal is to a user who talks with the assistant.
 pub(super) fn unanswered(refusal: &Refusal) -> Unanswered {
     match refusal {
         Refusal::InsufficientMemory { .. }
@@ -119,7 +119,7 @@ mod tests {
     use crate::units::Tokens;
 
     #[test]
-    fn want_of_memory_is_reported_to_whoever_talks_and_a_lost_engine_ends_the_connection() {
+    fn want_of_memory_is_reported_to_the_speaker_and_a_lost_engine_ends_the_connection() {
         let shed = Refusal::KvCapacityShed {
             model: "demo".to_owned(),
             prompt: Tokens::new(900),

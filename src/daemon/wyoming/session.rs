@@ -132,7 +132,7 @@ impl Connection {
     }
 
     /// The voice that a client means. A name that there is not is spoken by the default voice, as over HTTP; a speaker is
-    /// never replaced by somebody else.
+    /// never replaced by another one.
     fn voice(&self, wanted: Option<Voice>) -> Result<VoiceChoice, SessionError> {
         let wanted = wanted.unwrap_or_default();
         let api = &self.api.0;

@@ -20,7 +20,7 @@ use crate::{
 use stage::*;
 
 #[tokio::test]
-async fn describe_is_answered_while_nobody_behind_the_door_answers() {
+async fn describe_is_answered_while_no_worker_answers() {
     let served = served(settings()).await;
     let mut client = served.connect().await;
     client.utter(100).await;
@@ -217,7 +217,7 @@ async fn a_shed_shortens_the_conversation_before_it_refuses_it() {
 }
 
 #[tokio::test]
-async fn the_road_goes_from_speech_to_speech_and_says_what_it_heard_and_answers() {
+async fn the_pipeline_goes_from_speech_to_speech_and_says_what_it_heard_and_answers() {
     let served = served(settings()).await;
     served.hears("tell me a story");
     served.answers(vec![Step::Say("Once. "), Step::Say("Twice.")]);
@@ -299,7 +299,7 @@ async fn a_new_utterance_ends_the_answer_to_the_one_before() {
 }
 
 #[tokio::test]
-async fn what_waits_to_be_written_is_dropped_with_the_answer_that_nobody_wants() {
+async fn what_waits_to_be_written_is_dropped_with_an_answer_that_is_not_wanted_any_more() {
     let served = served(settings()).await;
     served.hears("tell me a story");
     served.answers(vec![Step::Say("Once. "), Step::Hang]);
@@ -321,7 +321,7 @@ async fn what_waits_to_be_written_is_dropped_with_the_answer_that_nobody_wants()
 // ---- bad input ----
 
 #[tokio::test]
-async fn bad_input_is_refused_by_name_and_disturbs_nobody() {
+async fn bad_input_is_refused_by_name_and_disturbs_no_other_session() {
     let served = served(settings()).await;
     let mut bystander = served.connect().await;
     let format = AudioFormat::mono_16_bit(16_000);
@@ -397,7 +397,7 @@ async fn what_has_no_sound_is_an_empty_transcript() {
         client.say(Event::AudioStop(AudioStop::default())).await;
         assert_eq!(client.until("transcript").await[0].data["text"], "");
     }
-    assert!(served.script.heard.lock().unwrap().is_empty(), "nobody was asked");
+    assert!(served.script.heard.lock().unwrap().is_empty(), "no worker was asked");
 }
 
 #[tokio::test]
@@ -444,7 +444,7 @@ async fn all_utterances_together_take_no_more_memory_than_they_may() {
 }
 
 #[tokio::test]
-async fn a_server_that_ends_says_so_to_whoever_waits() {
+async fn a_server_that_ends_says_so_to_waiting_clients() {
     let served = served(settings()).await;
     let mut client = served.connect().await;
     client.utter(100).await;

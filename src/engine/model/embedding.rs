@@ -1,7 +1,5 @@
 //! Embeddings of tokens: from the head, where that is the same matrix and in memory, else from the file.
 
-use std::sync::Arc;
-
 use super::{forward::Pass, products::Failure, weights::Place};
 use crate::{
     engine::{
@@ -54,10 +52,7 @@ impl Pass<'_, '_> {
                     let found = self.preemption.check();
                     self.preempt(found, Place::default()).map_err(|failure| self.failed(failure, 0))?;
                 }
-                Err(missing) => {
-                    let what = Arc::from(self.model.spec.embedding.name.as_str());
-                    return Err(self.failed(Failure::Missing(missing, what), 0));
-                }
+                Err(missing) => return Err(self.failed(Failure::Missing(missing), 0)),
             }
         };
         let bytes = read.chunks_exact(self.model.spec.embedding_row().max(1));

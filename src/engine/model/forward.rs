@@ -55,11 +55,9 @@ impl Pass<'_, '_> {
     /// What it means for the pass that layer `layer`, or the head behind the last one, could not be computed.
     pub(super) fn failed(&self, failure: Failure, layer: usize) -> ForwardError {
         match failure {
-            Failure::Stopped | Failure::Missing(Missing::Stopped, _) => self.cancelled(layer),
-            Failure::Missing(Missing::Stalled(waited), what) => {
-                ForwardError::Stalled { what: what.to_string(), waited }
-            }
-            Failure::Missing(Missing::Failed(error), _) => ForwardError::Read(error),
+            Failure::Stopped | Failure::Missing(Missing::Stopped) => self.cancelled(layer),
+            Failure::Missing(Missing::Stalled(stalled)) => stalled.into(),
+            Failure::Missing(Missing::Failed(error)) => ForwardError::Read(error),
             Failure::Device(error) => error.into(),
             Failure::NoMatrix => ForwardError::Read(ReadError {
                 path: self.model.header.path().to_owned(),

@@ -4,7 +4,7 @@ use std::{
     io,
     ptr::NonNull,
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak,
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicUsize, Ordering},
     },
     thread,
@@ -15,6 +15,7 @@ use crate::{
     engine::{
         arena::{Backing, Mapping, PAGE, SharedMapping},
         backend::Buffer,
+        disk::{DiskTimeout, Retained, Stalled},
         error::ReadError,
         reader::{Extent, PATIENCE_STEP, ReadProgress, Source, WeightFile},
         shape::PartLayout,
@@ -42,7 +43,7 @@ pub(super) struct Grown {
     /// Those that are whole, from the first one on.
     pub(super) whole: Vec<Buffer>,
     /// Memory that a read keeps which hangs.
-    pub(super) left: Vec<Weak<SharedMapping>>,
+    pub(super) left: Retained,
     /// Why it was not all; nothing where it gave way to what else was wanted.
     pub(super) failed: Option<GrowError>,
 }
@@ -51,8 +52,7 @@ pub(super) struct Grown {
 pub(super) enum GrowError {
     Allocate(io::Error),
     Read(ReadError),
-    /// The disk has not answered for so long.
-    Stalled(Arc<str>, Duration),
+    Stalled(Stalled),
 }
 
 impl Growing {
@@ -110,15 +110,15 @@ struct State {
     stop: bool,
 }
 
-/// Reads parts, one after the other, so that all before the first failure are whole. Gives up when nothing has come for
-/// `stall`; reads under way then keep the memory that they fill until they return.
+/// Reads parts, one after the other, so that all before the first failure are whole. Gives up when the disk does not
+/// answer; reads under way then keep the memory that they fill until they return.
 ///
 /// When it has taken a moment and something else is `wanted`, it ends with the parts that are whole by then, and is no failure,
 /// unless the disk hangs.
 pub(super) fn read_parts(
     file: &Arc<dyn Source>,
     parts: Vec<Growing>,
-    stall: Duration,
+    limit: DiskTimeout,
     wanted: &mut dyn FnMut() -> bool,
 ) -> Grown {
     let (mut steps, mut arenas) = (Vec::new(), Vec::new());
@@ -154,7 +154,7 @@ pub(super) fn read_parts(
             }
         }
     }
-    let (grown, hangs) = shared.wait(stall, wanted);
+    let (grown, hangs) = shared.wait(limit, wanted);
     if !hangs {
         for reader in readers {
             reader.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
@@ -225,15 +225,21 @@ impl Shared {
     }
 
     /// Waits until all is read, or no more will be; says what came of it, and whether a read still goes on.
-    fn wait(&self, stall: Duration, wanted: &mut dyn FnMut() -> bool) -> (Grown, bool) {
-        let (began, mut gives_way) = (Instant::now(), false);
+    fn wait(&self, limit: DiskTimeout, wanted: &mut dyn FnMut() -> bool) -> (Grown, bool) {
+        let (began, mut gives_way, mut limit) = (Instant::now(), false, limit);
         let mut state = self.lock();
-        let mut waited = Duration::ZERO;
+        let mut stalled = None;
         while !state.reading.is_empty() || !(state.stop || state.next >= self.steps.len()) {
-            waited = self.progress.idle();
-            if waited >= stall && !state.reading.is_empty() {
-                break;
-            }
+            let idle = self.progress.idle();
+            let first = state.reading.iter().min().and_then(|at| self.steps.get(*at));
+            let left = match first.map(|(_, step)| limit.left(idle, &step.extent.what)) {
+                None => LOOK_LEAST,
+                Some(Ok(left)) => left,
+                Some(Err(error)) => {
+                    stalled = Some(error);
+                    break;
+                }
+            };
             if !gives_way && began.elapsed() >= WANTED_AFTER {
                 drop(state);
                 gives_way = wanted();
@@ -242,15 +248,11 @@ impl Shared {
                     // Reads under way end as soon as the disk answers.
                     state.stop = true;
                     self.progress.give_up();
+                    limit = limit.min(DiskTimeout::new(WANTED_AFTER));
                 }
             }
-            if gives_way && waited >= WANTED_AFTER && !state.reading.is_empty() {
-                break;
-            }
-            let (next, _) = self
-                .ended
-                .wait_timeout(state, PATIENCE_STEP.min(stall.saturating_sub(waited).max(LOOK_LEAST)))
-                .unwrap_or_else(PoisonError::into_inner);
+            let (next, _) =
+                self.ended.wait_timeout(state, PATIENCE_STEP.min(left)).unwrap_or_else(PoisonError::into_inner);
             state = next;
         }
         state.stop = true;
@@ -263,25 +265,18 @@ impl Shared {
         let arenas = std::mem::take(&mut state.arenas);
         drop(state);
         let first = failed.as_ref().map(|(number, _)| *number);
-        let mut grown = Grown::default();
+        let (mut whole_parts, mut left) = (Vec::new(), Vec::new());
         let whole = first.into_iter().chain(missing).min().unwrap_or(arenas.len());
         for (number, arena) in arenas.into_iter().enumerate() {
             if hanging.contains(&number) {
-                grown.left.push(arena.mark());
-            } else if number < whole && grown.whole.len() == number {
-                grown.whole.push(arena);
+                left.push(arena.mark());
+            } else if number < whole && whole_parts.len() == number {
+                whole_parts.push(arena);
             }
         }
-        grown.failed = match (failed, missing) {
-            (Some((_, error)), _) => Some(GrowError::Read(error)),
-            (None, Some(_)) if hanging.is_empty() && gives_way => None,
-            (None, Some(missing)) => {
-                let step = self.steps.iter().find(|(number, _)| *number == missing);
-                step.map(|(_, step)| GrowError::Stalled(Arc::clone(&step.extent.what), waited))
-            }
-            (None, None) => None,
-        };
-        (grown, !hanging.is_empty())
+        // Without either it gave way to something else.
+        let failed = failed.map(|(_, error)| GrowError::Read(error)).or(stalled.map(GrowError::Stalled));
+        (Grown { whole: whole_parts, left: Retained::of(left, began), failed }, !hanging.is_empty())
     }
 }
 
@@ -368,7 +363,7 @@ const NO_PLACE: &str = "it does not fit its arena";
 pub const GROWERS: usize = 4;
 /// The most that one read call asks for; larger ones reach no higher rate. A multiple of the page size.
 const READ_MAX: u64 = 4 << 20;
-/// How often it is looked at least whether threads have begun.
+/// How often it is looked whether threads have begun.
 const LOOK_LEAST: Duration = Duration::from_millis(1);
 /// When it has taken so long, growing gives way to whatever else is wanted; and when nothing has come for so long then, the
 /// disk hangs. Our choice: twice the time in which a slow disk is to answer a read.

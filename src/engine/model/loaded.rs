@@ -240,7 +240,7 @@ impl Model {
     /// What reads that hang may keep when the model is given up now.
     #[must_use]
     pub fn kept(&self) -> Retained {
-        Retained::of(self.weights.marks(), Instant::now())
+        self.weights.kept(Instant::now())
     }
 
     /// Memory of all copies of the state that the sequence can be cut back to.

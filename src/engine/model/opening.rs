@@ -1,11 +1,6 @@
 //! Opening of a model, with reads and preparation in parallel.
 
-use std::{
-    io,
-    path::Path,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{io, path::Path, sync::Arc, time::Instant};
 
 use super::{
     loaded::{Model, ModelOptions},
@@ -18,12 +13,12 @@ use crate::{
     engine::{
         arena::Backing,
         backend::{Backend, Buffer, Device, Limits, Operation},
-        disk::{DiskWatch, Retained, Stalled, WatchedWork},
+        disk::{DiskTimeout, DiskWatch, Retained, WatchedWork},
         error::{ApplyError, LoadError, LoadErrorKind},
         gguf::Header,
         kv::KvCache,
         preemption::SliceEstimators,
-        reader::{Extent, LoadProgress, STALL_MAX, Source, Stream, WeightFile},
+        reader::{Extent, LoadProgress, Source, Stream, WeightFile},
         sayable::Sayable,
         shape::{self, FLAGS, Layout},
         spec::Spec,
@@ -53,10 +48,10 @@ pub struct Opening {
 }
 
 /// How a disk is asked while a model is opened, and for how long it may not answer.
-#[derive(Clone)]
+#[derive(Clone, Default)]
 pub(super) struct Disk {
     pub(super) watch: DiskWatch,
-    pub(super) stall: Duration,
+    pub(super) limit: DiskTimeout,
     /// Stands between the file and who reads large pieces of it.
     #[cfg(test)]
     pub(super) wrap: Option<WrapSource>,
@@ -65,17 +60,6 @@ pub(super) struct Disk {
 /// Puts something between the file and its readers.
 #[cfg(test)]
 pub(super) type WrapSource = Arc<dyn Fn(Arc<WeightFile>) -> Arc<dyn Source> + Send + Sync>;
-
-impl Default for Disk {
-    fn default() -> Self {
-        Self {
-            watch: DiskWatch::default(),
-            stall: STALL_MAX,
-            #[cfg(test)]
-            wrap: None,
-        }
-    }
-}
 
 impl Disk {
     /// Does what needs the disk for the file at `path`, which is left alone where it hangs.
@@ -86,16 +70,7 @@ impl Disk {
     ) -> Result<T, LoadError> {
         let work = WatchedWork::start(&self.watch, work);
         let work = work.map_err(|error| LoadError::new(path, LoadErrorKind::Threads(error)))?;
-        work.wait(self.stall).unwrap_or_else(|hangs| {
-            let (kind, left) = self.hangs(hangs);
-            Err(LoadError::new(path, kind).leaving(left))
-        })
-    }
-
-    /// What it means for a load that it hangs, and what that keeps.
-    fn hangs(&self, hangs: Stalled) -> (LoadErrorKind, Retained) {
-        let kind = LoadErrorKind::Stalled { what: hangs.what, waited: hangs.waited, limit: self.stall };
-        (kind, hangs.left)
+        work.wait(self.limit).unwrap_or_else(|(stalled, left)| Err(LoadError::new(path, stalled.into()).leaving(left)))
     }
 
     fn source(&self, file: &Arc<WeightFile>) -> Arc<dyn Source> {
@@ -192,19 +167,18 @@ impl Opening {
         let parts = (0u32..).zip(&shape.layers).filter(|(part, _)| plan.resident.contains(part));
         progress.begin(parts.fold(Bytes::ZERO, |sum, (_, part)| sum.saturating_add(part.resident_bytes)));
         let resident = |part: usize| u32::try_from(part).is_ok_and(|part| plan.resident.contains(&part));
-        let stream = weights::begin(backend.as_ref(), Arc::clone(&source), &layout, resident, disk.stall)
+        let stream = weights::begin(backend.as_ref(), Arc::clone(&source), &layout, resident, disk.limit)
             .map_err(refuse("the staging ring", layout.ring))?;
-        left.add(Retained::of(stream.iter().map(Stream::ring_mark).collect(), began));
+        left.add(Retained::of(stream.as_ref().map(Stream::ring_mark), began));
         let memory = Memory::new(backend.as_mut(), &spec, (&layout, &needs), &shape, chunk, &options);
-        let vectors = vectors.wait(disk.stall).map_err(|hangs| {
-            let (kind, work) = disk.hangs(hangs);
+        let vectors = vectors.wait(disk.limit).map_err(|(stalled, work)| {
             left.add(work);
-            kind
+            stalled
         })?;
         let Memory { state, workspace, cache, logits } = memory?;
         let fixed = Weights::fixed_of(backend.as_mut(), &layout.fixed, &spec, &vectors?)?;
         let mut model = Model {
-            weights: Weights::new(source, fixed, layout.parts.len(), (stream, disk.stall)),
+            weights: Weights::new(source, fixed, layout.parts.len(), (stream, disk.limit)),
             sequence: Sequence::new(cache, state, &spec.attention, plan.kv_type),
             plan: EnginePlan {
                 resident: std::collections::BTreeSet::new(),
@@ -226,12 +200,12 @@ impl Opening {
         let applied = residency::apply(&mut model, plan, &mut || false);
         progress.end();
         applied.map_err(|error| {
-            left.add(Retained::of(model.weights.marks(), began));
+            left.add(model.weights.kept(began));
             match error {
                 ApplyError::Allocate { what, bytes, source } => LoadErrorKind::Allocate { what, bytes, source },
                 ApplyError::Device(error) => error.into(),
                 ApplyError::Read(error) => error.into(),
-                ApplyError::Stalled { what, waited } => LoadErrorKind::Stalled { what, waited, limit: disk.stall },
+                ApplyError::Stalled(stalled) => stalled.into(),
                 other => LoadErrorKind::Plan(other.to_string()),
             }
         })?;

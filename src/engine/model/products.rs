@@ -1,6 +1,6 @@
 //! Products with weights, wherever they are: in slices, between which commands are taken.
 
-use std::{sync::Arc, time::Instant};
+use std::time::Instant;
 
 use candle_core::quantized::GgmlDType;
 
@@ -24,7 +24,7 @@ pub(super) enum Progress {
 /// Why a product could not be made.
 pub(super) enum Failure {
     Device(DeviceError),
-    Missing(Missing, Arc<str>),
+    Missing(Missing),
     /// The layer has no such matrix, which the spec excludes.
     NoMatrix,
     /// The checkpoint wants no more.
@@ -266,8 +266,8 @@ impl Weights {
     ) -> Result<Option<usize>, Failure> {
         let (at, piece) = pieces.first().ok_or(Failure::NoMatrix)?;
         let Some(first) = self.streamed(index).map(|base| base + at) else {
-            let hung = self.hung().ok_or(Failure::NoMatrix)?;
-            return Err(Failure::Missing(Missing::Stalled(hung), Arc::clone(&piece.extent.what)));
+            let hung = self.hung(&piece.extent.what).ok_or(Failure::NoMatrix)?;
+            return Err(Failure::Missing(Missing::Stalled(hung)));
         };
         // With one token, what is there already is computed in one go; with several, rows of the result interleave, and a
         // piece is work enough.
@@ -279,7 +279,7 @@ impl Weights {
             Ok(ready) => ready,
             Err(Missing::Stopped) if preemption.check() == Preempt::Pause => return Ok(None),
             Err(Missing::Stopped) => return Err(Failure::Stopped),
-            Err(missing) => return Err(Failure::Missing(missing, Arc::clone(&piece.extent.what))),
+            Err(missing) => return Err(Failure::Missing(missing)),
         };
         let count = ready.len();
         let products = pieces.iter().zip(ready).filter_map(|((_, piece), weight)| {

@@ -226,7 +226,7 @@ impl<'model> Change<'model> {
         self.moved.grown += grown;
         result.map_err(|(index, error)| match error {
             GrowError::Read(error) => ApplyError::Read(error),
-            GrowError::Stalled(what, waited) => ApplyError::Stalled { what: what.to_string(), waited },
+            GrowError::Stalled(stalled) => stalled.into(),
             GrowError::Allocate(source) => {
                 let part = self.model.layout.parts.get(index);
                 ApplyError::Allocate {

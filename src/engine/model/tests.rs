@@ -497,7 +497,7 @@ fn growing_to_all_parts_gives_the_ring_back_before_and_takes_it_again_when_it_fa
     refusing.refuse_after(2);
     model.apply(&plan(0..5)).unwrap_err();
     // The weights, and the thread that reads embeddings; a stream would be three more.
-    assert_eq!(refusing.owners_of_the_file(), 2, "nobody streams while parts are read");
+    assert_eq!(refusing.owners_of_the_file(), 2, "there is no stream while parts are read");
     assert!(model.breakdown().ring > Bytes::ZERO);
     let logits = model.forward(&TOKENS, &mut || Flow::Continue).unwrap();
     assert!(logits[..] == expected[..]);

@@ -15,7 +15,7 @@ use crate::{
     engine::{
         arena::{Backing, SharedMapping},
         backend::{Backend, Buffer, DeviceError, Fence, Operation, Row, RowBytes, View, Widen},
-        disk::{DiskWatch, Stalled, WatchedWork},
+        disk::{DiskTimeout, DiskWatch, Retained, Stalled, WatchedWork},
         error::LoadErrorKind,
         gguf::TensorInfo,
         reader::{Extent, Missing, RowReader, Source, Stream, WantedRows, WeightFile},
@@ -45,14 +45,13 @@ pub(super) struct Weights {
     /// Pieces that operations in flight read: how many, and what they wait for.
     lent: VecDeque<(Fence, usize)>,
     /// Rings that were replaced or given up while a read hung, which keeps them until it returns.
-    left: Vec<Weak<SharedMapping>>,
+    rings_left: Retained,
     /// Since when there has been no stream because reads hang.
     hung: Option<Instant>,
-    /// Arenas of a growth that was given up, which hanging reads keep, and when it began.
-    arenas_left: Vec<Weak<SharedMapping>>,
-    arenas_hang: Instant,
+    /// Arenas of a growth that was given up, which hanging reads keep.
+    arenas_left: Retained,
     /// How long the disk may take to answer.
-    stall: Duration,
+    limit: DiskTimeout,
     /// Reads embeddings, once one had to be read.
     rows: Option<RowReader>,
     /// The stream has been started before its model was there, and nothing has been requested of it.
@@ -71,7 +70,7 @@ impl Weights {
         file: Arc<dyn Source>,
         (fixed, factors): (Buffer, Option<Vec<f32>>),
         parts: usize,
-        (stream, stall): (Option<Stream>, Duration),
+        (stream, limit): (Option<Stream>, DiskTimeout),
     ) -> Self {
         Self {
             file,
@@ -81,11 +80,10 @@ impl Weights {
             begun: stream.is_some(),
             stream,
             lent: VecDeque::with_capacity(BATCHES_MAX + 1),
-            left: Vec::new(),
+            rings_left: Retained::default(),
             hung: None,
-            arenas_left: Vec::new(),
-            arenas_hang: Instant::now(),
-            stall,
+            arenas_left: Retained::default(),
+            limit,
             rows: None,
             first_piece: vec![0; parts],
             head_piece: 0,
@@ -134,13 +132,12 @@ impl Weights {
         parts: &[(usize, &PartLayout)],
         wanted: &mut dyn FnMut() -> bool,
     ) -> (Bytes, Result<(), (usize, GrowError)>) {
-        self.arenas_left.retain(|arena| arena.strong_count() > 0);
         if let Some((index, layout)) = parts.first()
-            && !self.arenas_left.is_empty()
+            && self.arenas_left.hangs()
         {
             // Others would hang beside those that do.
-            let error = GrowError::Stalled(Growing::what(layout), self.arenas_hang.elapsed());
-            return (Bytes::ZERO, Err((*index, error)));
+            let stalled = self.limit.stalled(self.arenas_left.hung(), &Growing::what(layout));
+            return (Bytes::ZERO, Err((*index, GrowError::Stalled(stalled))));
         }
         let mut result = Ok(());
         let mut growing = Vec::new();
@@ -154,15 +151,12 @@ impl Weights {
             }
         }
         let indices: Vec<usize> = growing.iter().map(|part| part.index).collect();
-        let began = Instant::now();
-        let read = growth::read_parts(&self.file, growing, self.stall, wanted);
+        let read = growth::read_parts(&self.file, growing, self.limit, wanted);
         if let Some(error) = read.failed {
             let index = indices.get(read.whole.len()).copied().unwrap_or_default();
             result = Err((index, error));
         }
-        if !read.left.is_empty() {
-            (self.arenas_left, self.arenas_hang) = (read.left, began);
-        }
+        self.arenas_left = read.left;
         let mut grown = Bytes::ZERO;
         for (index, arena) in indices.into_iter().zip(read.whole) {
             if let Some(slot) = self.arenas.get_mut(index) {
@@ -211,7 +205,7 @@ impl Weights {
                 Ok((stream, grown))
             }
             Some(stream) => self.restarted(backend, stream, extents, first).map(|stream| (stream, Bytes::ZERO)),
-            None if self.count_left() > LEFT_MAX => Err(io::ErrorKind::TimedOut.into()),
+            None if self.rings_left.pieces() > LEFT_MAX => Err(io::ErrorKind::TimedOut.into()),
             None => {
                 let ring = backend.ring(layout.ring, Backing::Now)?;
                 let started = Stream::start(Arc::clone(&self.file), ring, extents.into(), first);
@@ -223,7 +217,7 @@ impl Weights {
         };
         match started {
             Ok((mut stream, grown)) => {
-                stream.set_stall(self.stall);
+                stream.set_limit(self.limit);
                 self.hung = None;
                 self.stream = Some(stream);
                 Ok((grown, Bytes::ZERO, Bytes::ZERO))
@@ -286,7 +280,7 @@ impl Weights {
         first: usize,
     ) -> io::Result<Stream> {
         let mark = stream.ring_mark();
-        let allowed = self.count_left() < LEFT_MAX;
+        let allowed = self.rings_left.pieces() < LEFT_MAX;
         let mut another = |bytes| {
             if allowed { backend.ring(bytes, Backing::Now) } else { Err(io::ErrorKind::TimedOut.into()) }
         };
@@ -299,34 +293,25 @@ impl Weights {
 
     /// Counts a ring that is the stream's no longer as long as a read that hangs keeps it.
     fn note_left(&mut self, ring: Weak<SharedMapping>) {
-        self.left.push(ring);
-        self.count_left();
+        self.rings_left.add(Retained::of([ring], Instant::now()));
     }
 
-    /// Rings that hanging reads keep.
-    fn count_left(&mut self) -> usize {
-        self.left.retain(|ring| ring.strong_count() > 0);
-        self.left.len()
+    /// That there is no stream because reads hang, and what waits for it.
+    pub(super) fn hung(&self, what: &Arc<str>) -> Option<Stalled> {
+        self.hung.map(|since| self.limit.stalled(since.elapsed(), what))
     }
 
-    /// How long there has been no stream because reads hang.
-    pub(super) fn hung(&self) -> Option<Duration> {
-        self.hung.map(|since| since.elapsed())
-    }
-
-    fn left(&self) -> impl Iterator<Item = Arc<SharedMapping>> {
-        self.left.iter().chain(&self.arenas_left).filter_map(Weak::upgrade)
-    }
-
-    /// Marks of all memory that reads may keep when these weights are given up.
-    pub(super) fn marks(&self) -> Vec<Weak<SharedMapping>> {
-        let ring = self.stream.as_ref().map(Stream::ring_mark);
-        ring.into_iter().chain(self.left.clone()).chain(self.arenas_left.clone()).collect()
+    /// All memory that reads may keep when these weights are given up, which hang since `began` or longer.
+    pub(super) fn kept(&self, began: Instant) -> Retained {
+        let mut kept = Retained::of(self.stream.as_ref().map(Stream::ring_mark), began);
+        kept.add(self.rings_left.clone());
+        kept.add(self.arenas_left.clone());
+        kept
     }
 
     /// What hanging reads keep, and goes when they return.
     pub(super) fn left_bytes(&self) -> Bytes {
-        self.left().map(|memory| memory.bytes()).sum()
+        self.rings_left.bytes() + self.arenas_left.bytes()
     }
 
     /// Tells the readers whether the next pass ends with the head, so that they do not read it for nothing.
@@ -367,7 +352,7 @@ impl Weights {
     /// Waits for the embeddings that were asked for.
     pub(super) fn rows_asked_for(&self, patience: &mut dyn FnMut() -> bool) -> Result<Vec<u8>, Missing> {
         let reader = self.rows.as_ref();
-        reader.map_or(Ok(Vec::new()), |reader| reader.wait(self.stall, patience))
+        reader.map_or(Ok(Vec::new()), |reader| reader.wait(self.limit, patience))
     }
 
     /// A vector of layer `index`, when the architecture has one of the kind.
@@ -414,8 +399,8 @@ impl Weights {
 
     /// Reads from somewhere else from now on, and waits so long for it.
     #[cfg(test)]
-    pub(super) fn read_from(&mut self, file: Arc<dyn Source>, stall: Duration) {
-        self.stall = stall;
+    pub(super) fn read_from(&mut self, file: Arc<dyn Source>, limit: DiskTimeout) {
+        self.limit = limit;
         self.file = file;
         self.rows = None;
     }
@@ -436,7 +421,7 @@ impl Weights {
     }
 
     /// Reads weights without computing on them: how much, and how long it took, once the ring has been full. All of them in
-    /// their turn, as far as the time goes: the same few again and again would come out of somebody's cache. The readers
+    /// their turn, as far as the time goes: the same few again and again would come out of a cache of the disk or the host. The readers
     /// have to be restarted before a pass.
     pub(super) fn read_alone(
         &mut self,
@@ -497,7 +482,8 @@ impl Weights {
     pub(super) fn resident(&self) -> Bytes {
         let parts: Bytes = self.arenas.iter().flatten().map(Buffer::resident).sum();
         let ring = self.stream.as_ref().map_or(Bytes::ZERO, Stream::ring_resident);
-        let left: Bytes = self.left().map(|memory| memory.resident()).sum();
+        let left = self.rings_left.memory().chain(self.arenas_left.memory());
+        let left: Bytes = left.map(|memory| memory.resident()).sum();
         parts + self.fixed.resident() + ring + left
     }
 }
@@ -542,7 +528,7 @@ pub(super) fn begin(
     source: Arc<dyn Source>,
     layout: &Layout,
     resident: impl Fn(usize) -> bool,
-    stall: Duration,
+    limit: DiskTimeout,
 ) -> io::Result<Option<Stream>> {
     let schedule = Schedule::of(layout, Place::default(), |part| !resident(part));
     if schedule.extents.is_empty() {
@@ -550,7 +536,7 @@ pub(super) fn begin(
     }
     let ring = backend.ring(layout.ring, Backing::OnTouch)?;
     let mut stream = Stream::begin(source, ring, schedule.extents.into(), 0)?;
-    stream.set_stall(stall);
+    stream.set_limit(limit);
     Ok(Some(stream))
 }
 
@@ -635,11 +621,11 @@ impl Vectors {
     /// Waits until they are there, each with its number.
     ///
     /// # Errors
-    /// When they cannot be read; or, as the outer one, when the disk has not answered for `stall`.
-    pub(super) fn wait(self, stall: Duration) -> Result<VectorsRead, Stalled> {
-        let (mut all, mut hanging): (VectorsRead, Option<Stalled>) = (Ok(Vec::new()), None);
+    /// When they cannot be read; or, as the outer one, when the disk does not answer.
+    pub(super) fn wait(self, limit: DiskTimeout) -> Result<VectorsRead, (Stalled, Retained)> {
+        let (mut all, mut hanging): (VectorsRead, Option<(Stalled, Retained)>) = (Ok(Vec::new()), None);
         for reader in self.0 {
-            match reader.wait(stall) {
+            match reader.wait(limit) {
                 Ok(Ok(read)) => {
                     if let Ok(all) = &mut all {
                         all.extend(read);
@@ -647,7 +633,7 @@ impl Vectors {
                 }
                 Ok(Err(error)) => all = all.and(Err(error)),
                 Err(hangs) => match &mut hanging {
-                    Some(others) => others.left.add(hangs.left),
+                    Some((_, left)) => left.add(hangs.1),
                     None => hanging = Some(hangs),
                 },
             }

@@ -93,7 +93,7 @@ impl ReadSize {
     }
 }
 
-/// Before anything was learned: four threads that ask for so much are all answered within [`STALL_MAX`](super::STALL_MAX)
+/// Before anything was learned: four threads that ask for so much are all answered within the [`DiskTimeout`](crate::engine::disk::DiskTimeout)
 /// by a disk that brings 256 KiB in a second. A fast one is asked for whole pieces after two of these.
 const ASK_FIRST: usize = 256 << 10;
 /// The same for 64 KiB in a second. A multiple of all pages that kernels have.
@@ -109,6 +109,7 @@ const ANSWER_WITHIN: Duration = Duration::from_millis(250);
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::engine::disk::DiskTimeout;
 
     /// What is asked for at once of a disk that brings so much in a second to this thread, after some reads.
     fn settles_at(per_second: u64) -> usize {
@@ -119,7 +120,8 @@ mod tests {
             longest = longest.max(took);
             size.learn(size.bytes(), took);
         }
-        assert!(longest < super::super::STALL_MAX, "{longest:?} at {per_second}");
+        let what = "piece".into();
+        assert!(DiskTimeout::default().left(longest, &what).is_ok(), "{longest:?} at {per_second}");
         size.bytes()
     }
 

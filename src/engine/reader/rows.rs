@@ -4,14 +4,17 @@ use std::{
     io,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     thread::{self, JoinHandle},
-    time::{Duration, Instant},
+    time::Instant,
 };
 
 use super::{
     file::{Extent, Source},
     stream::{Missing, PATIENCE_STEP},
 };
-use crate::{emergency, engine::error::ReadError};
+use crate::{
+    emergency,
+    engine::{disk::DiskTimeout, error::ReadError},
+};
 
 /// A thread that reads rows of a matrix, such as embeddings, to the heap.
 pub struct RowReader {
@@ -40,6 +43,8 @@ struct Shared {
 
 struct State {
     wanted: Option<WantedRows>,
+    /// The matrix that was asked for last, for messages.
+    what: Arc<str>,
     /// What was asked for last, counted.
     asked: u64,
     /// Since when the thread has been reading the row that it reads; `None` when it reads none.
@@ -56,7 +61,14 @@ impl RowReader {
     /// When there is none to be had.
     pub fn start(source: Arc<dyn Source>) -> io::Result<Self> {
         let shared = Arc::new(Shared {
-            state: Mutex::new(State { wanted: None, asked: 0, reading: None, answer: None, stop: false }),
+            state: Mutex::new(State {
+                wanted: None,
+                what: "".into(),
+                asked: 0,
+                reading: None,
+                answer: None,
+                stop: false,
+            }),
             asked: Condvar::new(),
             answered: Condvar::new(),
         });
@@ -73,6 +85,7 @@ impl RowReader {
     pub fn ask(&self, wanted: WantedRows) {
         let mut state = self.shared.lock();
         state.asked += 1;
+        state.what = Arc::clone(&wanted.what);
         state.wanted = Some(wanted);
         state.answer = None;
         drop(state);
@@ -83,24 +96,26 @@ impl RowReader {
     /// waiting; who goes on later calls this again.
     ///
     /// # Errors
-    /// When it could not be read, the disk has not answered one read for `stall`, or `patience` ran out.
-    pub fn wait(&self, stall: Duration, patience: &mut dyn FnMut() -> bool) -> Result<Vec<u8>, Missing> {
+    /// When it could not be read, the disk does not answer one read within `limit`, or `patience` ran out.
+    pub fn wait(&self, limit: DiskTimeout, patience: &mut dyn FnMut() -> bool) -> Result<Vec<u8>, Missing> {
         let started = Instant::now();
         let mut state = self.shared.lock();
         loop {
             if let Some(answer) = state.answer.take() {
                 return answer.map_err(Missing::Failed);
             }
-            // A read may hang that was begun for somebody else.
-            let waited = state.reading.unwrap_or(started).elapsed();
-            if waited >= stall {
-                state.wanted = None;
-                return Err(Missing::Stalled(waited));
-            }
+            // A read may hang that was begun for another caller.
+            let left = match limit.left(state.reading.unwrap_or(started).elapsed(), &state.what) {
+                Ok(left) => left,
+                Err(stalled) => {
+                    state.wanted = None;
+                    return Err(Missing::Stalled(stalled));
+                }
+            };
             let (next, result) = self
                 .shared
                 .answered
-                .wait_timeout(state, PATIENCE_STEP.min(stall - waited))
+                .wait_timeout(state, PATIENCE_STEP.min(left))
                 .unwrap_or_else(PoisonError::into_inner);
             state = next;
             if result.timed_out() {
@@ -176,6 +191,7 @@ mod tests {
     use std::{
         ptr::NonNull,
         sync::atomic::{AtomicBool, Ordering},
+        time::Duration,
     };
 
     use super::*;
@@ -201,8 +217,8 @@ mod tests {
         }
     }
 
-    const LONG: Duration = Duration::from_secs(60);
-    const SHORT: Duration = Duration::from_millis(1);
+    const LONG: DiskTimeout = DiskTimeout::new(Duration::from_secs(60));
+    const SHORT: DiskTimeout = DiskTimeout::new(Duration::from_millis(1));
 
     fn rows(offsets: impl IntoIterator<Item = u64>) -> WantedRows {
         WantedRows { what: "rows".into(), offsets: offsets.into_iter().collect(), bytes: 2 }
@@ -243,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_waits_for_a_read_that_hangs_when_the_reader_is_dropped() {
+    fn a_reader_is_dropped_without_waiting_for_a_read_that_hangs() {
         let (gate, reader) = hanging();
         while reader.shared.lock().reading.is_none() {
             thread::yield_now();

@@ -18,6 +18,7 @@ use crate::{
     engine::{
         arena::{HUGE_PAGE, SharedMapping},
         backend::{Buffer, View},
+        disk::{DiskTimeout, Stalled},
         error::ReadError,
     },
     units::Bytes,
@@ -37,7 +38,7 @@ pub struct Stream {
     ring: Buffer,
     source: Arc<dyn Source>,
     threads: Vec<thread::JoinHandle<()>>,
-    stall: Duration,
+    limit: DiskTimeout,
 }
 
 /// Why a piece did not come.
@@ -46,7 +47,7 @@ pub enum Missing {
     /// It could not be read.
     Failed(ReadError),
     /// The disk did not answer in time.
-    Stalled(Duration),
+    Stalled(Stalled),
     /// The waiter lost patience.
     Stopped,
 }
@@ -134,7 +135,7 @@ impl Stream {
             ring,
             source,
             threads: Vec::new(),
-            stall: STALL_MAX,
+            limit: DiskTimeout::default(),
         }
     }
 
@@ -166,7 +167,7 @@ impl Stream {
         // Nothing of the old schedule is begun any more, nor read to its end by a slow disk.
         state.failed = true;
         self.shared.progress.give_up();
-        state = self.shared.settle(state, self.stall);
+        state = self.shared.settle(state, self.limit);
         // Without threads a restart before has failed: nothing would go on with what there is.
         if state.reading == 0 && !self.threads.is_empty() {
             state.schedule = schedule;
@@ -224,11 +225,9 @@ impl Stream {
                 return Ok(ready);
             }
             // A slow disk that brings something does answer.
-            let waited = started.elapsed().min(self.shared.progress.idle());
-            if waited >= self.stall {
-                return Err(Missing::Stalled(waited));
-            }
-            let (next, timed_out) = wait(&self.shared.filled, state, PATIENCE_STEP.min(self.stall));
+            let idle = started.elapsed().min(self.shared.progress.idle());
+            let left = self.limit.left(idle, &state.what(first)).map_err(Missing::Stalled)?;
+            let (next, timed_out) = wait(&self.shared.filled, state, PATIENCE_STEP.min(left));
             state = next;
             if timed_out {
                 drop(state);
@@ -305,9 +304,9 @@ impl Stream {
         self.ring.resident()
     }
 
-    /// How long a read may take before it counts as stalled.
-    pub(in crate::engine) const fn set_stall(&mut self, stall: Duration) {
-        self.stall = stall;
+    /// Waits so long for the disk from now on.
+    pub(in crate::engine) const fn set_limit(&mut self, limit: DiskTimeout) {
+        self.limit = limit;
     }
 
     /// Stops the readers and unmaps the ring; says how much of it had been in memory.
@@ -334,7 +333,7 @@ impl Stream {
         Ok(())
     }
 
-    /// Stops the threads; a read that hangs is left alone after the time for a stall.
+    /// Stops the threads; a read that hangs is left alone.
     fn finish(&mut self) {
         if self.threads.is_empty() {
             // They were left with the ring that a hanging read keeps, and others could not be had.
@@ -344,7 +343,7 @@ impl Stream {
         state.stop = true;
         self.shared.progress.give_up();
         self.shared.room.notify_all();
-        state = self.shared.settle(state, self.stall);
+        state = self.shared.settle(state, self.limit);
         let hangs = state.reading > 0;
         drop(state);
         for thread in self.threads.drain(..) {
@@ -400,13 +399,13 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until no read is under way, but no longer than nothing comes for `limit`.
-    fn settle<'state>(&self, mut state: MutexGuard<'state, State>, limit: Duration) -> MutexGuard<'state, State> {
-        while let Some(began) = state.oldest_read() {
-            let left = limit.saturating_sub(began.elapsed().min(self.progress.idle()));
-            if left.is_zero() {
+    /// Waits until no read is under way, or the disk does not answer.
+    fn settle<'state>(&self, mut state: MutexGuard<'state, State>, limit: DiskTimeout) -> MutexGuard<'state, State> {
+        while let Some((began, index)) = state.oldest_read() {
+            let idle = began.elapsed().min(self.progress.idle());
+            let Ok(left) = limit.left(idle, &state.what(index)) else {
                 break;
-            }
+            };
             state = wait(&self.filled, state, left).0;
         }
         state
@@ -516,13 +515,18 @@ impl State {
         Some((name, extent, start))
     }
 
-    /// When the oldest of the reads under way began.
-    fn oldest_read(&self) -> Option<Instant> {
+    /// When the oldest of the reads under way began, and the index of its piece.
+    fn oldest_read(&self) -> Option<(Instant, usize)> {
         let reads = self.slots.iter().filter_map(|slot| match slot.status {
-            Status::Reading(since) => Some(since),
+            Status::Reading(since) => Some((since, slot.index)),
             Status::Failed(_) | Status::Ready => None,
         });
         reads.min()
+    }
+
+    /// What the piece `index` is, for messages.
+    fn what(&self, index: usize) -> Arc<str> {
+        self.schedule.get(index).map_or_else(|| "weights".into(), |extent| Arc::clone(&extent.what))
     }
 
     /// Gives up what lies before the piece `index`; when that is not in the ring, it is read next. Says whether readers may
@@ -565,8 +569,6 @@ impl State {
 
 /// Threads that read: with one of them, the disk idles whenever it waits for a processor.
 const READERS: usize = 2;
-/// A disk that does not answer for so long counts as stalled. A 4 MiB piece takes 40 ms on a slow card.
-pub(in crate::engine) const STALL_MAX: Duration = Duration::from_secs(4);
 /// How often a waiter looks whether it should go on.
 pub(in crate::engine) const PATIENCE_STEP: Duration = Duration::from_millis(20);
 

@@ -220,7 +220,7 @@ fn gated() -> (Arc<Gate>, Arc<[Extent]>, Stream) {
     let schedule = extents(&[(0, 4096)]);
     let source: Arc<dyn Source> = Arc::<Gate>::clone(&gate);
     let mut stream = Stream::start(source, ring(Bytes::from_kib(16)), Arc::clone(&schedule), 0).unwrap();
-    stream.set_stall(Duration::from_millis(1));
+    stream.set_limit(DiskTimeout::new(Duration::from_millis(1)));
     (gate, schedule, stream)
 }
 
@@ -231,7 +231,7 @@ fn a_disk_that_does_not_answer_is_an_error_and_the_ring_is_replaced() {
     stream.restart(Arc::clone(&schedule), 0, &mut another).unwrap();
     assert!(matches!(stream.acquire(0, 1, &mut || false), Err(Missing::Stalled(_) | Missing::Stopped)));
     gate.open.store(true, Ordering::Release);
-    stream.set_stall(Duration::from_secs(60));
+    stream.set_limit(DiskTimeout::new(Duration::from_secs(60)));
     assert_eq!(piece(&stream, &schedule, 0), vec![7; 4096]);
 }
 
@@ -239,7 +239,7 @@ fn a_disk_that_does_not_answer_is_an_error_and_the_ring_is_replaced() {
 fn a_slow_disk_that_brings_something_does_not_hang() {
     let (gate, schedule, mut stream) = gated();
     let stall = Duration::from_millis(400);
-    stream.set_stall(stall);
+    stream.set_limit(DiskTimeout::new(stall));
     let began = Instant::now();
     let mut patience = || {
         gate.open.store(began.elapsed() > stall * 2, Ordering::Release);
@@ -283,7 +283,7 @@ fn a_restart_that_could_not_be_made_up_for_a_hanging_read_is_by_the_next_one() {
     stream.shared.lock().capacity = capacity;
     // The hanging read returns, and its threads end.
     gate.open.store(true, Ordering::Release);
-    stream.set_stall(Duration::from_secs(60));
+    stream.set_limit(DiskTimeout::new(Duration::from_secs(60)));
     stream.restart(Arc::clone(&schedule), 0, &mut another).unwrap();
     assert_eq!(piece(&stream, &schedule, 0), vec![7; 4096]);
 }

@@ -6,7 +6,7 @@
 //!
 //! # Control tokens
 //!
-//! Texts such as `<|im_end|>` steer the model, so they must only come from the chat template and never from what somebody
+//! Texts such as `<|im_end|>` steer the model, so they must only come from the chat template and never from what a user
 //! said. Plain encoding ([`Tokenizer::encode`]) hence knows no control tokens: they are not even in the tables that it
 //! works with. [`Tokenizer::encode_rendered`] recognises them, except where a mark in the text forbids it;
 //! [`chat`](super::chat) sets such marks in everything that did not come from the template.

@@ -19,7 +19,7 @@ use crate::{
     },
 };
 
-/// What somebody has said, 16 kHz mono, and the permit for its memory.
+/// What a user has said, 16 kHz mono, and the permit for its memory.
 pub(super) struct Utterance {
     pub(super) samples: Vec<i16>,
     pub(super) memory: Option<OwnedSemaphorePermit>,
@@ -33,7 +33,7 @@ impl Utterance {
 
 /// What a piece of audio shows.
 pub(super) enum Turn {
-    /// Somebody has begun to speak, so many milliseconds after the first audio.
+    /// A user has begun to speak, so many milliseconds after the first audio.
     Started { at_ms: u64 },
     /// They have stopped.
     Stopped { at_ms: u64, said: Utterance },

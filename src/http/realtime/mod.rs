@@ -6,7 +6,7 @@
 //!      └─────── outbox ◄────┴── output (one response) ◄── run ◄── LLM and voice ┘
 //! ```
 //!
-//! A response is cancelled by its client, or by somebody who begins to speak. What a client does wrong is an event
+//! A response is cancelled by its client, or by a user who begins to speak. What a client does wrong is an event
 //! `error`, what a response lacks is reported in its `response.done`; both have the codes of [`super::fault`].
 
 mod endpoint;

@@ -24,7 +24,7 @@ pub(super) struct Place<'a> {
 pub(super) enum End {
     /// As the model ended it.
     Finished(FinishReason, Usage),
-    /// Its client, or somebody who speaks, ended it.
+    /// Its client, or a user who speaks, ended it.
     Cancelled(&'static str),
     /// It cannot be completed.
     Failed(Fault),

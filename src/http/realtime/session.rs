@@ -52,7 +52,7 @@ pub(super) struct Session {
     settings: Settings,
     items: Items,
     input: Input,
-    /// The item of the turn that somebody speaks.
+    /// The item of the turn that is being spoken.
     turn: Option<String>,
     hearing: Option<Heard>,
     /// What is to be recognised then.

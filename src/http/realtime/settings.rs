@@ -36,7 +36,7 @@ pub(super) struct Settings {
     pub(super) retention: Option<f64>,
 }
 
-/// When somebody has said what they want to say.
+/// When a user has said what they want to say.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Turns {
     pub(super) threshold: f64,

@@ -35,7 +35,7 @@ pub(super) fn held(found: &Mutex<Gathered>) -> MutexGuard<'_, Gathered> {
 /// What is to be looked at besides.
 #[derive(Debug, Default)]
 pub(super) struct Questions {
-    /// Whether somebody else may have killed it.
+    /// Whether another process may have killed it.
     pub(super) killers: bool,
     /// A library that it misses, and further folders where another version may be.
     pub(super) library: Option<(String, Vec<PathBuf>)>,

@@ -171,7 +171,7 @@ fn sigkill_without_a_record_is_of_an_unknown_sender_and_never_out_of_memory() {
     assert_eq!((verdict.class, verdict.confidence), (DeathClass::KilledExternally, Confidence::Likely));
     assert!(verdict.sentence.contains("was killed by SIGKILL, sender unknown"));
 
-    // A record of somebody else's death, and a counter that rose for it.
+    // A record of another process's death, and a counter that rose for it.
     let verdict = with(killed(9), |evidence| {
         evidence.found.log = logged(&[&GLOBAL.replace("341226", "7")]);
         evidence.found.after.machine_kills = Some(1);

@@ -80,7 +80,7 @@ pub(super) fn asked_for(line: &str) -> Option<String> {
 
 fn said(line: &str) -> Option<Said> {
     let has = |marks: &[&str]| marks.iter().any(|mark| line.contains(mark));
-    // A log of somebody's death is not this program's own failure.
+    // A log of another process's death is not this program's own failure.
     if line.contains("Killed process") {
         return None;
     }

@@ -18,7 +18,7 @@ pub(super) struct Ids {
     words: String,
 }
 
-/// Whom a worker is to become, when it is somebody else.
+/// The user and groups that a worker is to have, when they are others than ours.
 pub(super) fn ids(confinement: &Confinement) -> Result<Option<Ids>, ConfineError> {
     if confinement.user.is_none() && confinement.group.is_none() {
         return Ok(None);
@@ -185,8 +185,8 @@ mod tests {
 
     #[test]
     fn who_does_not_exist_is_named() {
-        let confinement = Confinement { user: Some("nobody-of-this-name".to_owned()), ..Confinement::default() };
-        assert_eq!(ids(&confinement).unwrap_err().to_string(), "user `nobody-of-this-name` does not exist");
+        let confinement = Confinement { user: Some("no-such-user".to_owned()), ..Confinement::default() };
+        assert_eq!(ids(&confinement).unwrap_err().to_string(), "user `no-such-user` does not exist");
         let confinement = Confinement { group: Some("no-such-group".to_owned()), ..Confinement::default() };
         assert_eq!(ids(&confinement).unwrap_err().to_string(), "group `no-such-group` does not exist");
     }

@@ -16,7 +16,7 @@
 // What is assumed of the driver, and where from. [api] CUDA driver API reference 12.6, [guide] CUDA C++ programming guide 12.6,
 // [tegra] CUDA for Tegra application note. Where the sources leave it open, the imitation does what forgives least.
 //  1 Streams run in order; a stream that is not CU_STREAM_NON_BLOCKING and the legacy stream wait for each other. [api: stream sync]
-//  2 An event that was never recorded delays nobody; a wait is for the record before it, not for later ones. [api: cuStreamWaitEvent]
+//  2 An event that was never recorded delays no stream; a wait is for the record before it, not for later ones. [api: cuStreamWaitEvent]
 //  3 No call that frees waits for work in flight: of cuMemFree it is said that it "may" [api; kokkos/kokkos#9307], of the others
 //    nothing. Work that finds its memory gone breaks the context: CUDA_ERROR_ILLEGAL_ADDRESS. [api: CUresult]
 //  4 After an error of a kernel every call returns it until the context is destroyed. [api: CUresult; in practice for the driver API]

@@ -182,7 +182,7 @@ async fn an_answer_that_is_said_again_while_its_target_is_pending_changes_nothin
     installation.replay();
 }
 
-/// A user who is nobody here.
+/// A user without processes here.
 const OTHER_UID: u32 = 61_006;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -228,7 +228,7 @@ async fn ten_thousand_connections_and_an_unread_stream_leave_others_served() {
     let mut client = daemon.leases();
     let lease = granted(&mut client, good("one")).await;
 
-    // More events than the window of a connection takes, and nobody who reads them.
+    // More events than the window of a connection takes, and no client that reads them.
     for number in 0..300 {
         let asked = CreateLeaseRequest { tenant: "t".repeat(63), validate_only: true, ..good(&format!("r{number}")) };
         client.create_lease(asked).await.unwrap();
@@ -253,7 +253,7 @@ async fn ten_thousand_connections_and_an_unread_stream_leave_others_served() {
         }
         closed
     });
-    // Meanwhile whoever has a connection is served.
+    // Meanwhile clients with a connection are served.
     let mut renewals = 0;
     while !crowd.is_finished() {
         let renew = RenewLeaseRequest {
@@ -287,7 +287,7 @@ async fn ten_thousand_connections_and_an_unread_stream_leave_others_served() {
 
 /// A worker whose memory can never be had is not waited for: every speech listener says so at once, with the figures.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn speech_that_can_never_be_had_is_refused_at_once_at_every_door() {
+async fn speech_that_can_never_be_had_is_refused_at_once_on_every_listener() {
     // It fits the budget, and not beside the least that the LLM runs with.
     let voice = tts().replace("peak: 16MiB", "peak: 62MiB");
     let installation = Installation::new(&format!("{}{}workers:\n{voice}{LISTENER}", budget(64), demo_model(1024)));

@@ -86,7 +86,7 @@ async fn only_certificates_of_the_fleet_are_served_over_tcp() {
             "tcp: {{listen: \"127.0.0.1:0\", cert: {folder}/box.pem, key: {folder}/{key}, client_ca: {folder}/ca.pem, role: watchdog}}"
         )
     };
-    // Files that do not fit, and a key for everybody, are errors of the start.
+    // Files that do not fit, and a key that every user may read, are errors of the start.
     installation.configure_grpc(&budget(64), &tcp("desk.key"));
     let (status, text) = installation.refuses_to_start();
     assert!(status.code() == Some(1) && text.contains("must belong together"), "{text}");

@@ -141,7 +141,7 @@ async fn a_lease_lasts_as_long_as_anything_that_its_program_has_started() {
 }
 
 /// A second instance of a program that waits for the memory of the first, or of anything else, is not the first one's to
-/// give back: while it waits its memory is nobody's lease.
+/// give back: while it waits its memory belongs to no lease.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn who_waits_by_a_name_is_not_measured_as_its_holder() {
     let installation = Installation::new(&budget(128));

@@ -418,7 +418,7 @@ impl Daemon<'_> {
         kill(pid_of(self.pid()), signal).unwrap();
     }
 
-    /// Ends it as a service manager does, and looks at what is left: nothing runs, the exit code is 0, nobody
+    /// Ends it as a service manager does, and looks at what is left: nothing runs, the exit code is 0, no thread
     /// panicked, and the journal replays.
     pub(super) async fn end(self) {
         self.end_after(&[]).await;
@@ -456,7 +456,7 @@ impl Daemon<'_> {
     }
 }
 
-/// Starts the daemon as this very process, beside neighbours that are nobody's children.
+/// Starts the daemon as this very process, beside neighbours that are not its children.
 const NEIGHBOURS: &str = r#"
 folder=$1 mib=$2 program=$3
 ( ( while [ -d "$folder" ] && [ ! -e "$folder/over" ]; do

@@ -153,7 +153,7 @@ async fn a_daemon_that_drains_admits_nothing_new() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn whoever_follows_the_events_misses_none_and_is_reported_when_the_supervisor_goes() {
+async fn a_client_that_follows_the_events_misses_none_and_is_notified_when_the_supervisor_goes() {
     for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGKILL] {
         let installation = Installation::new(&format!("{}{}", budget(128), demo_model(1024)));
         let daemon = installation.start().await;
@@ -192,7 +192,7 @@ async fn whoever_follows_the_events_misses_none_and_is_reported_when_the_supervi
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn nobody_is_answered_before_the_machine_was_read() {
+async fn no_client_is_answered_before_the_machine_was_read() {
     const RUNS: usize = 3;
     let installation = Installation::new(&budget(64));
     for run in 0..RUNS {

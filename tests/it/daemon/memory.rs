@@ -312,7 +312,7 @@ async fn a_journal_that_stalls_takes_nothing_of_the_emergency_reserve() {
     daemon.end().await;
 }
 
-/// The body of a request takes the daemon's own memory, and is shown as that: nobody else has it.
+/// The body of a request takes the daemon's own memory, and is shown as that: no other holder has it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_the_daemon_itself_uses_is_shown_as_its_own() {
     let installation = Installation::new(&format!(

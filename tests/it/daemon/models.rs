@@ -104,15 +104,15 @@ async fn an_unknown_quantisation_is_named() {
     is_refused(retype, &["bad.gguf", "blk.0.attn_q.weight"]).await;
 }
 
-/// A file that nobody else can open: whoever tries is in the kernel until this is dropped, or for
-/// `/proc/sys/fs/lease-break-time`, 45 s where nobody has set it.
+/// A file that no other process can open: one that tries is in the kernel until this is dropped, or for
+/// `/proc/sys/fs/lease-break-time`, 45 s by default.
 struct Shut(fs::File);
 
 impl Shut {
     /// `None` where the file system knows no such thing.
     fn new(path: &Path) -> Option<Self> {
         let file = fs::OpenOptions::new().read(true).write(true).open(path).unwrap();
-        // The kernel tells whoever has it that somebody waits, by a signal that is ignored.
+        // The kernel notifies the owner of the lease that a process waits, by a signal that is ignored.
         // SAFETY: two calls on a descriptor of our own, with numbers for arguments.
         let taken = unsafe {
             libc::fcntl(file.as_raw_fd(), F_SETSIG, libc::SIGWINCH);

@@ -106,7 +106,7 @@ async fn no_client_misses_anything_while_a_neighbour_takes_memory_again_and_agai
     }
     let aloud = daemon.metric("cotenant_time_to_first_audio_seconds_count").await;
     assert!(aloud.is_some_and(|count| count >= 4.0), "{aloud:?}");
-    // It leaves for good, and everything is as before.
+    // It leaves and does not return, and everything is as before.
     fs::remove_file(installation.path("come")).unwrap();
     fs::write(installation.path("over"), "").unwrap();
     daemon.until("grown back", whole).await;

@@ -41,7 +41,7 @@ lease._pulse()
 print(lease.ended, say.qsize())
 "#;
 
-/// Nobody answers: one stream after the other ends at once.
+/// No server answers: one stream after the other ends at once.
 const STREAMS: &str = r#"
 import threading, time
 import cotenant

@@ -1,4 +1,4 @@
-//! Rough treatment: folders and files of others, few threads, listeners for everybody.
+//! Rough treatment: folders and files of others, few threads, listeners for all users.
 
 use std::{
     fs,
@@ -19,7 +19,7 @@ fn a_runtime_dir_that_others_can_change_is_refused_with_its_remedy() {
     fs::set_permissions(&folder, fs::Permissions::from_mode(0o777)).unwrap();
     let (status, text) = installation.refuses_to_start();
     assert_eq!(status.code(), Some(1), "{text}");
-    assert!(text.contains("everybody may write to it (mode 0777)"), "{text}");
+    assert!(text.contains("every user may write to it (mode 0777)"), "{text}");
     assert!(text.contains("hint: chmod o-w "), "{text}");
 
     fs::set_permissions(&folder, fs::Permissions::from_mode(0o755)).unwrap();
@@ -94,7 +94,7 @@ fn too_few_threads_are_an_error_with_a_remedy_and_no_panic() {
     for threads in [1, 2, 3, 4, 6, 8] {
         let installation = Installation::new(&budget(64));
         let root = installation.config().parent().unwrap().to_owned();
-        chown(&root, Some(NOBODY), None).unwrap();
+        chown(&root, Some(OTHER_UID), None).unwrap();
         let mut command = Command::new(PROGRAM);
         command
             .args(["serve", "--config"])
@@ -102,7 +102,7 @@ fn too_few_threads_are_an_error_with_a_remedy_and_no_panic() {
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::piped())
-            .uid(NOBODY);
+            .uid(OTHER_UID);
         // SAFETY: a system call on numbers.
         unsafe {
             command.pre_exec(move || {
@@ -124,9 +124,9 @@ fn too_few_threads_are_an_error_with_a_remedy_and_no_panic() {
         } else {
             assert!(text.contains("cotenant is ready"), "{threads}: {:?} {text}", output.status);
         }
-        assert_eq!(fs::metadata(&root).unwrap().uid(), NOBODY);
+        assert_eq!(fs::metadata(&root).unwrap().uid(), OTHER_UID);
     }
 }
 
 /// A user without other processes.
-const NOBODY: u32 = 61_234;
+const OTHER_UID: u32 = 61_234;

@@ -66,8 +66,7 @@ async fn leases_go_on_for_a_term_and_those_that_have_ended_stay_so() {
     let renewed = renewed.lease.unwrap();
     assert_eq!((&renewed.name, renewed.generation), (&kept.name, kept.generation));
     assert_ne!(renewed.boot_id, kept.boot_id, "from now on it belongs to this run");
-    for (what, lease) in [("released", &released), ("of nobody", &Lease { name: "kept#77".to_owned(), ..kept.clone() })]
-    {
+    for (what, lease) in [("released", &released), ("unknown", &Lease { name: "kept#77".to_owned(), ..kept.clone() })] {
         let refused = daemon.leases().renew_lease(renewal(lease)).await.unwrap_err();
         assert_eq!(refused.code(), Code::NotFound, "{what}: {refused}");
     }
@@ -140,7 +139,7 @@ async fn a_worker_whose_configuration_has_changed_is_ended_and_started_again() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_writes_on_when_nobody_reads_and_the_next_supervisor_reads_it() {
+async fn a_worker_writes_on_while_its_output_is_not_read_and_the_next_supervisor_reads_it() {
     let installation = Installation::new(&format!(
         "{}workers:\n  - {{name: talker, role: other, argv: [sh, -c, 'echo up; while sleep 0.02; do echo tick 1>&2; done'], ready: {{kind: log, text: up}}, memory: {{steady: 8MiB}}}}\n",
         budget(64)

@@ -62,7 +62,7 @@ fn second_of_silence() -> Vec<u8> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn workers_that_speak_http_stand_behind_the_same_doors() {
+async fn workers_that_speak_http_are_reached_through_the_same_listeners() {
     if !python_is_there() {
         return;
     }
@@ -161,7 +161,7 @@ async fn a_worker_that_outgrows_its_bounds_is_started_again() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_crash_while_memory_is_short_is_not_answered_by_a_loop_of_starts() {
-    // 120 MiB of budget. The neighbour takes 80 that nobody has leased, so that the reader cannot come back.
+    // 120 MiB of budget. The neighbour takes 80 without a lease, so that the reader cannot come back.
     let installation = Installation::new(&format!(
         "{}workers:\n{}{}",
         budget(120),
@@ -276,17 +276,17 @@ async fn check_shows_each_worker_as_it_would_be_started() {
 
     // What cannot be started is reported, with an exit code.
     installation.configure(&format!(
-        "{}workers: [{{name: a, argv: [x], memory: {{steady: 1MiB}}, user: nobody-of-this-name}}]\n",
+        "{}workers: [{{name: a, argv: [x], memory: {{steady: 1MiB}}, user: no-such-user}}]\n",
         budget(64)
     ));
     let output = installation.run(&["check", "cotenant.yaml"]);
     assert_eq!(output.status.code(), Some(78), "{}", said(&output));
     let text = String::from_utf8(output.stdout).unwrap();
-    assert!(text.contains("cannot start: user `nobody-of-this-name` does not exist"), "{text}");
+    assert!(text.contains("cannot start: user `no-such-user` does not exist"), "{text}");
     assert!(Path::new(PROGRAM).exists());
 }
 
-/// A lease that nobody may wait for long.
+/// A lease whose request ends soon when it is not granted.
 fn asks(tenant: &str, class: LeaseClass, mib: u64, seconds: i64) -> CreateLeaseRequest {
     CreateLeaseRequest {
         request_id: format!("{tenant} asks for {mib}"),
@@ -346,7 +346,7 @@ async fn a_worker_becomes_smaller_before_it_is_stopped() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_worker_with_a_lease_of_its_own_asks_for_it_and_nobody_else_does() {
+async fn a_worker_with_a_lease_of_its_own_is_the_only_one_to_ask_for_it() {
     let Some(venv) = std::env::var_os("COTENANT_CLIENTS_VENV") else {
         println!("left out: COTENANT_CLIENTS_VENV is not set; `tests/run` prepares it");
         return;
@@ -447,7 +447,7 @@ async fn zoe_outage_ends_with_the_llm_back_and_the_voice_beside_it() {
     let daemon = installation.start().await;
     let status = daemon.until("the voice is up", |status| worker(status, "tts").state() == WorkerState::Ready).await;
     let pid = worker(&status, "tts").pid.unwrap();
-    // Nobody is there to see it grow.
+    // No supervisor is there to see it grow.
     daemon.kill();
     crate::support::eventually("it has grown far beyond its lease", || super::installation::anonymous(pid) > 100 << 20)
         .await;
@@ -477,7 +477,8 @@ async fn denied_the_name(daemon: &Daemon<'_>, worker: &str) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_process_of_a_worker_has_no_lease_by_another_name_and_nobody_has_one_by_the_name_of_a_worker_that_starts() {
+async fn a_process_of_a_worker_has_no_lease_by_another_name_and_no_tenant_has_one_by_the_name_of_a_worker_that_starts()
+{
     let installation = Installation::new("");
     installation.configure(&format!(
         "{}workers:

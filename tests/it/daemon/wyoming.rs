@@ -56,7 +56,7 @@ async fn a_new_utterance_ends_the_answer_at_once_and_the_engine_is_free() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn describe_is_answered_while_nothing_behind_the_door_is_up() {
+async fn describe_is_answered_while_no_worker_is_up() {
     let installation = Installation::new("");
     // A file that the engine can wait for, but not read.
     let model = installation.path("model.gguf");

@@ -175,7 +175,7 @@ fn cached_pages(path: &Path) -> usize {
     let file = std::fs::File::open(path).unwrap();
     let bytes = usize::try_from(file.metadata().unwrap().len()).unwrap();
     let mut flags = vec![0u8; bytes.div_ceil(4096)];
-    // SAFETY: a new mapping of an open file, whose pages nobody touches; `mincore` writes one byte for each page of it;
+    // SAFETY: a new mapping of an open file, whose pages are not touched; `mincore` writes one byte for each page of it;
     // and it is unmapped with the length that it was mapped with.
     unsafe {
         let map = libc::mmap(std::ptr::null_mut(), bytes, libc::PROT_READ, libc::MAP_SHARED, file.as_raw_fd(), 0);

@@ -209,7 +209,7 @@ async fn a_decoder_ends_with_its_client() {
 }
 
 #[tokio::test]
-async fn audio_without_samples_is_an_empty_text_and_troubles_nobody() {
+async fn audio_without_samples_is_an_empty_text_and_troubles_no_worker() {
     let open = open().await;
     let answer = transcribe(&open, &wav(16_000, 1, 0), &[]).await;
     assert_eq!((answer.status, &answer.json()["text"]), (200, &json!("")));

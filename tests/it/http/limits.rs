@@ -139,7 +139,7 @@ async fn one_request_too_many_is_429_and_room_comes_back() {
     assert!(answer.text().contains("limit of 1"), "{}", answer.text());
     // looking is not working
     assert_eq!(get(open.address, "/health").await.status, 200);
-    // and a chat keeps nobody from being spoken to
+    // and a chat does not take a place of speech
     let speech = post_json(open.address, "/v1/audio/speech", &json!({"input": "hi", "response_format": "pcm"})).await;
     assert_eq!(speech.status, 200, "{}", speech.text());
 
@@ -151,7 +151,7 @@ async fn one_request_too_many_is_429_and_room_comes_back() {
 }
 
 #[tokio::test]
-async fn of_64_clients_at_once_nobody_waits_for_the_limit_of_another_kind() {
+async fn of_64_clients_at_once_none_waits_for_the_limit_of_another_kind() {
     let open = open().await;
     open.script.answer([started(), Step::Gate, finished()]);
     let (answers, mut answered) = tokio::sync::mpsc::channel(64);
@@ -262,7 +262,7 @@ async fn shutdown_drops_what_does_not_end_in_time() {
 }
 
 #[tokio::test]
-async fn the_same_doors_open_on_a_unix_socket() {
+async fn the_same_endpoints_are_served_on_a_unix_socket() {
     let open = open().await;
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("http.sock");

@@ -304,7 +304,7 @@ async fn a_spoken_turn_is_heard_answered_and_spoken() {
 }
 
 #[tokio::test]
-async fn somebody_who_speaks_cancels_the_answer_and_so_does_the_client() {
+async fn a_user_who_speaks_cancels_the_answer_and_so_does_the_client() {
     let open = open().await;
     let mut client = Client::open(&open).await;
     open.script.answer([started(), delta("It is "), Step::Hang]);

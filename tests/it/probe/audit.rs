@@ -262,7 +262,7 @@ fn each_board_has_its_findings() {
         let stanzas = all.iter().map(|(name, version)| format!("Package: {name}\nVersion: {version}\n\n"));
         stanzas.collect()
     };
-    // `MemTotal` of boards whose meminfo nobody has captured, by their line of tegrastats.
+    // `MemTotal` of boards whose meminfo has not been captured, by their line of tegrastats.
     let memory = |mib: u64| {
         format!("MemTotal: {} kB\nMemAvailable: {} kB\nCmaTotal: 262144 kB\nCmaFree: 200000 kB\n", mib << 10, mib << 9)
     };

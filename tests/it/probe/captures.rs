@@ -406,7 +406,7 @@ fn models(capture: &Capture) {
 
 /// The audit has the memory of each module, and names a carve-out by it.
 fn modules(capture: &Capture) {
-    // Of the module with 4 GB nobody has published what Linux gets.
+    // Of the module with 4 GB it has not been published what Linux gets.
     for row in capture.rows().iter().filter(|row| row[0] != "p3767-0004") {
         let machine = board("36.4.7")
             .with("proc/device-tree/compatible", format!("nvidia,{}\0nvidia,tegra234\0", row[0]))

@@ -118,13 +118,13 @@ async fn generate_streams_the_text_to_stdout() {
 async fn exit_codes_tell_refused_from_unreachable_from_misused() {
     let daemon = Daemon::start().await;
     for (arguments, expected) in [
-        (&["stop", "nobody"][..], 4),
+        (&["stop", "absent"][..], 4),
         (&["shed", "0B"], 2),
         (&["shed", "12"], 2),
         (&["shed"], 2),
         (&["status", "--endpoint", "http://localhost:1"], 2),
         (&["status", "--endpoint", "unix:///nonexistent.sock"], 3),
-        (&["status", "--endpoint", "unix-abstract:nobody-listens-here"], 3),
+        (&["status", "--endpoint", "unix-abstract:no-listener-here"], 3),
         (&["replay", "/nonexistent"], 1),
         (&["--help"], 0),
         (&["completions", "bash"], 0),
@@ -186,7 +186,7 @@ async fn a_journal_replays_from_the_command_line_and_a_forged_one_does_not() {
     assert_eq!(code(&same), 0, "{same:?}");
     assert!(stdout(&same).contains("the same decisions"), "{same:?}");
 
-    // Somebody claims that 1 MiB more was granted.
+    // The record claims that 1 MiB more was granted.
     let held = Bytes::from_mib(100).get();
     let forged = text.replace(&format!("\"held\":{held}"), &format!("\"held\":{}", held + (1 << 20)));
     assert_ne!(forged, text);
@@ -203,8 +203,8 @@ async fn another_user_has_the_role_it_is_given_and_no_more() {
         println!("left out: only root can act as another user");
         return;
     }
-    const NOBODY: u32 = 65534;
-    // Nobody must be able to run the program: the folders above it may be closed to others.
+    const OTHER_UID: u32 = 65534;
+    // User `nobody` must be able to run the program: the folders above it may be closed to others.
     let reachable = Command::new("setpriv")
         .args(["--reuid=65534", "--regid=65534", "--clear-groups"])
         .args([env!("CARGO_BIN_EXE_cotenant"), "--version"])
@@ -222,11 +222,11 @@ async fn another_user_has_the_role_it_is_given_and_no_more() {
         let mut client = daemon.leases().await;
         let lease = granted(&mut client, request("one", "camera", 100)).await;
         daemon.state(|snapshot| snapshot.leases.len() == 2).await;
-        let reported = run_as(&daemon, Some(NOBODY), &["status"]).await;
+        let reported = run_as(&daemon, Some(OTHER_UID), &["status"]).await;
         assert_eq!(code(&reported), status, "{others:?}: {reported:?}");
-        let reported = run_as(&daemon, Some(NOBODY), &["stop", "asr"]).await;
+        let reported = run_as(&daemon, Some(OTHER_UID), &["stop", "asr"]).await;
         assert_eq!(code(&reported), shed, "{others:?}: {reported:?}");
-        let reported = run_as(&daemon, Some(NOBODY), &["leases", "release", &lease.name]).await;
+        let reported = run_as(&daemon, Some(OTHER_UID), &["leases", "release", &lease.name]).await;
         assert_eq!(code(&reported), release, "{others:?}: {reported:?}");
         if others == Some(Role::Tenant) {
             // A tenant may release leases, and this one is not its own.

@@ -428,7 +428,7 @@ pub(super) fn reason(status: &Status) -> (Code, String) {
     (status.code(), info.reason)
 }
 
-/// Bounds that nobody reaches.
+/// Bounds that no test reaches.
 pub(super) const WIDE: Bounds = Bounds { per_process: 10_000, per_user: 10_000, total: 10_000 };
 
 impl Daemon {

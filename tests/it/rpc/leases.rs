@@ -154,7 +154,7 @@ async fn leases_that_are_unknown_of_another_run_or_of_an_old_generation_are_repo
         let (code, reported) = reason(&status);
         assert_eq!((code, reported.as_str()), expected, "{name} {boot_id} {generation}");
     }
-    // What the supervisor holds for a worker is nobody's to release.
+    // What the supervisor holds for a worker cannot be released by a client.
     let snapshot = daemon.state(|snapshot| snapshot.leases.len() > 1).await;
     let of_worker = snapshot.leases.iter().find(|view| view.tenant == "asr").unwrap();
     let status = client

@@ -1,4 +1,4 @@
-//! Which process holds a lease: the one that asked for it and is measured, whoever else opens its stream.
+//! Which process holds a lease: the one that asked for it and is measured, whichever process opens its stream.
 
 use std::{
     io::{BufRead as _, BufReader, Read as _},
@@ -139,7 +139,7 @@ async fn child_that_looks_on_and_ends() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_lease_ends_with_the_process_that_asked_for_it_whoever_opens_its_stream() {
+async fn a_lease_ends_with_the_process_that_asked_for_it_whichever_process_opens_its_stream() {
     let daemon = Daemon::start().await;
     let mut client = daemon.leases().await;
     let holder = Holder::start(&daemon).await;

@@ -111,7 +111,7 @@ async fn operators_shed_regrow_and_command_workers() {
     assert_eq!(reason(&regrow), (Code::FailedPrecondition, "NOT_GROWING".into()));
 
     let unknown = client
-        .control_worker(v1::ControlWorkerRequest { name: "nobody".into(), command: v1::WorkerCommand::Stop.into() })
+        .control_worker(v1::ControlWorkerRequest { name: "absent".into(), command: v1::WorkerCommand::Stop.into() })
         .await
         .unwrap_err();
     assert_eq!(reason(&unknown), (Code::NotFound, "UNKNOWN_WORKER".into()));

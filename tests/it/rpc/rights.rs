@@ -73,7 +73,7 @@ async fn each_role_does_what_it_may_and_another_user_nothing() {
             assert_eq!(said == no, expected == no, "uid {uid}: {said:?}, expected {expected}");
         }
     }
-    // Where everybody is to be something, an unmanaged process is that.
+    // A right for all users is one for unmanaged processes as well.
     daemon.end().await;
     let mut roles = roles();
     roles.others = Some(Role::Viewer);

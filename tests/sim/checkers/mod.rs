@@ -32,7 +32,7 @@ use crate::world::Process;
 pub(crate) struct Step<'a> {
     /// The time as the arbiter has it.
     pub(crate) now: Timestamp,
-    /// Time went on in a step a moment ago: what is late is nobody's fault.
+    /// Time went on in a step a moment ago: what is late is no fault of the policy.
     pub(crate) jumped: bool,
     pub(crate) event: &'a Event,
     pub(crate) actions: &'a [Action],

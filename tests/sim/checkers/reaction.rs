@@ -12,7 +12,7 @@ use super::{Checker, Step};
 #[derive(Default)]
 pub(crate) struct Reaction {
     waiting_since: Option<Timestamp>,
-    /// Samples since then: without any, nobody can react.
+    /// Samples since then: without any, no reaction is due.
     samples: u32,
     sampled_at: Option<Timestamp>,
 }
@@ -51,7 +51,7 @@ impl Checker for Reaction {
             self.samples += 1;
             self.sampled_at = Some(step.now);
         } else if self.sampled_at.is_none_or(|at| step.now.saturating_since(at) > SILENT) {
-            // Nobody knows how it stands.
+            // Without a recent sample the policy has nothing to act on.
             return Ok(());
         }
         let since = *self.waiting_since.get_or_insert(step.now);

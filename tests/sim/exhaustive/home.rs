@@ -154,7 +154,7 @@ fn shape() -> ModelShape {
 }
 
 impl Home {
-    /// The engine with all that it wants, the worker up, everybody measured.
+    /// The engine with all that it wants, the worker up, every holder measured.
     pub(super) fn new(planted: Option<Planted>) -> Self {
         let mut params = small_params();
         params.engine = Some(EngineParams {
@@ -386,7 +386,7 @@ impl Home {
         self.tell(Event::Measured { tenant: name.to_owned(), used, taken_at })
     }
 
-    /// Lets time pass with every deadline at its instant; where `good`, everybody does what it should.
+    /// Lets time pass with every deadline at its instant; where `good`, every holder does what it should.
     fn until(&mut self, end: Timestamp, good: bool) -> Result<(), String> {
         for _ in 0..4000 {
             let Some(due) = self.arbiter.next_deadline().filter(|due| *due <= end) else {
@@ -412,7 +412,7 @@ impl Home {
         }
     }
 
-    /// Orders are carried out, and everybody is measured.
+    /// Orders are carried out, and every holder is measured.
     fn be_good(&mut self) -> Result<(), String> {
         while !self.orders.is_empty() {
             self.take(Letter::Apply)?;
@@ -493,7 +493,7 @@ impl Home {
                 if plan.kv_capacity.get() < floor {
                     return Err(format!("the engine is asked below its floor: {plan:?}"));
                 }
-                // A plan for an engine that died a moment ago reaches nobody.
+                // A plan for an engine that died a moment ago reaches none.
                 if self.in_force.is_some() || !self.orders.is_empty() {
                     self.orders.push_back((revision, plan));
                 }
@@ -568,7 +568,7 @@ impl Book for Home {
         Ok(())
     }
 
-    /// Nobody talks or works any more, and everybody does what it should: all must be answered, the engine be back with
+    /// No client talks or works any more, and every holder does what it should: all must be answered, the engine be back with
     /// all that it wants, and the worker up once it is asked for.
     fn settles(mut self) -> Result<(), String> {
         self.take(Letter::Hush)?;

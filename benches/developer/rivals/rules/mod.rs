@@ -71,7 +71,7 @@ pub(crate) enum Room {
     Load,
     /// Unload these first, then ask again.
     Evict(Vec<String>),
-    /// Somebody is busy: ask again.
+    /// A program is busy: ask again.
     Wait,
 }
 

@@ -530,7 +530,7 @@ mod tests {
         let mut pool = Pool::new(2).unwrap();
         let caller = thread::current().id();
         let others = AtomicU32::new(0);
-        // Somebody else may take the processors too, so this is tried until it was seen.
+        // Another process may take the processors too, so this is tried until it was seen.
         while pool.apart_until.is_none() {
             pool.run(64, &|_| {
                 if thread::current().id() != caller {

@@ -8,6 +8,7 @@ use std::{
 
 use super::*;
 use crate::engine::{
+    disk::DiskTimeout,
     error::ReadError,
     reader::{Extent, ReadProgress, Source},
 };
@@ -26,14 +27,14 @@ impl Disk {
     }
 
     /// Takes the place of the model's disk, for which it waits so long.
-    fn put_into(model: &mut Model, stall: Duration) -> Arc<Self> {
+    fn put_into(model: &mut Model, limit: DiskTimeout) -> Arc<Self> {
         let disk = Arc::new(Self {
             file: Arc::clone(model.weights.file()),
             hangs: AtomicBool::new(false),
             hanging: AtomicUsize::new(0),
         });
         let source: Arc<dyn Source> = Arc::<Self>::clone(&disk);
-        model.weights.read_from(source, stall);
+        model.weights.read_from(source, limit);
         disk
     }
 
@@ -63,8 +64,8 @@ impl Source for Disk {
     }
 }
 
-const LONG: Duration = Duration::from_secs(600);
-const SHORT: Duration = Duration::from_millis(1);
+const LONG: DiskTimeout = DiskTimeout::new(Duration::from_secs(600));
+const SHORT: DiskTimeout = DiskTimeout::new(Duration::from_millis(1));
 
 /// A model in whole layers, and what it says to some tokens. The embeddings of a Llama are no head, and always read.
 fn model(architecture: Architecture, resident: impl IntoIterator<Item = u32>) -> (Model, Vec<f32>, tempfile::TempDir) {
@@ -175,7 +176,7 @@ fn growing_gives_way_to_other_orders_while_the_disk_hangs() {
         asked > 2
     };
     let error = model.apply_until(&plan(0..5), &mut wanted).unwrap_err();
-    assert!(matches!(error, ApplyError::Stalled { .. }), "{error}");
+    assert!(matches!(error, ApplyError::Stalled(_)), "{error}");
     disk.hang(false);
     says(&mut model, &expected);
 }
@@ -190,7 +191,7 @@ struct Slow {
 
 impl Slow {
     /// Takes the place of the model's disk; what is in `part` comes at once.
-    fn put_into(model: &mut Model, part: usize, stall: Duration) -> Arc<Self> {
+    fn put_into(model: &mut Model, part: usize, limit: DiskTimeout) -> Arc<Self> {
         let runs = model.layout.parts[part].runs.iter();
         let disk = Arc::new(Self {
             file: Arc::clone(model.weights.file()),
@@ -198,7 +199,7 @@ impl Slow {
             open: AtomicBool::new(false),
         });
         let source: Arc<dyn Source> = Arc::<Self>::clone(&disk);
-        model.weights.read_from(source, stall);
+        model.weights.read_from(source, limit);
         disk
     }
 }
@@ -233,7 +234,7 @@ impl Source for Slow {
 fn growing_on_a_slow_disk_takes_as_long_as_it_takes() {
     let (mut model, expected, _folder) = model(Architecture::Qwen3, [0, 2]);
     let stall = Duration::from_secs(1);
-    let disk = Slow::put_into(&mut model, 1, stall);
+    let disk = Slow::put_into(&mut model, 1, DiskTimeout::new(stall));
     let began = Instant::now();
     let mut wanted = || {
         // No read has ended for longer than a disk may hang.

@@ -12,7 +12,7 @@ use super::{hanging::Disk as Large, *};
 use crate::{
     causes::in_one_line,
     engine::{
-        disk::DiskWatch,
+        disk::{DiskTimeout, DiskWatch},
         error::{LoadError, LoadErrorKind},
         model::opening::{Disk, inspect},
     },
@@ -43,7 +43,7 @@ impl Mishap {
                 thread::yield_now();
             }
         };
-        let disk = Disk { watch: DiskWatch::hindered(Arc::new(hindrance)), stall: STALL, wrap: None };
+        let disk = Disk { watch: DiskWatch::hindered(Arc::new(hindrance)), limit: DiskTimeout::new(STALL), wrap: None };
         (mishap, disk)
     }
 
@@ -154,7 +154,7 @@ fn what_large_reads_keep_that_hang_while_a_model_is_opened_is_reported() {
         *put.lock().unwrap() = Some(Arc::clone(&disk));
         disk
     };
-    let disk = Disk { stall: STALL, wrap: Some(Arc::new(wrap)), ..Disk::default() };
+    let disk = Disk { limit: DiskTimeout::new(STALL), wrap: Some(Arc::new(wrap)), ..Disk::default() };
     let shape = open(&path, [], &Disk::default()).unwrap().shape().clone();
     let (ring, layer) = (shape.ring_bytes, shape.layers[0].resident_bytes);
     let error = open(&path, [0], &disk).err().unwrap();

@@ -64,7 +64,7 @@ impl Hanging {
         let file: Arc<dyn Source> = Arc::<Gate>::clone(&gate);
         let backend = Cpu::new(1).unwrap();
         let fixed = (backend.allocate(PAGE, Backing::Now).unwrap(), None);
-        let weights = Weights::new(file, fixed, layout.parts.len(), (None, Duration::from_millis(1)));
+        let weights = Weights::new(file, fixed, layout.parts.len(), (None, DiskTimeout::new(Duration::from_millis(1))));
         let mut hanging = Self { backend, weights, layout, gate };
         hanging.stream(0);
         hanging.wait_for_readers(2);
@@ -106,7 +106,7 @@ fn a_ring_that_a_hanging_read_keeps_is_on_the_book_until_it_returns() {
     // The first ring, and now the second one: nothing is streamed any more, and both are kept.
     let (asked, freed) = hanging.weights.stop_stream();
     assert_eq!((asked, freed), (hanging.layout.ring, Bytes::ZERO));
-    assert_eq!((hanging.rings(), hanging.weights.left.len()), (2, 2));
+    assert_eq!((hanging.rings(), hanging.weights.rings_left.pieces()), (2, 2));
     hanging.answer();
     assert_eq!(hanging.weights.ring_bytes(), Bytes::ZERO);
 }
@@ -130,12 +130,12 @@ fn a_disk_that_hangs_keeps_two_rings_and_four_threads_however_often_it_is_asked(
     for part in [2, 0, 3, 1] {
         hanging.stream(part);
         assert_eq!(hanging.rings(), 2);
-        assert!(hanging.weights.streamed(part).is_none() && hanging.weights.hung().is_some());
+        assert!(hanging.weights.streamed(part).is_none() && hanging.weights.hung(&"it".into()).is_some());
         assert!(hanging.weights.needs_stream(), "the next one is to try it again");
     }
-    assert_eq!(hanging.gate.asked.load(Ordering::Acquire), 4, "nobody else has read");
+    assert_eq!(hanging.gate.asked.load(Ordering::Acquire), 4, "no other thread has read");
     hanging.answer();
     hanging.stream(1);
-    assert!(hanging.weights.streamed(1).is_some() && hanging.weights.hung().is_none());
+    assert!(hanging.weights.streamed(1).is_some() && hanging.weights.hung(&"it".into()).is_none());
     assert_eq!(hanging.rings(), 1);
 }

@@ -68,7 +68,7 @@ fn at_elevated_the_engine_keeps_its_layers_until_critical_is_ahead() {
 }
 
 #[test]
-fn a_capacity_in_use_is_kept_and_not_asked_back_at_once() {
+fn a_capacity_in_use_is_kept_and_not_reclaimed_at_once() {
     let mut rig = Rig::with_engine_ready(params());
     rig.tell(activity(1, KvUse { used: Tokens::new(3000), ..KvUse::default() }));
     rig.samples(399);

@@ -89,8 +89,8 @@ fn what_a_process_keeps_counts_once_by_however_many_names_it_had_leases() {
         rig.wait(5);
     }
     let state = rig.snapshot();
-    let ghosts = state.leases.iter().filter(|lease| lease.kind == LeaseKind::Tenant).count();
-    assert_eq!((ghosts, state.memory.unaccounted), (1, mib(150)), "{state:#?}");
+    let residual = state.leases.iter().filter(|lease| lease.kind == LeaseKind::Tenant).count();
+    assert_eq!((residual, state.memory.unaccounted), (1, mib(150)), "{state:#?}");
     let asked = rig.pass(5000).iter();
     let measured: Vec<_> = asked.filter(|action| matches!(action, Action::Measure { .. })).collect();
     assert!(measured.iter().all(|action| **action == Action::Measure { tenant: "t0".to_owned() }), "{measured:?}");

@@ -2,7 +2,7 @@ use super::*;
 use crate::policy::{
     decision::AdmissionDecision,
     denial::{NotHolder, Quota},
-    pressure::PressureLevel,
+    pressure::{PressureLevel, sample_with},
 };
 
 /// A session of 8 GiB as the scenarios of others have it.
@@ -58,16 +58,7 @@ fn a_renewal_decides_the_same_whether_or_not_it_goes_through_the_whole_book() {
     for step in 0..4000u64 {
         let now = rig.now + ms(step * 7);
         let event = if step.is_multiple_of(40) {
-            Event::Sampled(Sample {
-                memory: MemoryReading {
-                    mem_total: Bytes::from_gib(8),
-                    mem_available: Bytes::from_gib(7),
-                    ..MemoryReading::default()
-                },
-                scope_used: Some(mib(200 + step % 170)),
-                taken_at: now,
-                ..Sample::default()
-            })
+            Event::Sampled(sample_with(mib(200 + step % 170), now))
         } else if thorough.next_deadline().is_some_and(|at| at <= now) {
             Event::DeadlineReached
         } else {

@@ -41,7 +41,7 @@ use crate::{
         kv_type::KvType,
         lease::{Class, LeaseRequest, LeaseView, Peer, Ticket},
         params::{EngineParams, Params, RestParams, Scope, StartParams, WorkerParams},
-        pressure::{MemoryReading, Sample},
+        pressure::{MemoryReading, Sample, sample_with},
         reason::StopReason,
         residency::{EnginePlan, ModelShape, sample_shape, small_model as shape},
         snapshot::{Snapshot, WorkerView},
@@ -173,18 +173,7 @@ impl Rig {
 
     /// A sample in which the session uses this many MiB.
     pub(super) fn sample(&mut self, used_mib: u64) -> &[Action] {
-        let sample = Sample {
-            taken_at: self.now,
-            memory: MemoryReading {
-                mem_total: Bytes::from_gib(8),
-                mem_available: Bytes::from_gib(4),
-                mem_free: Bytes::from_gib(2),
-                group: None,
-            },
-            scope_used: Some(mib(used_mib)),
-            ..Sample::default()
-        };
-        self.tell(Event::Sampled(sample))
+        self.tell(Event::Sampled(sample_with(mib(used_mib), self.now)))
     }
 
     /// A sample of a whole machine of `total` MiB, with this much in use.

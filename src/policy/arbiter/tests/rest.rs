@@ -292,7 +292,7 @@ fn a_worker_that_is_not_started_by_itself_is_started_by_the_first_request() {
 }
 
 #[test]
-fn workers_wait_for_those_they_come_after_and_for_nobody_who_has_given_up() {
+fn workers_wait_for_those_they_come_after_and_for_none_that_has_given_up() {
     let mut settings = params();
     let after = |name: &str, others: &[&str]| WorkerParams {
         start: StartParams { after: others.iter().map(|&other| other.to_owned()).collect(), ..worker(name, 30).start },
@@ -457,7 +457,7 @@ fn zoe_crashloop_has_one_failed_start_at_the_most() {
 }
 
 #[test]
-fn a_shed_is_split_into_what_the_page_pool_of_the_gpu_keeps_and_what_everybody_can_have() {
+fn a_shed_is_split_into_what_the_page_pool_of_the_gpu_keeps_and_what_any_holder_can_have() {
     let mut rig = Rig::with_engine_ready(params());
     let sample = |rig: &mut Rig, pool: u64, available: u64| {
         let sample = Sample {

@@ -19,7 +19,7 @@ fn a_released_lease_is_credited_when_it_is_measured_back() {
     rig.wait(10).measure("a", 50);
     assert_eq!((rig.snapshot().memory.held, rig.snapshot().memory.unaccounted), (Bytes::ZERO, mib(50)));
     rig.pass(2000);
-    assert!(rig.actions.contains(&Action::Measure { tenant: "a".to_owned() }), "a ghost is measured on");
+    assert!(rig.actions.contains(&Action::Measure { tenant: "a".to_owned() }), "residual use is measured on");
     rig.measure("a", 0);
     assert_eq!(rig.snapshot().memory.free, mib(400));
     assert_eq!(rig.arbiter.next_deadline(), None);
@@ -126,7 +126,7 @@ fn unanswered() -> (Rig, LeaseView) {
 }
 
 #[test]
-fn who_has_not_answered_may_fill_its_lease_until_its_term_is_over_and_nobody_gets_that() {
+fn a_holder_that_has_not_answered_may_fill_its_lease_until_its_term_is_over_and_no_other_gets_that() {
     let (mut rig, _, _) = revoked();
     // Below its target after the deadline, and it has not heard of it.
     rig.pass(2100);
@@ -202,7 +202,7 @@ fn a_measurement_that_was_overtaken_by_a_newer_one_credits_nothing() {
 }
 
 #[test]
-fn liar_downsize() {
+fn a_holder_that_claims_a_downsize_it_did_not_make_is_not_credited() {
     let (mut rig, lease, nonce) = revoked();
     rig.wait(20).tell(claims(lease.id, nonce, mib(200)));
     rig.wait(5).measure("batch", 300);
@@ -223,8 +223,11 @@ fn liar_downsize() {
     rig.wait(5).measure("batch", 300);
     let snapshot = rig.snapshot();
     assert_eq!((snapshot.memory.held, snapshot.memory.unaccounted, snapshot.memory.free), (mib(0), mib(300), mib(100)));
-    let ghost = rig.lease("batch").unwrap();
-    assert_eq!((ghost.state, ghost.memory.held, ghost.memory.used), (LeaseState::Gone, mib(0), Some(mib(300))));
+    let residual = rig.lease("batch").unwrap();
+    assert_eq!(
+        (residual.state, residual.memory.held, residual.memory.used),
+        (LeaseState::Gone, mib(0), Some(mib(300)))
+    );
 }
 
 /// The deadline is 2 s after the target, and all is over 200 ms later.
@@ -488,7 +491,7 @@ fn wishes_for_less_that_never_come_true_do_not_spare_a_holder() {
 
 /// The sample that shows an ended lease as an unmanaged process's is the first one that does: by the lower of two it would be free.
 #[test]
-fn what_an_unmeasurable_holder_keeps_is_nobodys_with_the_first_sample_after_its_end() {
+fn what_an_unmeasurable_holder_keeps_is_unaccounted_with_the_first_sample_after_its_end() {
     let mut rig = Rig::sampled(params());
     rig.wait(10).request("a", Class::Interactive, 300, 300, 0);
     let a = rig.granted();
@@ -505,7 +508,7 @@ fn what_an_unmeasurable_holder_keeps_is_nobodys_with_the_first_sample_after_its_
 }
 
 #[test]
-fn a_ghost_that_cannot_be_read_once_is_not_free() {
+fn residual_use_that_cannot_be_read_once_is_not_free() {
     let mut rig = Rig::sampled(params());
     rig.wait(10).request("a", Class::Interactive, 300, 300, 0);
     let a = rig.granted();
