@@ -188,7 +188,8 @@ fn slope(looks: &[Look], along: impl Fn(&Look) -> f64) -> Option<f64> {
     (spread > 0.0).then(|| together / spread)
 }
 
-/// Pages without a file behind them, counted: `RssAnon` of `status` is a sum of the processors' counters, each up to 32 pages late.
+/// Pages without a file behind them, counted: `RssAnon` of `status` is a sum of the processors' counters, each up to 32 pages late
+/// (`percpu_counter_batch`).
 fn anonymous_kib(pid: u32) -> Option<f64> {
     let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("Anonymous:"))?;

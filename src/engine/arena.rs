@@ -193,7 +193,7 @@ impl Mapping {
             return;
         };
         for page in (0..len).step_by(PAGE.as_len()) {
-            // Nothing that the compiler sees to change nothing: it makes a mere read of that, for which the kernel finds no memory.
+            // A zero that the compiler sees makes a read of it, for which the kernel finds no memory.
             // SAFETY: inside our own mapping; a write that leaves the byte as it is.
             unsafe { AtomicU8::from_ptr(start.add(page).as_ptr()) }.fetch_or(black_box(0), Ordering::Relaxed);
         }
