@@ -237,6 +237,7 @@ mod tests {
     use super::*;
 
     #[test]
+    #[cfg_attr(not(debug_assertions), ignore = "clap checks itself in debug builds alone")]
     fn the_arguments_are_well_formed() {
         Cli::command().debug_assert();
     }

@@ -17,7 +17,7 @@ const PARTS: usize = DIM / 16;
 /// The machine has the instructions of [`Isa::Avx512`](super::isa::Isa::Avx512); keys and queries have [`DIM`] elements.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 pub(super) unsafe fn apply(state: &mut [f32], steps: &Steps<'_>, out: &mut [[f32; DIM]; TOKENS_TOGETHER]) {
-    debug_assert!(state.len() == DIM * DIM && steps.queries.iter().chain(steps.keys).all(|part| part.len() == DIM));
+    assert_in_tests!(state.len() == DIM * DIM && steps.queries.iter().chain(steps.keys).all(|part| part.len() == DIM));
     for (pair, rows) in state.chunks_exact_mut(2 * DIM).enumerate() {
         let rows = rows.as_mut_ptr();
         let mut first = [_mm512_setzero_ps(); PARTS];

@@ -12,7 +12,7 @@ use super::flash_walk::{LANES, QUERIES_TOGETHER, TOKENS_MAX, Walk};
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 pub(super) unsafe fn turn(wide: &[f32], dim: usize, turned: &mut [f32]) {
     let count = wide.len() / dim;
-    debug_assert!(dim.is_multiple_of(LANES) && count <= TOKENS_MAX && turned.len() >= dim * TOKENS_MAX);
+    assert_in_tests!(dim.is_multiple_of(LANES) && count <= TOKENS_MAX && turned.len() >= dim * TOKENS_MAX);
     for token in (0..count).step_by(LANES) {
         for element in (0..dim).step_by(LANES) {
             let mut rows = [_mm512_setzero_si512(); LANES];
@@ -72,7 +72,7 @@ pub(super) fn square(rows: [__m512i; 16]) -> [__m512i; 16] {
 pub(super) unsafe fn score(walks: &[Walk<'_>], keys: &[f32], reach: usize, scores: &mut [f32]) {
     let dim = keys.len() / TOKENS_MAX;
     let groups = reach.div_ceil(LANES).min(TOKENS_MAX / LANES);
-    debug_assert!(scores.len() >= walks.len() * TOKENS_MAX && walks.iter().all(|walk| walk.query.len() == dim));
+    assert_in_tests!(scores.len() >= walks.len() * TOKENS_MAX && walks.iter().all(|walk| walk.query.len() == dim));
     let (mut at, scores) = (0, scores.as_mut_ptr());
     while at < walks.len() {
         // SAFETY: as many queries as said, each of `dim` elements, and as many rows of scores.
@@ -160,7 +160,7 @@ unsafe fn score_part<const N: usize, const G: usize>(
 /// The machine has the instructions of [`Isa::Avx512`](super::isa::Isa::Avx512).
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 pub(super) unsafe fn weigh(walks: &mut [Walk<'_>], values: &[f32], weights: &[f32]) {
-    debug_assert!(weights.len() >= walks.len() * TOKENS_MAX);
+    assert_in_tests!(weights.len() >= walks.len() * TOKENS_MAX);
     let mut at = 0;
     while at < walks.len() {
         let weights = &weights[at * TOKENS_MAX..];

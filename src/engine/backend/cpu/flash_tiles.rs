@@ -33,7 +33,7 @@ type Group = [Native; PARTS];
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
 pub(super) unsafe fn turn(wide: &[f32], dim: usize, turned: &mut [f32]) {
     let count = wide.len() / dim;
-    debug_assert!(dim.is_multiple_of(LANES) && count <= TOKENS_MAX && turned.len() >= dim * TOKENS_MAX);
+    assert_in_tests!(dim.is_multiple_of(LANES) && count <= TOKENS_MAX && turned.len() >= dim * TOKENS_MAX);
     for token in (0..count.next_multiple_of(LANES)).step_by(WIDTH) {
         for element in (0..dim).step_by(WIDTH) {
             let mut rows = [zero(); WIDTH];
@@ -86,7 +86,7 @@ macro_rules! for_queries {
 pub(super) unsafe fn score(walks: &[Walk<'_>], keys: &[f32], reach: usize, scores: &mut [f32]) {
     let dim = keys.len() / TOKENS_MAX;
     let groups = reach.div_ceil(LANES).min(TOKENS_MAX / LANES);
-    debug_assert!(scores.len() >= walks.len() * TOKENS_MAX && walks.iter().all(|walk| walk.query.len() == dim));
+    assert_in_tests!(scores.len() >= walks.len() * TOKENS_MAX && walks.iter().all(|walk| walk.query.len() == dim));
     for first in (0..groups).map(|group| group * LANES) {
         // SAFETY: as many queries as said, each of `dim` elements, and as many rows of scores; a group of tokens is there.
         unsafe {
@@ -131,7 +131,7 @@ unsafe fn score_tile<const N: usize>(walks: &[Walk<'_>], keys: *const f32, dim: 
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
 pub(super) unsafe fn weigh(walks: &mut [Walk<'_>], values: &[f32], weights: &[f32]) {
     let dim = walks.first().map_or(LANES, |walk| walk.sum.len());
-    debug_assert!(dim.is_multiple_of(LANES) && weights.len() >= walks.len() * TOKENS_MAX);
+    assert_in_tests!(dim.is_multiple_of(LANES) && weights.len() >= walks.len() * TOKENS_MAX);
     for from in (0..dim).step_by(LANES) {
         let values = (values.as_ptr().wrapping_add(from), values.len() / dim);
         // SAFETY: as many queries as said, and rows of weights for them; a group of elements is there.

@@ -38,6 +38,15 @@ use crate::{
     units::Bytes,
 };
 
+/// An assertion of unit tests and debug builds: unlike `debug_assert`, tests with all optimisation have it too.
+macro_rules! assert_in_tests {
+    ($($condition:tt)*) => {
+        if cfg!(any(test, debug_assertions)) {
+            assert!($($condition)*);
+        }
+    };
+}
+
 mod affine;
 mod attention;
 #[cfg(target_arch = "x86_64")]

@@ -41,7 +41,7 @@ impl<'slice, T> Share<'slice, T> {
     #[expect(clippy::mut_from_ref, reason = "this is what the type is for; the callers promise exclusion")]
     pub(crate) unsafe fn slice(&self, from: usize, len: usize) -> &mut [T] {
         if from.checked_add(len).is_none_or(|end| end > self.len) {
-            debug_assert!(false, "a kernel reaches beyond its slice");
+            assert_in_tests!(false, "a kernel reaches beyond its slice");
             return &mut [];
         }
         // SAFETY: inside the borrowed slice; exclusion is the caller's promise.
@@ -55,7 +55,7 @@ impl<'slice, T> Share<'slice, T> {
     /// While the result is in use, no thread writes to a part that overlaps it.
     pub(crate) unsafe fn view(&self, from: usize, len: usize) -> &[T] {
         if from.checked_add(len).is_none_or(|end| end > self.len) {
-            debug_assert!(false, "a kernel reaches beyond its slice");
+            assert_in_tests!(false, "a kernel reaches beyond its slice");
             return &[];
         }
         // SAFETY: inside the borrowed slice; no thread writes, by the caller's promise.
