@@ -486,10 +486,10 @@ const FLAGS_MAX: usize = 2;
 /// Lines that a folder of `src` may have, tests included. Raising one is a line in the commit message, with its reason.
 const LINES_MAX: [(&str, usize); 14] = [
     (".", 721),
-    ("cli", 12660),
+    ("cli", 12661),
     ("config", 4605),
     ("daemon", 11285),
-    ("engine", 38295),
+    ("engine", 38435),
     ("http", 9723),
     ("journal", 3384),
     ("policy", 22702),

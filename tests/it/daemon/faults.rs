@@ -7,7 +7,7 @@ use serde_json::json;
 use tonic::Code;
 
 use super::installation::{
-    Installation, anonymous, ballast, budget, chat_body, content, demo_model, said, whole, worker,
+    Installation, anonymous, ballast, budget, chat_body, content, demo_model, long_form, said, whole, worker,
 };
 use crate::{
     http::client::{Connection, request},
@@ -228,13 +228,10 @@ async fn an_answer_without_a_limit_of_its_own_ends_by_those_of_the_configuration
     assert_eq!(ended(&short), ("length".to_owned(), 7), "{}", short.text());
     daemon.end().await;
     // Its client's own limit is the larger one, the text has to be long, and time ends it.
-    installation.configure(&limited("answer_time_max: 2s"));
+    installation.configure(&limited("answer_time_max: 1s"));
     let daemon = installation.start().await;
     daemon.whole().await;
-    let text =
-        json!({"type": "object", "properties": {"text": {"type": "string", "minLength": 6000}}, "required": ["text"]});
-    let form = json!({"type": "json_schema", "json_schema": {"name": "long", "schema": text}});
-    let long = daemon.chat(story(json!({ "max_tokens": 8000, "response_format": form }))).await;
+    let long = daemon.chat(story(json!({ "max_tokens": 8000, "response_format": long_form() }))).await;
     let (reason, tokens) = ended(&long);
     assert!(reason == "length" && tokens < 7900, "{reason} after {tokens}: {}", long.text());
     daemon.end().await;
@@ -246,12 +243,9 @@ async fn a_long_answer_ends_for_one_that_waits() {
     let installation = Installation::new(&format!("{}{model}", budget(128)));
     let daemon = installation.start().await;
     daemon.whole().await;
-    let text =
-        json!({"type": "object", "properties": {"text": {"type": "string", "minLength": 9000}}, "required": ["text"]});
     let story = chat_body(json!({
         "stream": true, "max_tokens": 8000, "temperature": 2.0, "seed": 3,
-        "messages": [{"role": "user", "content": "tell me a story"}],
-        "response_format": {"type": "json_schema", "json_schema": {"name": "long", "schema": text}},
+        "messages": [{"role": "user", "content": "tell me a story"}], "response_format": long_form(),
     }));
     let mut long = Connection::open(daemon.http).await;
     let head = [("content-type", "application/json")];

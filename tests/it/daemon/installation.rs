@@ -88,6 +88,13 @@ pub(super) fn model(path: &Path, context: u32) -> String {
     format!("llm: {{path: {}, name: demo, threads: 1, context: {context}, kv_floor: 128}}\n", path.display())
 }
 
+/// `response_format` of an answer that has thousands of tokens.
+pub(super) fn long_form() -> Value {
+    // Many texts of one form: what may follow is worked out once for all of them.
+    let schema = json!({"type": "array", "minItems": 160, "items": {"type": "string", "minLength": 60}});
+    json!({"type": "json_schema", "json_schema": {"name": "long", "schema": schema}})
+}
+
 /// An entry of `workers:`: our recogniser with both of its sizes.
 pub(super) fn asr() -> String {
     format!(

@@ -6,7 +6,7 @@ use cotenant::rpc::v1::{CreateLeaseRequest, LeaseClass, RenewLeaseRequest, Updat
 use serde_json::json;
 
 use super::frozen::Frozen;
-use super::installation::{Installation, anonymous, budget, content, demo_model, whole};
+use super::installation::{Installation, anonymous, budget, content, demo_model, long_form, whole};
 use crate::http::client::{Answer, Connection};
 
 const MIB: u64 = 1 << 20;
@@ -161,7 +161,11 @@ async fn a_lease_that_needs_a_shed_is_granted_while_an_answer_goes_on_unchanged(
     let installation = Installation::new(&format!("{}{}", budget(160), demo_model(32_768)));
     let daemon = installation.start().await;
     daemon.whole().await;
-    let undisturbed = content(&daemon.ask(STORY).await);
+    let story = json!({
+        "messages": [{"role": "user", "content": STORY}], "max_tokens": 1000, "temperature": 2.0, "seed": 3,
+        "response_format": long_form(),
+    });
+    let undisturbed = content(&daemon.chat(story.clone()).await);
 
     let mut leases = daemon.leases();
     let mut lease = leases
@@ -180,7 +184,7 @@ async fn a_lease_that_needs_a_shed_is_granted_while_an_answer_goes_on_unchanged(
         .into_inner()
         .lease
         .unwrap();
-    let mut answer = Box::pin(daemon.ask(STORY));
+    let mut answer = Box::pin(daemon.chat(story));
     let mut grants = 0;
     let mut mib = LARGE;
     let disturbed = loop {

@@ -1,31 +1,47 @@
 //! Products with rows of `f32`, `f16` and `bf16`, in tiles of some rows by some tokens.
 //!
-//! Up to four tokens are multiplied with rows in place, some rows at once, while the next rows are prefetched. For more tokens, a
-//! part of eight rows is widened once and stays in the first-level cache while the tokens go by. Each product is summed in eight
-//! lanes, which are added by halves, so that one token and many, and every set of instructions, yield the same bits as the
-//! portable loop. A register of AVX-512 has the lanes of two rows, which are widened next to each other; a token's columns are
-//! loaded into both halves.
+//! A row is cut into blocks of up to 1024 columns, whose columns go in turn, sixteen by sixteen, to four chains. The products of
+//! a chain are summed in eight lanes, which are added by halves; then the chains of a block are added, one block after the
+//! other. So a row is read as it lies, with four sums under way at once, and a tile sums one chain of many rows and tokens in
+//! registers. Columns after the last whole turn are a chain of their own. One token and many, and every set of instructions,
+//! yield the same bits as the portable loop.
+//!
+//! Up to four tokens are multiplied with rows in place, one token with all chains of a row at once, so that memory is read in its
+//! order, several tokens with fewer chains of some rows. For more, a block of eight rows is widened once, each chain by itself,
+//! and stays in the caches while the tokens go by. A register of AVX-512 has the lanes of two rows there, which are widened next
+//! to each other; a token's columns are loaded into both halves.
 
-use std::array::from_fn;
+use std::{mem::transmute, ops::Range};
+
+#[cfg(target_arch = "aarch64")]
+use std::arch::aarch64::*;
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::*;
 
 use super::{float, rows::Rows};
 
-/// Lanes of a product's sum.
-pub(super) const LANES: usize = 8;
+/// Lanes of a chain's sum.
+const LANES: usize = 8;
 
-/// How far ahead rows are prefetched, at least: some 100 ns of reading on one core.
-const AHEAD: usize = 2048;
+/// Chains of a block.
+const CHAINS: usize = 4;
 
-/// Bytes of rows that are read side by side, at most, if those after them go into the first-level cache.
-const NEAREST_MAX: usize = 8 * 1024;
+/// Columns that a chain takes at its turn: a line of the cache in `f32`, so that each chain of a token reads whole lines.
+const AT_ONCE: usize = 16;
 
-/// Columns that are widened at once.
-const COLUMNS: usize = 512;
+/// Columns of one turn of all chains.
+const TURN: usize = CHAINS * AT_ONCE;
+
+/// Turns of a block, at most.
+const TURNS_MAX: usize = 16;
+
+/// Columns of a chain in a block, at most.
+const CHAIN_MAX: usize = TURNS_MAX * AT_ONCE;
 
 /// Rows that are widened at once.
 const ROWS: usize = 8;
 
-/// Tokens whose sums are kept meanwhile.
+/// Tokens that meet them before the next ones are widened: their part of a block is 512 KiB.
 const TOKENS: usize = 128;
 
 /// As they are.
@@ -35,9 +51,47 @@ pub(super) const F16: u8 = 1;
 /// The upper half of an `f32`.
 pub(super) const BF16: u8 = 2;
 
+/// A block: its first column, and turns.
+#[derive(Clone, Copy)]
+struct Block {
+    start: usize,
+    turns: usize,
+}
+
+/// The blocks of a row, of nearly the same size, and the first column after them.
+fn blocks(columns: usize) -> (impl Iterator<Item = Block> + Clone, usize) {
+    let turns = columns / TURN;
+    let count = turns.div_ceil(TURNS_MAX);
+    let blocks = (0..count).map(move |number| {
+        let first = number * turns / count;
+        Block { start: first * TURN, turns: (number + 1) * turns / count - first }
+    });
+    (blocks, turns * TURN)
+}
+
 /// The portable form: one row times one token.
 #[inline(always)]
 pub(super) fn dot<T: Copy>(weight: &[T], input: &[f32], widen: impl Fn(T) -> f32) -> f32 {
+    let (blocks, whole) = blocks(weight.len());
+    let mut total = 0.0;
+    for Block { start, turns } in blocks {
+        for chain in 0..CHAINS {
+            let mut sums = [0f32; LANES];
+            for turn in 0..turns {
+                let from = start + turn * TURN + chain * AT_ONCE;
+                for at in 0..AT_ONCE {
+                    sums[at % LANES] = widen(weight[from + at]).mul_add(input[from + at], sums[at % LANES]);
+                }
+            }
+            total += float::sum(&mut sums);
+        }
+    }
+    total + last(&weight[whole..], &input[whole..], widen)
+}
+
+/// The products of the columns after the last whole turn.
+#[inline(always)]
+fn last<T: Copy>(weight: &[T], input: &[f32], widen: impl Fn(T) -> f32) -> f32 {
     let mut sums = [0f32; LANES];
     let (mut left, mut right) = (weight.chunks_exact(LANES), input.chunks_exact(LANES));
     for (x, y) in (&mut left).zip(&mut right) {
@@ -58,15 +112,16 @@ macro_rules! products {
     (
         $set:ident, $arch:ident, $features:literal,
         ($narrow:ty, $parts:expr),
-        ($zero:expr, $load:expr, $store:expr, $fma:expr, $half:expr, $brain:expr, $sum:expr, $ask:expr),
+        ($zero:expr, $load:expr, $store:expr, $fma:expr, $half:expr, $brain:expr, $sum:expr $(,)?),
         ($wide:ty, $together:expr, $rows:expr, $tokens:expr),
-        ($zeros:expr, $aligned:expr, $all:expr, $fmas:expr, $split:expr) $(,)?
+        ($zeros:expr, $aligned:expr, $all:expr, $fmas:expr, $sums:expr, $ask:expr $(,)?) $(,)?
     ) => {
         pub(super) mod $set {
             use std::{arch::$arch::*, array::from_fn, mem::MaybeUninit};
 
             use crate::engine::backend::cpu::floats::{
-                AHEAD, Aligned, BF16, COLUMNS, F16, LANES, NEAREST_MAX, ROWS, TOKENS, bytes_of, element, rest, token,
+                AT_ONCE, BF16, Block, CHAIN_MAX, CHAINS, F16, LANES, ROWS, TOKENS, TURN, Widened, add_last, blocks,
+                bytes_of, outputs, token, token_step,
             };
             use crate::engine::backend::cpu::rows::Rows;
 
@@ -76,10 +131,8 @@ macro_rules! products {
             const WIDTH: usize = LANES / PARTS;
             /// Rows that a register for many tokens has lanes of.
             const TOGETHER: usize = $together;
-            /// Such registers of the rows that are widened at once.
-            const GROUPS: usize = ROWS / TOGETHER;
-
-            type Sum = [$wide; PARTS];
+            /// Rows of a tile.
+            const HEIGHT: usize = $rows * TOGETHER;
 
             /// Rows of type `KIND`.
             ///
@@ -91,123 +144,96 @@ macro_rules! products {
                 // SAFETY: the caller's promise.
                 unsafe {
                     match rows.tokens {
-                        1 => few::<KIND, 1, 2>(rows),
-                        2 => few::<KIND, 2, 4>(rows),
-                        3 => few::<KIND, 3, 4>(rows),
-                        4 => few::<KIND, 4, 3>(rows),
+                        1 => few::<KIND, 1, 1, 4>(rows),
+                        2 => few::<KIND, 2, 2, 2>(rows),
+                        3 => few::<KIND, 3, 3, 1>(rows),
+                        4 => few::<KIND, 4, 2, 1>(rows),
                         _ => many::<KIND>(rows),
                     }
                 }
             }
 
-            /// Rows of type `KIND` times all `N` tokens, `R` rows at once, as they lie.
+            /// Rows of type `KIND` times all `N` tokens, `R` rows and `C` chains at once, as they lie.
             ///
             /// # Safety
             ///
             /// As for `rows`.
             #[target_feature(enable = $features)]
-            unsafe fn few<const KIND: u8, const N: usize, const R: usize>(rows: &Rows<'_>) {
-                let (count, width) = (rows.weights.len() / rows.row_bytes.max(1), rows.columns);
+            unsafe fn few<const KIND: u8, const N: usize, const R: usize, const C: usize>(rows: &Rows<'_>) {
+                let count = rows.weights.len() / rows.row_bytes;
                 let tokens: [_; N] = from_fn(|at| token::<KIND>(rows, at));
-                // The machine's own prefetch does not see rows side by side as the one stream that they are together: those after
-                // them are prefetched in the order in which they lie, long ones into the second-level cache.
-                let long = R * rows.row_bytes > NEAREST_MAX;
-                let distance = if long { R * rows.row_bytes } else { (R - 1) * rows.row_bytes + AHEAD };
+                let (blocks, whole) = blocks(rows.columns);
                 for first in (0..count).step_by(R) {
                     let weights: [_; R] =
                         from_fn(|at| rows.weights[(first + at).min(count - 1) * rows.row_bytes..].as_ptr());
-                    let ahead = weights[0].wrapping_add(distance);
-                    // SAFETY: all columns of each row and each token.
-                    let sums = unsafe { products::<KIND, N, R>(weights, tokens, width, (ahead, long)) };
-                    for (token, sums) in sums.iter().enumerate() {
-                        for (row, sum) in sums.iter().enumerate().take(count - first) {
-                            rows.put(token, first + row, *sum);
+                    let mut totals = [[0f32; R]; N];
+                    for Block { start, turns } in blocks.clone() {
+                        for chain in (0..CHAINS).step_by(C) {
+                            let column = start + chain * AT_ONCE;
+                            // The machine's own prefetch sees one row as the stream that it is, and several side by side less well.
+                            let ahead = if R > 1 { R * rows.row_bytes } else { 0 };
+                            // SAFETY: the columns of these turns are there.
+                            let sums = unsafe { chains::<KIND, N, R, C>(weights, tokens, column, turns, ahead) };
+                            for token in 0..N {
+                                for row in 0..R {
+                                    for chain in 0..C {
+                                        totals[token][row] += $sum(&sums[token][row][chain]);
+                                    }
+                                }
+                            }
+                        }
+                    }
+                    for (token, totals) in totals.iter().enumerate() {
+                        for (row, total) in totals.iter().enumerate().take(count - first) {
+                            rows.put(token, first + row, *total);
                         }
                     }
                 }
+                add_last::<KIND>(rows, 0..N, whole);
             }
 
-            /// The products of `R` rows of type `KIND` with `N` tokens; prefetches from a place on, into the first or second level.
+            /// The sums of `C` chains from the one whose columns start at `column`, of `R` rows of type `KIND` with `N` tokens.
+            /// Prefetches the same columns so many bytes `ahead`.
             ///
             /// # Safety
             ///
-            /// There are `width` columns of each row and each token.
+            /// Each row and each token have the columns of `turns` turns there.
             #[inline]
             #[target_feature(enable = $features)]
-            unsafe fn products<const KIND: u8, const N: usize, const R: usize>(
+            unsafe fn chains<const KIND: u8, const N: usize, const R: usize, const C: usize>(
                 weights: [*const u8; R],
                 tokens: [*const f32; N],
-                width: usize,
-                (mut ahead, long): (*const u8, bool),
-            ) -> [[f32; R]; N] {
-                let mut sums = [[[$zero; PARTS]; R]; N];
-                let whole = width - width % LANES;
-                let line = const { 64 / bytes_of(KIND) };
-                let mut column = 0;
-                while column + line <= whole {
-                    for number in 0..R {
-                        $ask(ahead.wrapping_add(64 * number), long);
-                    }
-                    ahead = ahead.wrapping_add(64 * R);
-                    for ahead in (0..line).step_by(LANES) {
-                        // SAFETY: columns that each row and each token has.
-                        unsafe { add::<KIND, N, R>(weights, tokens, column + ahead, &mut sums) };
-                    }
-                    column += line;
-                }
-                while column < whole {
-                    // SAFETY: as above.
-                    unsafe { add::<KIND, N, R>(weights, tokens, column, &mut sums) };
-                    column += LANES;
-                }
-                if whole < width {
-                    for at in 0..R {
-                        // SAFETY: columns of a row.
-                        let xs = rest(width - whole, |column| unsafe { element::<KIND>(weights[at], whole + column) });
-                        for ahead in 0..N {
-                            // SAFETY: columns of a token.
-                            let ys = rest(width - whole, |column| unsafe { *tokens[ahead].add(whole + column) });
-                            for part in 0..PARTS {
-                                // SAFETY: a register of the lanes.
-                                let (x, y) = unsafe {
-                                    ($load(xs.as_ptr().add(part * WIDTH)), $load(ys.as_ptr().add(part * WIDTH)))
-                                };
-                                sums[ahead][at][part] = $fma(sums[ahead][at][part], x, y);
+                column: usize,
+                turns: usize,
+                ahead: usize,
+            ) -> [[[[$narrow; PARTS]; C]; R]; N] {
+                let mut sums = [[[[$zero; PARTS]; C]; R]; N];
+                for turn in 0..turns {
+                    for chain in 0..C {
+                        let from = column + turn * TURN + chain * AT_ONCE;
+                        if ahead > 0 {
+                            for row in 0..R {
+                                $ask(weights[row].wrapping_add(ahead + from * bytes_of(KIND)), false);
+                            }
+                        }
+                        for at in (0..AT_ONCE).step_by(WIDTH) {
+                            let (place, part) = (from + at, at / WIDTH % PARTS);
+                            let mut ys = [$zero; N];
+                            for token in 0..N {
+                                // SAFETY: a register of columns of these turns.
+                                ys[token] = unsafe { $load(tokens[token].add(place)) };
+                            }
+                            for row in 0..R {
+                                // SAFETY: as above.
+                                let x = unsafe { register::<KIND>(weights[row], place) };
+                                for token in 0..N {
+                                    sums[token][row][chain][part] = $fma(sums[token][row][chain][part], x, ys[token]);
+                                }
                             }
                         }
                     }
                 }
-                sums.map(|sums| sums.map(|sum| $sum(&sum)))
-            }
-
-            /// Adds the products of eight columns.
-            ///
-            /// # Safety
-            ///
-            /// Each row and each token has these columns.
-            #[inline]
-            #[target_feature(enable = $features)]
-            unsafe fn add<const KIND: u8, const N: usize, const R: usize>(
-                weights: [*const u8; R],
-                tokens: [*const f32; N],
-                column: usize,
-                sums: &mut [[[$narrow; PARTS]; R]; N],
-            ) {
-                for part in 0..PARTS {
-                    let place = column + part * WIDTH;
-                    let mut ys = [$zero; N];
-                    for ahead in 0..N {
-                        // SAFETY: a register of columns.
-                        ys[ahead] = unsafe { $load(tokens[ahead].add(place)) };
-                    }
-                    for at in 0..R {
-                        // SAFETY: as above.
-                        let x = unsafe { register::<KIND>(weights[at], place) };
-                        for ahead in 0..N {
-                            sums[ahead][at][part] = $fma(sums[ahead][at][part], x, ys[ahead]);
-                        }
-                    }
-                }
+                sums
             }
 
             /// Rows of type `KIND` times any number of tokens.
@@ -217,134 +243,165 @@ macro_rules! products {
             /// As for `rows`.
             #[target_feature(enable = $features)]
             unsafe fn many<const KIND: u8>(rows: &Rows<'_>) {
-                // They are set where they are used: most calls are for few rows or tokens.
-                let (mut weights, mut sums) =
-                    (MaybeUninit::<Aligned>::uninit(), MaybeUninit::<[[Sum; GROUPS]; TOKENS]>::uninit());
+                // They are set where they are used.
+                let mut weights = MaybeUninit::<Widened>::uninit();
                 // SAFETY: a field of a value that is there.
                 let wide: *mut f32 = unsafe { &raw mut (*weights.as_mut_ptr()).0 }.cast();
-                let (count, all) = (rows.weights.len() / rows.row_bytes.max(1), rows.columns);
-                let lines = COLUMNS.min(all) * bytes_of(KIND) / 64;
-                for (from, first) in (0..rows.tokens)
-                    .step_by(TOKENS)
-                    .flat_map(|from| (0..count).step_by(ROWS).map(move |first| (from, first)))
-                {
-                    let (here, together) = (TOKENS.min(rows.tokens - from), ROWS.min(count - first));
-                    let groups = together.div_ceil(TOGETHER);
-                    if together < ROWS {
-                        weights.write(Aligned([0.0; ROWS * COLUMNS]));
+                let count = rows.weights.len() / rows.row_bytes;
+                let (blocks, whole) = blocks(rows.columns);
+                for from in (0..rows.tokens).step_by(TOKENS) {
+                    let here = TOKENS.min(rows.tokens - from);
+                    for token in from..from + here {
+                        outputs(rows, token).fill(0.0);
                     }
-                    // SAFETY: sums of that many tokens, which are zeros then.
-                    let sums = unsafe {
-                        let start: *mut [Sum; GROUPS] = sums.as_mut_ptr().cast();
-                        start.write_bytes(0, here);
-                        std::slice::from_raw_parts_mut(start, here)
-                    };
-                    for start in (0..all).step_by(COLUMNS) {
-                        let width = COLUMNS.min(all - start);
-                        for row in 0..together {
-                            let group = row / TOGETHER * TOGETHER;
-                            let to = group * COLUMNS + (row - group) * LANES;
-                            let row = rows.weights[(first + row) * rows.row_bytes..].as_ptr();
-                            // SAFETY: so many columns of a row.
-                            unsafe { widen::<KIND>(row, start..start + width, wide.add(to)) };
-                        }
-                        // The part that is widened next is prefetched meanwhile: it lies in short pieces.
-                        let next = if start + COLUMNS < all { (first, start + COLUMNS) } else { (first + ROWS, 0) };
-                        let (mut asked, mut at) = (0, 0);
-                        while at < here {
-                            let step = if here - at < $tokens { 3.min(here - at) } else { $tokens };
-                            while asked < ROWS * lines * (at + step) / here {
-                                let (row, line) =
-                                    (next.0 + asked / lines, next.1 * bytes_of(KIND) + asked % lines * 64);
-                                $ask(rows.weights.as_ptr().wrapping_add(row * rows.row_bytes + line), true);
-                                asked += 1;
+                    for block in blocks.clone() {
+                        for first in (0..count).step_by(ROWS) {
+                            for row in 0..ROWS {
+                                let weight = &rows.weights[(first + row).min(count - 1) * rows.row_bytes..];
+                                let group = row / TOGETHER * TOGETHER;
+                                let to = wide.wrapping_add(group * CHAIN_MAX + (row - group) * LANES);
+                                // SAFETY: the columns of these turns are there, and so is the place of the row's lanes.
+                                unsafe { widen::<KIND>(weight.as_ptr(), block, to) };
                             }
-                            let place = |ahead: usize| token::<KIND>(rows, from + at + ahead).wrapping_add(start);
-                            for group in (0..groups).step_by($rows) {
-                                let weights = wide.wrapping_add(group * TOGETHER * COLUMNS);
-                                // SAFETY: so many columns of each row and each token.
-                                unsafe {
-                                    match step {
-                                        1 => tile::<1>(weights, from_fn(place), width, &mut sums[at..], group),
-                                        2 => tile::<2>(weights, from_fn(place), width, &mut sums[at..], group),
-                                        3 => tile::<3>(weights, from_fn(place), width, &mut sums[at..], group),
-                                        _ => tile::<$tokens>(weights, from_fn(place), width, &mut sums[at..], group),
-                                    }
-                                }
-                            }
-                            at += step;
+                            // SAFETY: all rows have been widened, and the columns of these turns are there.
+                            unsafe { meet::<KIND>(rows, wide, (first, from, here), block) };
                         }
                     }
-                    for (token, sums) in sums.iter().enumerate() {
-                        for (group, sum) in sums.iter().enumerate().take(groups) {
-                            let row = group * TOGETHER;
-                            for (at, lanes) in $split(sum).iter().enumerate().take(together - row) {
-                                rows.put(from + token, first + row + at, $sum(lanes));
+                    add_last::<KIND>(rows, from..from + here, whole);
+                }
+            }
+
+            /// Adds to the outputs of `here` tokens from `from` on the products with the rows from `first` on, of which the
+            /// columns of a block are widened.
+            ///
+            /// # Safety
+            ///
+            /// The rows are widened, and each token has these columns.
+            #[target_feature(enable = $features)]
+            unsafe fn meet<const KIND: u8>(
+                rows: &Rows<'_>,
+                wide: *const f32,
+                (first, from, here): (usize, usize, usize),
+                Block { start, turns }: Block,
+            ) {
+                let together = ROWS.min(rows.weights.len() / rows.row_bytes - first);
+                // The rows that are widened next are prefetched meanwhile: they lie in short pieces.
+                let lines = turns * TURN * bytes_of(KIND) / 64;
+                let at_once = (ROWS * lines).div_ceil(CHAINS * here.div_ceil($tokens));
+                let mut next =
+                    rows.weights.as_ptr().wrapping_add((first + ROWS) * rows.row_bytes + start * bytes_of(KIND));
+                let (mut of_row, mut of_all) = (lines, ROWS * lines);
+                let (step, stride) = (token_step::<KIND>(rows), rows.stride);
+                for chain in 0..CHAINS {
+                    let weights = wide.wrapping_add(chain * ROWS * CHAIN_MAX);
+                    let mut token = token::<KIND>(rows, from).wrapping_add(start + chain * AT_ONCE);
+                    let mut out = rows.out.pointer(from * stride + rows.first + first);
+                    let mut left = here;
+                    while left > 0 {
+                        for _ in 0..at_once.min(of_all) {
+                            $ask(next, true);
+                            next = next.wrapping_add(64);
+                            (of_row, of_all) = (of_row - 1, of_all - 1);
+                            if of_row == 0 {
+                                next = next.wrapping_add(rows.row_bytes - 64 * lines);
+                                of_row = lines;
+                            }
+                        }
+                        let count = if left < $tokens { left.min(3) } else { $tokens };
+                        let (tokens, sums) = ((token, step), (out, stride));
+                        // SAFETY: the caller's promise; the outputs of these rows and tokens.
+                        unsafe {
+                            match count {
+                                1 => tiles::<1>(weights, tokens, turns, sums, together),
+                                2 => tiles::<2>(weights, tokens, turns, sums, together),
+                                3 => tiles::<3>(weights, tokens, turns, sums, together),
+                                _ => tiles::<$tokens>(weights, tokens, turns, sums, together),
+                            }
+                        }
+                        (token, out) = (token.wrapping_add(count * step), out.wrapping_add(count * stride));
+                        left -= count;
+                    }
+                }
+            }
+
+            /// Adds to outputs, which are so far apart for each token, the products of up to eight rows, widened, with `N`
+            /// tokens, which are so far apart as well, over the columns of one chain.
+            ///
+            /// # Safety
+            ///
+            /// The rows are widened, each token has the columns of `turns` turns, and there are outputs of `together` rows.
+            #[inline(never)]
+            #[target_feature(enable = $features)]
+            unsafe fn tiles<const N: usize>(
+                weights: *const f32,
+                (token, step): (*const f32, usize),
+                turns: usize,
+                (out, stride): (*mut f32, usize),
+                together: usize,
+            ) {
+                let tokens: [_; N] = from_fn(|at| token.wrapping_add(at * step));
+                for first in (0..together).step_by(HEIGHT) {
+                    // SAFETY: the caller's promise.
+                    let sums = unsafe { tile::<N>(weights.add(first * CHAIN_MAX), tokens, turns) };
+                    for token in 0..N {
+                        // SAFETY: as above.
+                        let out = unsafe {
+                            std::slice::from_raw_parts_mut(
+                                out.add(token * stride + first),
+                                HEIGHT.min(together - first),
+                            )
+                        };
+                        if let Some(out) = out.first_chunk_mut::<HEIGHT>() {
+                            for row in 0..HEIGHT {
+                                out[row] += sums[token][row];
+                            }
+                        } else {
+                            for (out, sum) in out.iter_mut().zip(sums[token]) {
+                                *out += sum;
                             }
                         }
                     }
                 }
             }
 
-            /// Adds the products of the rows from the register `group` on, widened, with `N` tokens, to their sums.
+            /// The products of the rows of a tile, widened, with `N` tokens, over the columns of one chain.
             ///
             /// # Safety
             ///
-            /// There are `width` columns of each token, and of each row as many, and zeros to a whole eight.
+            /// The rows are widened, and each token has the columns of `turns` turns.
+            #[inline]
             #[target_feature(enable = $features)]
             unsafe fn tile<const N: usize>(
                 weights: *const f32,
                 tokens: [*const f32; N],
-                width: usize,
-                sums: &mut [[Sum; GROUPS]],
-                group: usize,
-            ) {
+                turns: usize,
+            ) -> [[f32; HEIGHT]; N] {
                 // By index: arrays made by functions were written to memory and copied.
-                let mut running = [[[$zeros; PARTS]; $rows]; N];
-                for ahead in 0..N {
-                    for at in 0..$rows {
-                        running[ahead][at] = sums[ahead][group + at];
-                    }
-                }
-                let whole = width - width % LANES;
-                for column in (0..whole).step_by(LANES) {
-                    for part in 0..PARTS {
-                        // SAFETY: a register of the columns that each row and each token has.
+                let mut sums = [[[$zeros; PARTS]; $rows]; N];
+                for turn in 0..turns {
+                    for at in (0..AT_ONCE).step_by(WIDTH) {
+                        // SAFETY: a register of columns of these turns.
                         unsafe {
                             let mut ys = [$zeros; N];
-                            for ahead in 0..N {
-                                ys[ahead] = $all(tokens[ahead].add(column + part * WIDTH));
+                            for token in 0..N {
+                                ys[token] = $all(tokens[token].add(turn * TURN + at));
                             }
-                            for at in 0..$rows {
-                                let x = $aligned(weights.add((at * COLUMNS + column) * TOGETHER + part * WIDTH));
-                                for ahead in 0..N {
-                                    running[ahead][at][part] = $fmas(running[ahead][at][part], x, ys[ahead]);
+                            for row in 0..$rows {
+                                let lanes = at / LANES * LANES * TOGETHER + at % LANES;
+                                let x = $aligned(weights.add((row * CHAIN_MAX + turn * AT_ONCE) * TOGETHER + lanes));
+                                for token in 0..N {
+                                    let part = at / WIDTH % PARTS;
+                                    sums[token][row][part] = $fmas(sums[token][row][part], x, ys[token]);
                                 }
                             }
                         }
                     }
                 }
-                for ahead in 0..N {
-                    if whole == width {
-                        break;
-                    }
-                    // SAFETY: columns of a token.
-                    let ys = rest(width - whole, |column| unsafe { *tokens[ahead].add(whole + column) });
-                    for at in 0..$rows {
-                        for part in 0..PARTS {
-                            // SAFETY: a register of the lanes, and of the row.
-                            running[ahead][at][part] = unsafe {
-                                let x = $aligned(weights.add((at * COLUMNS + whole) * TOGETHER + part * WIDTH));
-                                $fmas(running[ahead][at][part], x, $all(ys.as_ptr().add(part * WIDTH)))
-                            };
-                        }
-                    }
+                let mut out = [[0f32; HEIGHT]; N];
+                for token in 0..N {
+                    out[token] = $sums(&sums[token]);
                 }
-                for ahead in 0..N {
-                    for at in 0..$rows {
-                        sums[ahead][group + at] = running[ahead][at];
-                    }
-                }
+                out
             }
 
             /// A register of columns from `column` on.
@@ -365,25 +422,23 @@ macro_rules! products {
                 }
             }
 
-            /// `columns` of a row to every [`TOGETHER`]th eight from `to` on; behind the last one zeros, to a whole eight.
+            /// The columns of `turns` turns from `start` on, each chain by itself, to every [`TOGETHER`]th eight from `to` on.
             ///
             /// # Safety
             ///
             /// There are these columns at `from`, and place for them at `to`.
             #[inline]
             #[target_feature(enable = $features)]
-            unsafe fn widen<const KIND: u8>(from: *const u8, columns: std::ops::Range<usize>, to: *mut f32) {
-                for column in columns.clone().step_by(LANES) {
-                    // SAFETY: a register of columns, and the place of eight.
-                    unsafe {
-                        let to = to.add((column - columns.start) * TOGETHER);
-                        if column + LANES <= columns.end {
-                            for part in 0..PARTS {
-                                $store(to.add(part * WIDTH), register::<KIND>(from, column + part * WIDTH));
+            unsafe fn widen<const KIND: u8>(from: *const u8, Block { start, turns }: Block, to: *mut f32) {
+                for turn in 0..turns {
+                    for chain in 0..CHAINS {
+                        for at in (0..AT_ONCE).step_by(WIDTH) {
+                            let lanes = at / LANES * LANES * TOGETHER + at % LANES;
+                            // SAFETY: a register of columns, and its place.
+                            unsafe {
+                                let x = register::<KIND>(from, start + turn * TURN + chain * AT_ONCE + at);
+                                $store(to.add(chain * ROWS * CHAIN_MAX + turn * AT_ONCE * TOGETHER + lanes), x);
                             }
-                        } else {
-                            to.cast::<[f32; LANES]>()
-                                .write(rest(columns.end - column, |at| element::<KIND>(from, column + at)));
                         }
                     }
                 }
@@ -400,35 +455,98 @@ fn token<const KIND: u8>(rows: &Rows<'_>, token: usize) -> *const f32 {
     }
 }
 
-/// The last `count` columns, fewer than eight, and zeros behind them.
-fn rest(count: usize, column: impl Fn(usize) -> f32) -> [f32; LANES] {
-    from_fn(|at| if at < count { column(at) } else { 0.0 })
+/// How far apart these are, in numbers.
+const fn token_step<const KIND: u8>(rows: &Rows<'_>) -> usize {
+    match KIND {
+        F32 => rows.columns,
+        _ => rows.copy_step / size_of::<f32>(),
+    }
 }
 
-/// Widened rows, so that no register of them lies in two lines of the cache.
+/// The products of all rows with `token`.
+fn outputs<'job>(rows: &'job Rows<'_>, token: usize) -> &'job mut [f32] {
+    // SAFETY: each output element belongs to one weight row, and each of those to one item of the pool.
+    unsafe { rows.out.slice(token * rows.stride + rows.first, rows.weights.len() / rows.row_bytes) }
+}
+
+/// Adds the products of the columns from `whole` on, with the instructions of the caller's set.
+#[inline(always)]
+fn add_last<const KIND: u8>(rows: &Rows<'_>, tokens: Range<usize>, whole: usize) {
+    if whole == rows.columns {
+        return;
+    }
+    for at in tokens {
+        // SAFETY: a token has so many columns.
+        let input = unsafe { std::slice::from_raw_parts(token::<KIND>(rows, at).add(whole), rows.columns - whole) };
+        for (out, row) in outputs(rows, at).iter_mut().zip(rows.weights.chunks_exact(rows.row_bytes)) {
+            let row = &row[whole * bytes_of(KIND)..];
+            *out += match KIND {
+                F16 => last(row.as_chunks().0, input, |bits| float::half_to_float(u16::from_le_bytes(bits))),
+                BF16 => {
+                    last(row.as_chunks().0, input, |bits| f32::from_bits(u32::from(u16::from_le_bytes(bits)) << 16))
+                }
+                _ => last(row.as_chunks().0, input, f32::from_le_bytes),
+            };
+        }
+    }
+}
+
+/// A block of widened rows, one chain after the other, so that no register of them lies in two lines of the cache.
 #[repr(align(64))]
-struct Aligned([f32; ROWS * COLUMNS]);
+struct Widened([f32; CHAINS * ROWS * CHAIN_MAX]);
 
 /// Bytes of one number.
 const fn bytes_of(kind: u8) -> usize {
     if kind == F32 { 4 } else { 2 }
 }
 
-/// One number.
-///
-/// # Safety
-///
-/// There is such a column at `from`.
-#[inline(always)]
-unsafe fn element<const KIND: u8>(from: *const u8, column: usize) -> f32 {
-    // SAFETY: the caller's promise.
-    unsafe {
-        match KIND {
-            F16 => float::half_to_float(from.cast::<u16>().add(column).read_unaligned()),
-            BF16 => f32::from_bits(u32::from(from.cast::<u16>().add(column).read_unaligned()) << 16),
-            _ => from.cast::<f32>().add(column).read_unaligned(),
-        }
-    }
+/// The sums of the lanes of four registers, each by halves.
+#[cfg(target_arch = "x86_64")]
+#[inline]
+#[target_feature(enable = "avx2")]
+fn four(sums: [__m256; 4]) -> [f32; 4] {
+    // Of two registers each: lanes 0 to 3 plus 4 to 7.
+    let [a, b, c, d] = sums;
+    let ab = _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(a, b), _mm256_permute2f128_ps::<0x31>(a, b));
+    let cd = _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(c, d), _mm256_permute2f128_ps::<0x31>(c, d));
+    // Then 0 and 1 plus 2 and 3: a a c c b b d d. Then these two.
+    let pairs = _mm256_add_ps(_mm256_shuffle_ps::<0x44>(ab, cd), _mm256_shuffle_ps::<0xee>(ab, cd));
+    let sums = _mm256_add_ps(pairs, _mm256_movehdup_ps(pairs));
+    let (ac, bd) = (_mm256_castps256_ps128(sums), _mm256_extractf128_ps::<1>(sums));
+    let abcd = _mm_movelh_ps(_mm_unpacklo_ps(ac, bd), _mm_unpackhi_ps(ac, bd));
+    // SAFETY: four numbers either way.
+    unsafe { transmute(abcd) }
+}
+
+/// The sums of the halves of four registers, each by halves.
+#[cfg(target_arch = "x86_64")]
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn eight(sums: [__m512; 4]) -> [f32; 8] {
+    // Quarters: a a b b and c c d d become a b c d.
+    let [ab, cd, ef, gh] = sums;
+    let low = _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(ab, cd), _mm512_shuffle_f32x4::<0xdd>(ab, cd));
+    let high = _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(ef, gh), _mm512_shuffle_f32x4::<0xdd>(ef, gh));
+    // Then a a e e b b f f c c g g d d h h.
+    let pairs = _mm512_add_ps(_mm512_shuffle_ps::<0x44>(low, high), _mm512_shuffle_ps::<0xee>(low, high));
+    let sums = _mm512_add_ps(pairs, _mm512_movehdup_ps(pairs));
+    let order = _mm512_setr_epi32(0, 4, 8, 12, 2, 6, 10, 14, 0, 0, 0, 0, 0, 0, 0, 0);
+    // SAFETY: eight numbers either way.
+    unsafe { transmute(_mm512_castps512_ps256(_mm512_permutexvar_ps(order, sums))) }
+}
+
+/// The sums of the lanes of four pairs of registers, each by halves.
+#[cfg(target_arch = "aarch64")]
+#[inline]
+#[target_feature(enable = "neon")]
+fn four(sums: &[[float32x4_t; 2]; 4]) -> [f32; 4] {
+    let lanes = |row: usize| vaddq_f32(sums[row][0], sums[row][1]);
+    let pairs = |a: float32x4_t, b: float32x4_t| {
+        vcombine_f32(vadd_f32(vget_low_f32(a), vget_high_f32(a)), vadd_f32(vget_low_f32(b), vget_high_f32(b)))
+    };
+    let abcd = vpaddq_f32(pairs(lanes(0), lanes(1)), pairs(lanes(2), lanes(3)));
+    // SAFETY: four numbers either way.
+    unsafe { transmute(abcd) }
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -448,11 +566,6 @@ products!(
             _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
         },
         |sum: &[__m256; 1]| crate::engine::backend::cpu::rows256::total(sum[0]),
-        |line: *const u8, far: bool| if far {
-            _mm_prefetch::<_MM_HINT_T1>(line.cast());
-        } else {
-            _mm_prefetch::<_MM_HINT_T0>(line.cast());
-        }
     ),
     (__m256, 1, 4, 3),
     (
@@ -460,7 +573,14 @@ products!(
         |from: *const f32| _mm256_load_ps(from),
         |from: *const f32| _mm256_loadu_ps(from),
         |sum, x, y| _mm256_fmadd_ps(x, y, sum),
-        |sum: &Sum| [*sum]
+        |sums: &[[__m256; 1]; 4]| crate::engine::backend::cpu::floats::four([
+            sums[0][0], sums[1][0], sums[2][0], sums[3][0]
+        ]),
+        |line: *const u8, far: bool| if far {
+            _mm_prefetch::<_MM_HINT_T1>(line.cast());
+        } else {
+            _mm_prefetch::<_MM_HINT_T0>(line.cast());
+        },
     ),
 );
 
@@ -481,11 +601,6 @@ products!(
             _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
         },
         |sum: &[__m256; 1]| crate::engine::backend::cpu::rows256::total(sum[0]),
-        |line: *const u8, far: bool| if far {
-            _mm_prefetch::<_MM_HINT_T1>(line.cast());
-        } else {
-            _mm_prefetch::<_MM_HINT_T0>(line.cast());
-        }
     ),
     (__m512, 2, 4, 6),
     (
@@ -493,7 +608,14 @@ products!(
         |from: *const f32| _mm512_load_ps(from),
         |from: *const f32| _mm512_broadcast_f32x8(_mm256_loadu_ps(from)),
         |sum, x, y| _mm512_fmadd_ps(x, y, sum),
-        |sum: &Sum| [[_mm512_castps512_ps256(sum[0])], [_mm512_extractf32x8_ps::<1>(sum[0])]]
+        |sums: &[[__m512; 1]; 4]| crate::engine::backend::cpu::floats::eight([
+            sums[0][0], sums[1][0], sums[2][0], sums[3][0]
+        ]),
+        |line: *const u8, far: bool| if far {
+            _mm_prefetch::<_MM_HINT_T1>(line.cast());
+        } else {
+            _mm_prefetch::<_MM_HINT_T0>(line.cast());
+        },
     ),
 );
 
@@ -515,7 +637,6 @@ products!(
             let two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
             vget_lane_f32::<0>(two) + vget_lane_f32::<1>(two)
         },
-        |_line: *const u8, _far: bool| ()
     ),
     (float32x4_t, 1, 4, 3),
     (
@@ -523,6 +644,7 @@ products!(
         |from: *const f32| vld1q_f32(from),
         |from: *const f32| vld1q_f32(from),
         |sum, x, y| vfmaq_f32(sum, x, y),
-        |sum: &Sum| [*sum]
+        |sums: &[[float32x4_t; 2]; 4]| crate::engine::backend::cpu::floats::four(sums),
+        |_line: *const u8, _far: bool| (),
     ),
 );

@@ -62,6 +62,11 @@ impl<'slice, T> Share<'slice, T> {
         unsafe { std::slice::from_raw_parts(self.start.as_ptr().add(from), len) }
     }
 
+    /// Where an element lies. Nothing is said of whether there is one.
+    pub(crate) const fn pointer(&self, at: usize) -> *mut T {
+        self.start.as_ptr().wrapping_add(at)
+    }
+
     /// Writes one element.
     ///
     /// # Safety
