@@ -217,7 +217,7 @@ macro_rules! products {
                             }
                         }
                         for at in (0..AT_ONCE).step_by(WIDTH) {
-                            let (place, part) = (from + at, at / WIDTH % PARTS);
+                            let (place, part) = (from + at, at % LANES / WIDTH);
                             let mut ys = [$zero; N];
                             for token in 0..N {
                                 // SAFETY: a register of columns of these turns.
@@ -390,7 +390,7 @@ macro_rules! products {
                                 let lanes = at / LANES * LANES * TOGETHER + at % LANES;
                                 let x = $aligned(weights.add((row * CHAIN_MAX + turn * AT_ONCE) * TOGETHER + lanes));
                                 for token in 0..N {
-                                    let part = at / WIDTH % PARTS;
+                                    let part = at % LANES / WIDTH;
                                     sums[token][row][part] = $fmas(sums[token][row][part], x, ys[token]);
                                 }
                             }
@@ -464,6 +464,7 @@ const fn token_step<const KIND: u8>(rows: &Rows<'_>) -> usize {
 }
 
 /// The products of all rows with `token`.
+#[expect(clippy::mut_from_ref, reason = "the thread that has these rows has their outputs alone, one at a time")]
 fn outputs<'job>(rows: &'job Rows<'_>, token: usize) -> &'job mut [f32] {
     // SAFETY: each output element belongs to one weight row, and each of those to one item of the pool.
     unsafe { rows.out.slice(token * rows.stride + rows.first, rows.weights.len() / rows.row_bytes) }
