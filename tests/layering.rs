@@ -489,7 +489,7 @@ const LINES_MAX: [(&str, usize); 14] = [
     ("cli", 12661),
     ("config", 4605),
     ("daemon", 11285),
-    ("engine", 38440),
+    ("engine", 38444),
     ("http", 9723),
     ("journal", 3384),
     ("policy", 22702),

@@ -252,7 +252,11 @@ macro_rules! products {
                 for from in (0..rows.tokens).step_by(TOKENS) {
                     let here = TOKENS.min(rows.tokens - from);
                     for token in from..from + here {
-                        outputs(rows, token).fill(0.0);
+                        let out = outputs(rows, token);
+                        if out.len() < count {
+                            return;
+                        }
+                        out.fill(0.0);
                     }
                     for block in blocks.clone() {
                         for first in (0..count).step_by(ROWS) {
@@ -309,7 +313,7 @@ macro_rules! products {
                         }
                         let count = if left < $tokens { left.min(3) } else { $tokens };
                         let (tokens, sums) = ((token, step), (out, stride));
-                        // SAFETY: the caller's promise; the outputs of these rows and tokens.
+                        // SAFETY: the caller's promise; the outputs of these rows and tokens, which `many` has found to be there.
                         unsafe {
                             match count {
                                 1 => tiles::<1>(weights, tokens, turns, sums, together),
