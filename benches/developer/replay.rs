@@ -264,6 +264,8 @@ impl Day {
             requests,
             kv_used,
             kv_kept: 0,
+            kv_prompt: 0,
+            kv_most: 0,
             kv_droppable: 0,
             kv_dropped: 0,
             untouched: Bytes::ZERO,

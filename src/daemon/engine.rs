@@ -21,7 +21,7 @@ use crate::{
         backend,
         disk::Retained,
         helper::THIS_PROGRAM,
-        protocol::{Inspected, OpenError},
+        protocol::{Inspected, OpenError, RunningRequest},
         tensor_group::{TensorGroup, TensorKind},
     },
     http::backend::Weights,
@@ -397,14 +397,16 @@ pub(super) fn activity(handle: &EngineHandle) -> Event {
         let marks = u32::try_from(marks.div_ceil(per_token.max(1))).unwrap_or(u32::MAX);
         (0, position.saturating_add(marks))
     };
-    let (kv_droppable, kv_dropped) =
-        snapshot.running.as_ref().map_or((0, 0), |running| (running.droppable.get(), running.dropped.get()));
+    let of_running =
+        |tokens: fn(&RunningRequest) -> Tokens| snapshot.running.as_ref().map_or(0, |one| tokens(one).get());
     Event::EngineActivity {
         requests: u32::try_from(snapshot.queued.saturating_add(running)).unwrap_or(u32::MAX),
         kv_used,
         kv_kept,
-        kv_droppable,
-        kv_dropped,
+        kv_prompt: of_running(|running| running.prompt_tokens),
+        kv_most: of_running(|running| running.most),
+        kv_droppable: of_running(|running| running.droppable),
+        kv_dropped: of_running(|running| running.dropped),
         untouched: snapshot.untouched,
     }
 }
@@ -501,20 +503,20 @@ async fn forward(
                 Event::EngineFailed { reason: message, left: hung.as_ref().map(Retained::bytes) }
             }
             EngineEvent::RequestStarted { .. } => activity(&handle),
-            EngineEvent::RequestFinished { usage, .. } => match activity(&handle) {
-                // What the answer lost in its last moments was not reported yet.
-                Event::EngineActivity { requests, kv_used, kv_kept, kv_droppable, untouched, .. } => {
-                    Event::EngineActivity {
-                        requests,
-                        kv_used,
-                        kv_kept,
-                        kv_droppable,
-                        kv_dropped: usage.dropped_tokens.get(),
-                        untouched,
-                    }
+            EngineEvent::RequestFinished { usage, .. } => {
+                let mut finished = activity(&handle);
+                if let Event::EngineActivity { kv_dropped, .. } = &mut finished {
+                    // What the answer lost in its last moments was not reported yet.
+                    *kv_dropped = usage.dropped_tokens.get();
                 }
-                other => other,
-            },
+                finished
+            }
+            EngineEvent::CapacityWanted { needed, wanted, client } => {
+                // What it has used by now is not given away for it.
+                control.tell(activity(&handle)).await;
+                let client = client.as_deref().map(str::to_owned);
+                Event::CapacityWanted { needed, wanted, client, is_running: true }
+            }
             EngineEvent::Stopped => break,
         };
         log_failure(&event);

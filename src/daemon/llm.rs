@@ -141,6 +141,7 @@ impl Llm {
         request.max_tokens.get_or_insert(self.0.answer_tokens_max);
         request.time_max = Some(self.0.answer_time_max);
         request.time_shared = Some(self.0.answer_time_shared);
+        request.grows_to = self.0.context;
         if self.0.control.state().draining {
             return Err(Refusal::Draining { act: "start an answer".to_owned(), retry_after: RETRY_SOON });
         }
@@ -233,7 +234,7 @@ impl Llm {
         }
         let needed = if prompt > present { prompt } else { Tokens::ZERO };
         let client = wish.client.as_deref().map(str::to_owned);
-        let event = Event::CapacityWanted { needed, wanted, client };
+        let event = Event::CapacityWanted { needed, wanted, client, is_running: false };
         let asked = self.0.control.submit(event, None);
         if asked.is_err() || prompt <= present {
             return Ok(());

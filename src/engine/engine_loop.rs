@@ -54,6 +54,10 @@ pub(super) struct Active {
     pub(super) first_token: Option<Instant>,
     /// KV capacity when it started.
     pub(super) capacity: Tokens,
+    /// Tokens that prompt and answer may come to.
+    most: Tokens,
+    /// When more capacity was asked for last.
+    asked_at: Option<Instant>,
     /// Its usage says how its tokens were kept: those of a pass that was not finished are given up before it ends.
     pub(super) noted: bool,
 }
@@ -264,6 +268,9 @@ impl EngineLoop {
     pub(super) fn begin(&mut self, queued: Queued, capacity: Tokens) {
         let started = Instant::now();
         let prompt_tokens = Tokens::new(u32::try_from(queued.prompt.len()).unwrap_or(u32::MAX));
+        let request = &queued.request;
+        let most = request.max_tokens.map_or(u32::MAX, |answer| prompt_tokens.get().saturating_add(answer.get()));
+        let most = Tokens::new(most);
         self.last_point = Some(started);
         let id = queued.request.id;
         self.mention(EngineEvent::RequestStarted {
@@ -278,6 +285,7 @@ impl EngineLoop {
             class: queued.request.class,
             client: queued.request.client.clone(),
             prompt_tokens,
+            most,
             cached: Tokens::ZERO,
             generated: Tokens::ZERO,
             droppable: Tokens::ZERO,
@@ -289,6 +297,8 @@ impl EngineLoop {
             started,
             first_token: None,
             capacity,
+            most,
+            asked_at: None,
             noted: false,
         });
         self.publish();
@@ -333,6 +343,28 @@ impl EngineLoop {
             running.generated = active.usage.completion_tokens;
         }
         self.publish();
+    }
+
+    /// Asks for more KV capacity than `capacity`, of which the active answer has used `position`; not before `pause` after
+    /// it asked last. Returns whether more may be had at all.
+    pub(super) fn ask_for_room(&mut self, position: Tokens, capacity: Tokens, pause: Duration) -> bool {
+        let Some(active) = self.active.as_mut() else {
+            return false;
+        };
+        let request = &active.queued.request;
+        let wanted = active.most.min(request.grows_to);
+        if wanted <= capacity {
+            return false;
+        }
+        let now = Instant::now();
+        if active.asked_at.is_some_and(|asked| now.saturating_duration_since(asked) < pause) {
+            return true;
+        }
+        let needed = Tokens::new(position.get().saturating_add(ROOM_ASKED)).min(wanted);
+        let client = request.client.clone();
+        active.asked_at = Some(now);
+        self.mention(EngineEvent::CapacityWanted { needed, wanted, client });
+        true
     }
 
     /// Ends the active request: `rest` is text that was held back, the last of the answer.
@@ -430,6 +462,9 @@ impl EngineLoop {
         }
     }
 }
+
+/// Tokens that a running answer asks to have room for: two blocks, so that it asks again when it has written one.
+const ROOM_ASKED: u32 = 128;
 
 /// Our choice: fewer tokens of a prompt than this do not tell the rate of a long one.
 const PREFILL_MEASURED: u32 = 16;

@@ -76,6 +76,8 @@ pub struct GenerateRequest {
     pub time_max: Option<Duration>,
     /// How long it may be written while one of its class, or a more urgent one, waits; as above.
     pub time_shared: Option<Duration>,
+    /// The KV capacity up to which more may be asked for while the answer is written; none is where there is as much.
+    pub grows_to: Tokens,
     /// The form that the answer must have.
     pub form: Option<AnswerForm>,
     /// What stays of its context where the oldest of it may be dropped, so that it goes on when the KV capacity is used up
@@ -100,6 +102,7 @@ impl GenerateRequest {
             deadline: None,
             time_max: None,
             time_shared: None,
+            grows_to: Tokens::ZERO,
             form: None,
             sinks: None,
             class: Class::Interactive,

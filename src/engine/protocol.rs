@@ -43,8 +43,8 @@ impl Default for EngineOptions {
 
 /// What the engine tells the daemon, through the one bounded sink it was started with.
 ///
-/// Those that answer a command, and `Failed` and `Stopped`, wait until the sink has room; `RequestStarted` and
-/// `RequestFinished` are dropped and counted when it has none. Answers go on meanwhile.
+/// Those that answer a command, and `Failed` and `Stopped`, wait until the sink has room; `RequestStarted`,
+/// `RequestFinished` and `CapacityWanted` are dropped and counted when it has none. Answers go on meanwhile.
 #[derive(Debug)]
 pub enum EngineEvent {
     /// A plan is in force; the bytes it gave back are back.
@@ -112,6 +112,15 @@ pub enum EngineEvent {
         shape: Arc<ModelShape>,
         /// What the engine holds now.
         breakdown: Arc<Breakdown>,
+    },
+    /// The running answer comes to the end of the KV capacity, or waits there.
+    CapacityWanted {
+        /// The capacity with which it goes on for a while.
+        needed: Tokens,
+        /// What it may come to.
+        wanted: Tokens,
+        /// Whose it is, where that is known.
+        client: Option<Arc<str>>,
     },
     /// A request ended, in whatever way.
     RequestFinished {
@@ -220,6 +229,8 @@ pub struct RunningRequest {
     pub client: Option<Arc<str>>,
     /// Tokens of its prompt.
     pub prompt_tokens: Tokens,
+    /// Tokens that prompt and answer may come to.
+    pub most: Tokens,
     /// Those of them that were in the KV cache already.
     pub cached: Tokens,
     /// Tokens generated so far.

@@ -390,8 +390,8 @@ impl Worker {
 
     /// Answers one request.
     fn answer(&mut self, queued: Queued) {
-        let capacity = self.model.as_ref().map(|model| model.plan().kv_capacity);
-        self.engine_loop.begin(queued, capacity.unwrap_or_default());
+        let capacity = self.capacity();
+        self.engine_loop.begin(queued, capacity);
         let mut rest = String::new();
         let outcome = match self.text.clone() {
             Some(text) => self.write(&text, &mut rest),
@@ -567,19 +567,44 @@ impl Worker {
         ControlFlow::Continue(())
     }
 
-    /// Ends the answer when there is no place for another token.
+    /// Finds a place for another token: asks for more capacity before there is none, drops the oldest where the request
+    /// allows that, and waits for capacity otherwise. Ends the answer where none comes.
     fn find_room(&mut self, limit: Tokens) -> ControlFlow<Outcome> {
-        let position = position_of(&self.sequence);
-        let capacity = self.model.as_ref().map_or(Tokens::ZERO, |model| model.plan().kv_capacity);
-        let mut made = || self.model.as_mut().map_or(Tokens::ZERO, |model| model.make_room());
-        if position < limit.get().min(capacity.get()) {
-            ControlFlow::Continue(())
-        } else if made() > Tokens::ZERO {
-            self.note_dropped();
-            ControlFlow::Continue(())
-        } else {
-            ControlFlow::Break(Ok(self.no_room(capacity)))
+        let position = Tokens::new(position_of(&self.sequence));
+        let capacity = self.capacity();
+        if position < limit.min(capacity) {
+            if position.get().saturating_add(ROOM_LOW) >= capacity.get() {
+                self.engine_loop.ask_for_room(position, capacity, ROOM_PATIENCE);
+            }
+            return ControlFlow::Continue(());
         }
+        if self.model.as_mut().map_or(Tokens::ZERO, |model| model.make_room()) > Tokens::ZERO {
+            self.note_dropped();
+            return ControlFlow::Continue(());
+        }
+        self.wait_for_room(position, limit)
+    }
+
+    /// Waits for more capacity than `position`, for at most [`ROOM_PATIENCE`], and takes commands meanwhile.
+    fn wait_for_room(&mut self, position: Tokens, limit: Tokens) -> ControlFlow<Outcome> {
+        let began = Instant::now();
+        loop {
+            let capacity = self.capacity();
+            if position < limit.min(capacity) {
+                return ControlFlow::Continue(());
+            }
+            let may_come = position < limit && self.engine_loop.ask_for_room(position, capacity, ROOM_PAUSE);
+            if !may_come || began.elapsed() >= ROOM_PATIENCE {
+                return ControlFlow::Break(Ok(self.no_room(capacity)));
+            }
+            std::thread::sleep(ROOM_LOOK);
+            self.between_tokens()?;
+        }
+    }
+
+    /// The KV capacity in force.
+    fn capacity(&self) -> Tokens {
+        self.model.as_ref().map_or(Tokens::ZERO, |model| model.plan().kv_capacity)
     }
 
     /// Takes what the model has dropped out of the sequence as well.
@@ -683,6 +708,17 @@ const RETRY: Duration = Duration::from_millis(5);
 /// How often the idle thread looks whether a read that hangs has returned. Our choice: what it keeps is on the book, so that
 /// no request is delayed meanwhile.
 const LEFT_LOOK: Duration = Duration::from_secs(1);
+
+/// Tokens of room at which a running answer asks for more: one block, which takes seconds to write where layers are
+/// streamed, and a plan milliseconds.
+const ROOM_LOW: u32 = 64;
+/// How long a running answer without room waits for it, and after which it asks again ahead of that. Our choice: some
+/// sheds and their settle time are over by then, and who listens still does.
+const ROOM_PATIENCE: Duration = Duration::from_secs(1);
+/// How often it asks again while it waits.
+const ROOM_PAUSE: Duration = Duration::from_millis(100);
+/// How often it looks whether there is room.
+const ROOM_LOOK: Duration = Duration::from_millis(1);
 
 /// How often the wait for a mask takes commands.
 const MASK_SLICE: Duration = Duration::from_millis(5);

@@ -152,7 +152,7 @@ fn render_event(event: &Event) -> String {
         Event::EngineFailed { reason, left: Some(left) } => {
             format!("engine failed: {reason}; reads that hang keep {left}")
         }
-        Event::EngineActivity { requests, kv_used, kv_kept, kv_droppable: _, kv_dropped, untouched } => format!(
+        Event::EngineActivity { requests, kv_used, kv_kept, kv_dropped, untouched, .. } => format!(
             "engine has {}, {kv_used} tokens in the KV cache, {kv_kept} of the last answer, {untouched} untouched{}",
             counted(*requests, "request"),
             match kv_dropped {
@@ -199,8 +199,9 @@ fn render_event(event: &Event) -> String {
         Event::WorkerUnresponsive { worker, pid, evidence } => {
             format!("worker `{worker}` (pid {pid}) did not answer: {evidence}")
         }
-        Event::CapacityWanted { needed, wanted, client } => format!(
-            "a request{} wants a KV capacity of {wanted} tokens and needs {needed}",
+        Event::CapacityWanted { needed, wanted, client, is_running } => format!(
+            "{}{} wants a KV capacity of {wanted} tokens and needs {needed}",
+            if *is_running { "the running answer" } else { "a request" },
             of_client(client.as_deref())
         ),
         Event::OperatorShed { bytes, .. } => format!("an operator wants {bytes} back from the engine"),

@@ -230,9 +230,19 @@ fn take(cx: &mut Context<'_>, event: Event) {
         }
         Event::EngineApplyFailed { revision, reason } => engine_events::take_apply_failed(cx, revision, &reason),
         Event::EngineFailed { reason, left } => engine_events::take_failed(cx, &reason, left),
-        Event::EngineActivity { requests, kv_used, kv_kept, kv_droppable, kv_dropped, untouched } => {
+        Event::EngineActivity {
+            requests,
+            kv_used,
+            kv_kept,
+            kv_prompt,
+            kv_most,
+            kv_droppable,
+            kv_dropped,
+            untouched,
+        } => {
             let [used, kept, droppable, dropped] = [kv_used, kv_kept, kv_droppable, kv_dropped].map(Tokens::new);
-            let kv = KvUse { used, kept, droppable, dropped, untouched, pinned: None };
+            let expected = KvUse::expected(used, Tokens::new(kv_prompt), Tokens::new(kv_most));
+            let kv = KvUse { used, kept, expected, droppable, dropped, untouched, pinned: None };
             engine_events::take_activity(cx, requests, kv);
         }
         Event::EngineCalibrated(calibration) => cx.state.engine.calibrated(calibration),
@@ -252,7 +262,9 @@ fn take(cx: &mut Context<'_>, event: Event) {
         Event::WorkerUnresponsive { worker, pid, evidence } => {
             worker_events::take_unresponsive(cx, &worker, pid, evidence);
         }
-        Event::CapacityWanted { needed, wanted, .. } => growth_orders::take_capacity_wanted(cx, needed, wanted),
+        Event::CapacityWanted { needed, wanted, is_running, .. } => {
+            growth_orders::take_capacity_wanted(cx, needed, wanted, is_running);
+        }
         Event::OperatorShed { ticket, bytes } => operator::take_shed(cx, ticket, bytes),
         Event::OperatorRegrow { ticket } => operator::take_regrow(cx, ticket),
         Event::OperatorKvType { ticket, kv_type } => operator::take_kv_type(cx, ticket, kv_type),

@@ -126,6 +126,9 @@ pub(super) struct KvUse {
     pub(super) used: Tokens,
     /// Of the last answer, while no request runs.
     pub(super) kept: Tokens,
+    /// That the running answer is about to use.
+    #[serde(default)]
+    pub(super) expected: Tokens,
     /// That the running answer may lose.
     pub(super) droppable: Tokens,
     /// That it has lost.
@@ -134,6 +137,13 @@ pub(super) struct KvUse {
     pub(super) untouched: Bytes,
     /// Capacity that a sequence needs, or is about to, and until when it is taken for that.
     pub(super) pinned: Option<(Tokens, Timestamp)>,
+}
+
+impl KvUse {
+    /// What a running answer is about to use that may come to `most`: its prompt, and the next [`ANSWER_AHEAD`] tokens.
+    pub(super) fn expected(used: Tokens, prompt: Tokens, most: Tokens) -> Tokens {
+        Tokens::new(used.max(prompt).get().saturating_add(ANSWER_AHEAD)).min(most)
+    }
 }
 
 /// How fast the engine is.
@@ -331,7 +341,7 @@ impl EngineControl {
         let in_force = self.plans.in_force.as_ref();
         let capacity = in_force.map_or(Tokens::ZERO, |plan| plan.kv_capacity);
         let pinned = self.kv.pinned.map_or(Tokens::ZERO, |(tokens, _)| tokens);
-        let used = self.kv.used.max(pinned).min(capacity);
+        let used = self.kv.used.max(self.kv.expected).max(pinned).min(capacity);
         let params = self.params.as_ref()?;
         let limits = PlanLimits::new(params, used).at_speed(self.pace.speed);
         // Larger chunks are worth something only by what was measured: the figures of the field do not count for that.
@@ -460,6 +470,25 @@ impl EngineControl {
         if comes { self.floor_bytes() } else { None }
     }
 
+    /// The plan to ask for once more, when it is time to end the doubt: the one in force, or one that takes no more.
+    ///
+    /// A running answer may have come to use the larger KV capacity of a plan that was carried out in part: then the engine
+    /// keeps that, and layers that would not fit beside it are not asked for.
+    pub(super) fn take_unconfirmed(&mut self, now: Timestamp) -> Option<EnginePlan> {
+        let plan = self.plans.take_unconfirmed(now)?;
+        let capacity = self.plans.doubtful.values().map(|doubtful| doubtful.kv_capacity).max();
+        let larger = capacity.filter(|_| !self.is_idle()).zip(self.shape()).zip(self.limits());
+        let larger = larger.and_then(|((capacity, shape), limits)| {
+            shape.with_capacity(
+                &plan,
+                (capacity, capacity),
+                shape.plan_bytes(&plan),
+                &limits.at_chunk(plan.prefill_chunk),
+            )
+        });
+        Some(larger.unwrap_or(plan))
+    }
+
     /// Its share that is kept against every class: its floor, while it is loaded or comes back.
     pub(super) fn keeps(&self) -> Option<Bytes> {
         if self.lease.is_some() { self.floor_bytes() } else { self.returning() }
@@ -560,8 +589,7 @@ impl Plans {
         self.confirm_at = Some(confirm_at.at());
     }
 
-    /// The plan to ask for once more, when it is time to end the doubt.
-    pub(super) fn take_unconfirmed(&mut self, now: Timestamp) -> Option<EnginePlan> {
+    fn take_unconfirmed(&mut self, now: Timestamp) -> Option<EnginePlan> {
         self.confirm_at.take_if(|at| *at <= now)?;
         self.in_force.clone().filter(|_| self.pending.is_empty())
     }
@@ -580,6 +608,10 @@ fn larger_of_both(one: &EnginePlan, other: &EnginePlan) -> EnginePlan {
         kv_type: one.kv_type.max(other.kv_type),
     }
 }
+
+/// Tokens of a running answer that no shed takes the room of. Our choice: two blocks, of which it has written one when it
+/// asks for more, and some sentences of speech where there is nothing more to have.
+const ANSWER_AHEAD: u32 = 128;
 
 /// How long a capacity that a sequence needs, and the chunk that is under way, are not reclaimed again.
 const PINNED_FOR: Duration = Duration::from_secs(1);

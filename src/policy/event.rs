@@ -117,6 +117,12 @@ pub enum Event {
         /// Tokens that the last answer has left there while nothing runs: the next prompt may go on from them.
         #[serde(default)]
         kv_kept: u32,
+        /// Tokens of the running answer's prompt.
+        #[serde(default)]
+        kv_prompt: u32,
+        /// Tokens that its prompt and the answer may come to. A journal of before has neither.
+        #[serde(default)]
+        kv_most: u32,
         /// Tokens that the running sequence may lose, the oldest behind those that stay.
         #[serde(default)]
         kv_droppable: u32,
@@ -169,7 +175,8 @@ pub enum Event {
     /// A client's request needs, or would like, more KV capacity than is in force.
     ///
     /// Capacity that is needed comes from layers where nothing may grow: dwell, back-off and an operator's shed all
-    /// stay.
+    /// stay. For an answer that is being written it also comes from what is free, dwell or not, and from layers at
+    /// Critical: without it the sentence would end.
     CapacityWanted {
         /// Tokens without which the request cannot be served; zero if there are enough for it.
         needed: Tokens,
@@ -178,6 +185,9 @@ pub enum Event {
         /// Whose request it is, where clients have keys. A journal of before has none.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         client: Option<String>,
+        /// Whether its answer is being written, and ends without it.
+        #[serde(default)]
+        is_running: bool,
     },
     /// An operator wants `bytes` back from the engine, now.
     OperatorShed { ticket: Ticket, bytes: Bytes },

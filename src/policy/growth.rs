@@ -392,17 +392,29 @@ pub(super) fn has_room(state: &State, more: Bytes) -> bool {
 }
 
 /// The plan that gives a request the KV capacity that it needs, or would like.
-pub(super) fn capacity_plan(state: &State, needed: Tokens, wanted: Tokens) -> Result<EnginePlan, GrowthWait> {
+///
+/// What one needs that `is_running` comes from layers at any level, since that takes nothing from anybody else, and from
+/// what is free although the dwell is not over.
+pub(super) fn capacity_plan(
+    state: &State,
+    needed: Tokens,
+    wanted: Tokens,
+    is_running: bool,
+) -> Result<EnginePlan, GrowthWait> {
     if state.draining {
         return Err(GrowthWait::Draining);
     }
     let level = state.pressure.level();
-    if level == PressureLevel::Critical {
+    if level == PressureLevel::Critical && !is_running {
         return Err(GrowthWait::Pressure { level });
     }
     let growth = engine_view(state, room(state).unwrap_or_default())?;
     let waits = waits(state);
-    let more = if waits.is_some() { Bytes::ZERO } else { growth.room.bytes() };
+    let (wanted, more) = match waits {
+        None => (wanted, growth.room.bytes()),
+        Some(GrowthWait::Dwell { .. }) if is_running => (needed, growth.room.bytes()),
+        Some(_) => (wanted, Bytes::ZERO),
+    };
     let limits = growth.limits.at_chunk(growth.goal.prefill_chunk);
     let now = growth.shape.plan_bytes(growth.goal);
     let plan = growth.shape.with_capacity(growth.goal, (needed, wanted), now.saturating_add(more), &limits);

@@ -130,6 +130,49 @@ fn a_plan_below_what_a_running_answer_uses_is_raised_and_the_answer_goes_on() {
     stage.stop();
 }
 
+/// The request, with as much KV capacity as the model can have, where it asks for it.
+fn may_grow(request: GenerateRequest) -> GenerateRequest {
+    GenerateRequest { grows_to: Tokens::new(CONTEXT_MAX), ..request }
+}
+
+#[test]
+fn an_answer_asks_for_room_before_it_has_none_and_goes_on_as_if_it_had_had_it_all_along() {
+    let mut stage = Stage::new(Setting::default(), babble);
+    let whole = stage.ask(limited(1, "a", 300));
+    assert_eq!(whole.tokens.len(), 300);
+    stage.handle.apply(1, plan(2 * BLOCK));
+    assert!(matches!(stage.command_event(), EngineEvent::Applied { revision: 1, .. }));
+    let mut stream = stage.handle.generate(may_grow(limited(2, "a", 300))).unwrap();
+    let mut revision = 1;
+    let mut needs = Vec::new();
+    while needs.last().is_none_or(|needed| *needed < 301) {
+        match stage.events.blocking_recv().unwrap() {
+            EngineEvent::CapacityWanted { needed, wanted, .. } => {
+                assert_eq!(wanted, Tokens::new(301), "the prompt of one token, and 300");
+                needs.push(needed.get());
+                revision += 1;
+                stage.handle.apply(revision, plan(needed.get()));
+            }
+            EngineEvent::ApplyFailed { revision, error } => panic!("{revision}: {error}"),
+            _ => {}
+        }
+    }
+    let answer = collect(&mut stream);
+    assert_eq!((answer.reason(), answer.tokens), (FinishReason::Length, whole.tokens));
+    assert!(needs.len() >= 2 && needs.is_sorted(), "{needs:?}");
+    stage.stop();
+}
+
+#[test]
+fn an_answer_that_gets_no_room_ends_and_says_why() {
+    let mut stage = Stage::new(Setting::default(), babble);
+    stage.handle.apply(1, plan(2 * BLOCK));
+    assert!(matches!(stage.command_event(), EngineEvent::Applied { revision: 1, .. }));
+    let answer = stage.ask(may_grow(limited(1, "a", 300)));
+    assert_eq!((answer.reason(), answer.tokens.len()), (FinishReason::Length, 2 * BLOCK as usize));
+    stage.stop();
+}
+
 #[test]
 fn a_finished_sequence_does_not_hold_capacity_against_a_plan() {
     let mut stage = Stage::new(Setting::default(), babble);

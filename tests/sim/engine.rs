@@ -153,9 +153,13 @@ impl Engine {
         })
     }
 
-    /// The running sequence grows, or ends and another begins; never while its chunk is to become smaller.
+    /// The running sequence grows, asks for more room than there is, or ends and another begins; never while its chunk is to become smaller.
     pub(crate) fn generate(&mut self, block: u32, rng: &mut ChaCha8Rng, calm: bool) -> Option<Event> {
         let capacity = self.in_force.as_ref()?.kv_capacity.get();
+        if self.requests > 0 && self.kv_used + block > capacity && rng.random_bool(0.5) {
+            let [needed, wanted] = [2, 8].map(|blocks| Tokens::new(self.kv_used + blocks * block));
+            return Some(Event::CapacityWanted { needed, wanted, client: None, is_running: true });
+        }
         let ends = self.smaller_chunk.is_none() && (calm || rng.random_bool(0.3));
         let kv_kept = if ends {
             (self.requests, self.kv_dropped) = (0, 0);
@@ -170,6 +174,9 @@ impl Engine {
             requests: self.requests,
             kv_used: self.kv_used,
             kv_kept,
+            kv_prompt: 0,
+            // Some answers are about to end.
+            kv_most: self.kv_used + self.kv_used % 256,
             kv_droppable: if self.may_drop { self.kv_used.saturating_sub(DROPS_NOT * block) } else { 0 },
             kv_dropped: self.kv_dropped,
             untouched: Bytes::ZERO,

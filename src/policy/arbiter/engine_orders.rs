@@ -48,7 +48,7 @@ pub(super) fn ask(cx: &mut Context<'_>, plan: EnginePlan, kind: PlanKind, reason
 pub(super) fn serve_deadlines(cx: &mut Context<'_>) {
     cx.state.engine.forget_past(cx.state.now);
     // A plan that was not answered may be in force all the same; so the one that should be is asked for once more.
-    if let Some(plan) = cx.state.engine.plans.take_unconfirmed(cx.state.now) {
+    if let Some(plan) = cx.state.engine.take_unconfirmed(cx.state.now) {
         cx.decide(EngineDecision::Unconfirmed);
         ask(cx, plan, PlanKind::Shed, Some(PlanReason::Confirm));
     }

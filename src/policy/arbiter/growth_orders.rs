@@ -27,8 +27,9 @@ pub(super) fn grow_back(cx: &mut Context<'_>) {
 }
 
 /// A client's request needs more KV capacity, or would like it: from what may grow now, and what it needs from layers
-/// as well. Dwell, back-off and an operator's shed stay in force.
-pub(super) fn take_capacity_wanted(cx: &mut Context<'_>, needed: Tokens, wanted: Tokens) {
+/// as well. Dwell, back-off and an operator's shed stay in force; but see [`growth::capacity_plan`] for an answer that
+/// `is_running`.
+pub(super) fn take_capacity_wanted(cx: &mut Context<'_>, needed: Tokens, wanted: Tokens, is_running: bool) {
     let Some(present) = cx.state.engine.goal().map(|plan| plan.kv_capacity) else {
         return;
     };
@@ -36,7 +37,7 @@ pub(super) fn take_capacity_wanted(cx: &mut Context<'_>, needed: Tokens, wanted:
     if wanted <= present {
         return;
     }
-    let grown = growth::capacity_plan(cx.state, needed, wanted).and_then(|plan| {
+    let grown = growth::capacity_plan(cx.state, needed, wanted, is_running).and_then(|plan| {
         let engine = &cx.state.engine;
         let change = PlanChange::of(engine.shape(), engine.goal().unwrap_or(&plan), &plan);
         let bytes = cx.state.engine.bytes_in(&plan);

@@ -162,7 +162,7 @@ async fn a_lease_that_needs_a_shed_is_granted_while_an_answer_goes_on_unchanged(
     let daemon = installation.start().await;
     daemon.whole().await;
     let story = json!({
-        "messages": [{"role": "user", "content": STORY}], "max_tokens": 1000, "temperature": 2.0, "seed": 3,
+        "messages": [{"role": "user", "content": STORY}], "max_tokens": 1500, "temperature": 2.0, "seed": 3,
         "response_format": long_form(),
     });
     let undisturbed = content(&daemon.chat(story.clone()).await);

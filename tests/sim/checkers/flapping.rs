@@ -1,7 +1,11 @@
-//! The level falls at most once per dwell, and nothing grows back within the dwell after a shed.
+//! The level falls at most once per dwell, and nothing grows back within the dwell after a shed, but for the KV blocks
+//! without which the running answer would end.
 
 use cotenant::{
-    policy::event::{Action, Event},
+    policy::{
+        event::{Action, Event},
+        residency::{EnginePlan, ModelShape},
+    },
     units::Timestamp,
 };
 
@@ -45,6 +49,7 @@ impl Checker for Flapping {
                     if bytes < before {
                         self.shed_at = Some(step.now);
                     } else if bytes > before
+                        && !is_for_the_answer(step.event, plan, shape)
                         && let Some(at) = self.shed_at
                         && step.now.saturating_since(at) < dwell
                     {
@@ -59,4 +64,14 @@ impl Checker for Flapping {
         }
         Ok(())
     }
+}
+
+/// Whether a plan has no more KV capacity than the running answer needs, and nothing else that is new can be in it: a
+/// request for capacity never adds layers.
+fn is_for_the_answer(event: &Event, plan: &EnginePlan, shape: &ModelShape) -> bool {
+    let block = shape.kv.block_tokens.get();
+    let Event::CapacityWanted { needed, is_running: true, .. } = event else {
+        return false;
+    };
+    plan.kv_capacity.get() <= needed.get().next_multiple_of(block)
 }

@@ -343,6 +343,8 @@ impl Home {
                     requests: u32::from(letter == Letter::Talk),
                     kv_used: self.kv_used,
                     kv_kept: 0,
+                    kv_prompt: 0,
+                    kv_most: 0,
                     kv_droppable: 0,
                     kv_dropped: 0,
                     untouched: Bytes::ZERO,

@@ -270,3 +270,93 @@ fn what_is_shed_next_is_what_is_shed_then() {
     let (_, plan) = at_once.or_else(|| rig.plan_asked()).unwrap();
     assert!(plan.kv_capacity < Tokens::new(4096), "{plan:?}");
 }
+
+/// An answer of up to `most` tokens that has used `used`.
+fn answering(used: u32, most: u32) -> Event {
+    let [used, most] = [used, most].map(Tokens::new);
+    activity(1, KvUse { used, expected: most, ..KvUse::default() })
+}
+
+#[test]
+fn a_shed_leaves_a_running_answer_room_for_its_next_sentences() {
+    let capacity_after = |answer| {
+        let mut rig = Rig::with_engine_ready(params());
+        rig.tell(answer);
+        rig.operator_shed(mib(120));
+        rig.plan_asked().unwrap().1.kv_capacity.get()
+    };
+    assert_eq!(capacity_after(answering(1000, 4000)), 1152, "1000 tokens and 128, in blocks of 64");
+    assert_eq!(capacity_after(answering(1000, 1030)), 1088, "no more than it may come to");
+    let prompt = Event::EngineActivity {
+        requests: 1,
+        kv_used: 128,
+        kv_kept: 0,
+        kv_prompt: 2000,
+        kv_most: 4000,
+        kv_droppable: 0,
+        kv_dropped: 0,
+        untouched: Bytes::ZERO,
+    };
+    assert_eq!(capacity_after(prompt), 2176, "a prompt that is being read keeps its room");
+}
+
+/// An engine that has just lost KV capacity while it answers, at Critical: its plan, and what it holds.
+fn shed_while_answering() -> (Rig, EnginePlan, Bytes) {
+    let mut rig = Rig::with_engine_ready(params());
+    rig.tell(answering(1000, 4000));
+    rig.samples(385);
+    let held = rig.engine_applies();
+    rig.wait(10).sample(385);
+    assert_eq!((rig.snapshot().pressure.level, rig.plan_asked()), (PressureLevel::Critical, None));
+    let plan = rig.snapshot().engine.in_force.unwrap();
+    assert!(!plan.resident.is_empty() && plan.kv_capacity < Tokens::new(2000), "{plan:?}");
+    (rig, plan, held)
+}
+
+#[test]
+fn a_running_answer_gets_room_from_layers_even_at_critical() {
+    let (mut rig, before, held) = shed_while_answering();
+    let needed = before.kv_capacity.get() + 128;
+    rig.wants_capacity(needed, 4000);
+    assert_eq!(rig.plan_asked(), None, "a request that has not begun waits");
+    rig.answer_wants_capacity(needed, 4000);
+    let (_, plan) = rig.plan_asked().unwrap();
+    assert!(plan.kv_capacity >= Tokens::new(needed) && plan.resident.len() < before.resident.len(), "{plan:?}");
+    assert!(shape().plan_bytes(&plan) <= held, "{plan:?}");
+}
+
+#[test]
+fn room_that_a_plan_gave_before_it_failed_stays_with_the_answer_that_uses_it() {
+    let (mut rig, before, held) = shed_while_answering();
+    let needed = before.kv_capacity.get() + 128;
+    rig.answer_wants_capacity(needed, 4000);
+    let (revision, _) = rig.plan_asked().unwrap();
+    rig.engine_refuses(revision);
+    rig.tell(answering(needed - 10, 4000));
+    rig.pass(10_000);
+    let (_, plan) = rig.plan_asked().unwrap();
+    assert!(plan.kv_capacity >= Tokens::new(needed), "{plan:?}");
+    assert!(shape().plan_bytes(&plan) <= held, "{plan:?}");
+}
+
+#[test]
+fn a_running_answer_gets_what_it_needs_and_no_more_of_what_is_free_before_the_dwell_is_over() {
+    let mut rig = Rig::with_engine_ready(params());
+    rig.tell(answering(1000, 4000));
+    rig.operator_shed(mib(40));
+    rig.engine_applies();
+    rig.wait(10).sample(90);
+    let before = rig.snapshot().engine.in_force.unwrap();
+    let needed = before.kv_capacity.get() + 128;
+    rig.wants_capacity(needed, 4000);
+    let (_, plan) = rig.plan_asked().unwrap();
+    assert!(plan.resident.len() < before.resident.len(), "a request that has not begun gets it from layers: {plan:?}");
+    let mut rig = Rig::with_engine_ready(params());
+    rig.tell(answering(1000, 4000));
+    rig.operator_shed(mib(40));
+    rig.engine_applies();
+    rig.wait(10).sample(90);
+    rig.answer_wants_capacity(needed, 4000);
+    let (_, plan) = rig.plan_asked().unwrap();
+    assert_eq!((plan.kv_capacity, &plan.resident), (Tokens::new(needed), &before.resident), "{plan:?}");
+}

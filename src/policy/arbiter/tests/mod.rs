@@ -101,6 +101,8 @@ pub(super) fn activity(requests: u32, kv: KvUse) -> Event {
         requests,
         kv_used: kv.used.get(),
         kv_kept: kv.kept.get(),
+        kv_prompt: 0,
+        kv_most: kv.expected.get(),
         kv_droppable: kv.droppable.get(),
         kv_dropped: kv.dropped.get(),
         untouched: kv.untouched,
@@ -264,7 +266,13 @@ impl Rig {
 
     pub(super) fn wants_capacity(&mut self, needed: u32, wanted: u32) {
         let (needed, wanted) = (Tokens::new(needed), Tokens::new(wanted));
-        self.tell(Event::CapacityWanted { needed, wanted, client: None });
+        self.tell(Event::CapacityWanted { needed, wanted, client: None, is_running: false });
+    }
+
+    /// The answer that is being written comes to the end of its room.
+    pub(super) fn answer_wants_capacity(&mut self, needed: u32, wanted: u32) {
+        let (needed, wanted) = (Tokens::new(needed), Tokens::new(wanted));
+        self.tell(Event::CapacityWanted { needed, wanted, client: None, is_running: true });
     }
 
     pub(super) fn engine_fails(&mut self, left: Option<Bytes>) {
