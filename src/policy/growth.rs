@@ -393,8 +393,9 @@ pub(super) fn has_room(state: &State, more: Bytes) -> bool {
 
 /// The plan that gives a request the KV capacity that it needs, or would like.
 ///
-/// What one needs that `is_running` comes from layers at any level, since that takes nothing from anybody else, and from
-/// what is free although the dwell is not over.
+/// What one needs that `is_running` comes from what is free although the dwell is not over, and no more than that, for layers
+/// come back before capacity that no token has touched. Else it comes from layers, at any level, since that takes nothing
+/// from anybody else: all that the first of them leaves, so that the next is not given for the next block.
 pub(super) fn capacity_plan(
     state: &State,
     needed: Tokens,
@@ -410,14 +411,21 @@ pub(super) fn capacity_plan(
     }
     let growth = engine_view(state, room(state).unwrap_or_default())?;
     let waits = waits(state);
-    let (wanted, more) = match waits {
-        None => (wanted, growth.room.bytes()),
-        Some(GrowthWait::Dwell { .. }) if is_running => (needed, growth.room.bytes()),
-        Some(_) => (wanted, Bytes::ZERO),
+    let more = match waits {
+        None => growth.room.bytes(),
+        Some(GrowthWait::Dwell { .. }) if is_running => growth.room.bytes(),
+        Some(_) => Bytes::ZERO,
     };
     let limits = growth.limits.at_chunk(growth.goal.prefill_chunk);
     let now = growth.shape.plan_bytes(growth.goal);
-    let plan = growth.shape.with_capacity(growth.goal, (needed, wanted), now.saturating_add(more), &limits);
+    let with =
+        |wanted, more| growth.shape.with_capacity(growth.goal, (needed, wanted), now.saturating_add(more), &limits);
+    let plan = if is_running {
+        let beside = with(needed, more).filter(|plan| plan.resident == growth.goal.resident);
+        beside.or_else(|| with(wanted, Bytes::ZERO))
+    } else {
+        with(wanted, more)
+    };
     plan.ok_or_else(|| {
         let tokens = needed.max(wanted).get().saturating_sub(growth.goal.kv_capacity.get());
         let step = growth.shape.kv.capacity_bytes(Tokens::new(tokens), growth.goal.kv_type);

@@ -10,6 +10,9 @@ pub(crate) enum Isa {
     /// Dot products of bytes, which arm64 may have since Armv8.2 (`FEAT_DotProd`).
     #[cfg(target_arch = "aarch64")]
     Dotprod,
+    /// These, and products of matrices of bytes, which it may have since Armv8.6 (`FEAT_I8MM`).
+    #[cfg(target_arch = "aarch64")]
+    I8mm,
     /// AVX2 with FMA and F16C.
     #[cfg(target_arch = "x86_64")]
     Avx2,
@@ -27,6 +30,8 @@ impl Isa {
         Self::Baseline,
         #[cfg(target_arch = "aarch64")]
         Self::Dotprod,
+        #[cfg(target_arch = "aarch64")]
+        Self::I8mm,
         #[cfg(target_arch = "x86_64")]
         Self::Avx2,
         #[cfg(target_arch = "x86_64")]
@@ -71,6 +76,8 @@ impl Isa {
             Self::Baseline => true,
             #[cfg(target_arch = "aarch64")]
             Self::Dotprod => std::arch::is_aarch64_feature_detected!("dotprod"),
+            #[cfg(target_arch = "aarch64")]
+            Self::I8mm => Self::Dotprod.is_reported() && std::arch::is_aarch64_feature_detected!("i8mm"),
             #[cfg(target_arch = "x86_64")]
             Self::Avx2 => {
                 std::arch::is_x86_feature_detected!("avx2")
@@ -105,6 +112,13 @@ impl Isa {
                 }
                 // SAFETY: as above.
                 unsafe { sdot() };
+            }),
+            #[cfg(target_arch = "aarch64")]
+            Self::I8mm => Some(|| {
+                // SAFETY: as above.
+                unsafe {
+                    asm!(".arch_extension i8mm", "smmla v0.4s, v0.16b, v0.16b", out("v0") _, options(nomem, nostack));
+                };
             }),
             #[cfg(target_arch = "x86_64")]
             Self::Avx2 => Some(|| {
@@ -149,6 +163,8 @@ impl Isa {
             Self::Baseline => "baseline",
             #[cfg(target_arch = "aarch64")]
             Self::Dotprod => "dotprod",
+            #[cfg(target_arch = "aarch64")]
+            Self::I8mm => "i8mm",
             #[cfg(target_arch = "x86_64")]
             Self::Avx2 => "avx2",
             #[cfg(target_arch = "x86_64")]
@@ -230,8 +246,10 @@ macro_rules! kernel {
             match isa {
                 $crate::engine::backend::cpu::isa::Isa::Baseline => body($($arg),*),
                 #[cfg(target_arch = "aarch64")]
-                // Nothing in a body gains by it: what dot products of bytes are for has kernels by hand.
-                $crate::engine::backend::cpu::isa::Isa::Dotprod => body($($arg),*),
+                // Nothing in a body gains by them: what products of bytes are for has kernels by hand.
+                $crate::engine::backend::cpu::isa::Isa::Dotprod | $crate::engine::backend::cpu::isa::Isa::I8mm => {
+                    body($($arg),*)
+                }
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: these sets are only chosen where the machine has them (`Isa::available`).
                 $crate::engine::backend::cpu::isa::Isa::Avx2 | $crate::engine::backend::cpu::isa::Isa::AvxVnni => unsafe {

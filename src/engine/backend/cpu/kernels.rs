@@ -46,6 +46,8 @@ impl Kernels {
             Isa::Baseline => &BASELINE,
             #[cfg(target_arch = "aarch64")]
             Isa::Dotprod => &DOTPROD,
+            #[cfg(target_arch = "aarch64")]
+            Isa::I8mm => &I8MM,
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => &AVX2,
             #[cfg(target_arch = "x86_64")]
@@ -64,28 +66,39 @@ impl Kernels {
 
 const BASELINE: Kernels = Kernels { products: &[], widen: None, turn: None, score: None, weigh: None, delta: None };
 
+/// Products of every type on arm64, those of quantised rows with many tokens by products of matrices or not.
+#[cfg(target_arch = "aarch64")]
+macro_rules! products_neon {
+    ($matrix:literal) => {
+        [
+            (GgmlDType::Q4K, neon::rows_q4k::<$matrix>),
+            (GgmlDType::Q5K, neon::rows_q5k::<$matrix>),
+            (GgmlDType::Q6K, neon::rows_q6k::<$matrix>),
+            (GgmlDType::Q8_0, neon::rows_q8_0::<$matrix>),
+            (GgmlDType::Q4_0, neon::rows_q4_0::<$matrix>),
+            (GgmlDType::Q4_1, neon::rows_q4_1::<$matrix>),
+            (GgmlDType::Q5_0, neon::rows_q5_0::<$matrix>),
+            (GgmlDType::Q5_1, neon::rows_q5_1::<$matrix>),
+            (GgmlDType::Q3K, neon::rows_q3k::<$matrix>),
+            (GgmlDType::Q2K, neon::rows_q2k::<$matrix>),
+            (GgmlDType::F16, floats::neon::rows::<{ floats::F16 }>),
+            (GgmlDType::BF16, floats::neon::rows::<{ floats::BF16 }>),
+            (GgmlDType::F32, floats::neon::rows::<{ floats::F32 }>),
+        ]
+    };
+}
+
 #[cfg(target_arch = "aarch64")]
 static DOTPROD: Kernels = Kernels {
-    products: &[
-        (GgmlDType::Q4K, neon::rows_q4k),
-        (GgmlDType::Q5K, neon::rows_q5k),
-        (GgmlDType::Q6K, neon::rows_q6k),
-        (GgmlDType::Q8_0, neon::rows_q8_0),
-        (GgmlDType::Q4_0, neon::rows_q4_0),
-        (GgmlDType::Q4_1, neon::rows_q4_1),
-        (GgmlDType::Q5_0, neon::rows_q5_0),
-        (GgmlDType::Q5_1, neon::rows_q5_1),
-        (GgmlDType::Q3K, neon::rows_q3k),
-        (GgmlDType::Q2K, neon::rows_q2k),
-        (GgmlDType::F16, floats::neon::rows::<{ floats::F16 }>),
-        (GgmlDType::BF16, floats::neon::rows::<{ floats::BF16 }>),
-        (GgmlDType::F32, floats::neon::rows::<{ floats::F32 }>),
-    ],
+    products: &products_neon!(false),
     turn: Some(flash_tiles::turn),
     score: Some(flash_tiles::score),
     weigh: Some((flash_tiles::weigh, LANES)),
     ..BASELINE
 };
+
+#[cfg(target_arch = "aarch64")]
+static I8MM: Kernels = Kernels { products: &products_neon!(true), ..DOTPROD };
 
 /// Products of every quantised type in registers of 256 bits, with the instructions of a set.
 #[cfg(target_arch = "x86_64")]

@@ -33,12 +33,13 @@ macro_rules! rows {
         ///
         /// # Safety
         ///
-        /// The machine has the instructions of [`Isa::Dotprod`](super::isa::Isa::Dotprod); `rows` is as its fields say.
+        /// The machine has the instructions of [`Isa::Dotprod`](super::isa::Isa::Dotprod), and with `MATRIX` those of
+        /// [`Isa::I8mm`](super::isa::Isa::I8mm); `rows` is as its fields say.
         #[target_feature(enable = "neon,dotprod")]
-        pub(super) unsafe fn $name(rows: &Rows<'_>) {
+        pub(super) unsafe fn $name<const MATRIX: bool>(rows: &Rows<'_>) {
             if rows.tokens >= TOKENS_MIN {
                 // SAFETY: passed on.
-                unsafe { neon_tile::$name(rows) };
+                unsafe { neon_tile::$name::<MATRIX>(rows) };
                 return;
             }
             let count = rows.weights.len() / rows.row_bytes.max(1);

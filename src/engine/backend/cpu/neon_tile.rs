@@ -1,5 +1,5 @@
-//! Products of quantised rows with many tokens for arm64 with dot products of bytes: four rows in the lanes of a register,
-//! eight at a time.
+//! Products of quantised rows with many tokens for arm64 with dot products of bytes, and with products of their matrices
+//! where `MATRIX` is set (`FEAT_I8MM`): four rows in the lanes of a register, eight at a time.
 //!
 //! A block of eight rows is unpacked once into groups of four columns, four rows side by side, which stay in the first-level
 //! cache while all tokens go through them: one `sdot` by an element then multiplies four columns of four rows with those
@@ -7,8 +7,12 @@
 //! and four tokens make a tile of eight running sums, for which twelve loads serve 32 dot products. The unpacked block and the
 //! sums are at most 21 KiB on the stack; nothing is kept.
 //!
+//! With products of matrices a register has eight columns of two rows, and one `smmla` multiplies them with those of two
+//! tokens: half as many instructions. Its sums are of two rows by two tokens, and become lanes of four rows at the end of a
+//! block.
+//!
 //! The order of every sum is the one of [`neon`](super::neon), so that a chunk of one token and a chunk of many yield the same
-//! bits.
+//! bits, with either set.
 
 use std::{
     arch::{aarch64::*, asm},
@@ -49,7 +53,8 @@ const COLUMNS: usize = 16;
 /// Blocks of 32 columns that are unpacked together.
 const BLOCKS: usize = 16;
 
-/// Sixteen columns of all rows: of each four rows, of each four columns, a register.
+/// Sixteen columns of all rows: of each four rows, of each four columns, a register; with `MATRIX` of each two rows, of each
+/// eight columns.
 type Columns = [[int8x16_t; COLUMNS / 4]; PARTS];
 
 /// One block of 256 columns of all rows.
@@ -201,10 +206,23 @@ fn side_by_side(rows: [int16x8_t; LANES]) -> [int16x4_t; 8] {
 /// Sixteen columns of each of four rows as [`Columns`] has them.
 #[inline]
 #[target_feature(enable = "neon")]
-fn turn(rows: [int8x16_t; LANES], turned: &mut [int8x16_t; COLUMNS / 4]) {
+fn turn<const MATRIX: bool>(rows: [int8x16_t; LANES], turned: &mut [int8x16_t; COLUMNS / 4]) {
+    let [a, b, c, d] = rows;
+    if MATRIX {
+        *turned = [eights::<0>(a, b), eights::<1>(a, b), eights::<0>(c, d), eights::<1>(c, d)];
+        return;
+    }
     let [a, b, c, d] = rows.map(|row| vreinterpretq_s32_s8(row));
     // SAFETY: 64 bytes.
     unsafe { vst4q_s32(turned.as_mut_ptr().cast(), int32x4x4_t(a, b, c, d)) };
+}
+
+/// The first or the last eight columns of two rows or tokens.
+#[inline]
+#[target_feature(enable = "neon")]
+fn eights<const HALF: usize>(a: int8x16_t, b: int8x16_t) -> int8x16_t {
+    let (a, b) = (vreinterpretq_s64_s8(a), vreinterpretq_s64_s8(b));
+    vreinterpretq_s8_s64(if HALF == 0 { vzip1q_s64(a, b) } else { vzip2q_s64(a, b) })
 }
 
 /// Where the rows from `first` start; the last one stands in for those that are not there.
@@ -256,15 +274,16 @@ macro_rules! super_tiles {
         ///
         /// # Safety
         ///
-        /// The machine has the instructions of [`Isa::Dotprod`](super::isa::Isa::Dotprod); `rows` is as its fields say.
+        /// The machine has the instructions of [`Isa::Dotprod`](super::isa::Isa::Dotprod), and with `MATRIX` those of
+        /// [`Isa::I8mm`](super::isa::Isa::I8mm); `rows` is as its fields say.
         #[target_feature(enable = "neon,dotprod")]
-        pub(super) unsafe fn $name(rows: &Rows<'_>) {
+        pub(super) unsafe fn $name<const MATRIX: bool>(rows: &Rows<'_>) {
             /// # Safety
             ///
             /// `starts` are blocks of this type.
             #[inline]
             #[target_feature(enable = "neon")]
-            unsafe fn unpack(starts: &[*const u8; ROWS], unpacked: &mut Unpacked) {
+            unsafe fn unpack<const MATRIX: bool>(starts: &[*const u8; ROWS], unpacked: &mut Unpacked) {
                 let less = vdupq_n_s8($less);
                 for (part, four) in starts.chunks_exact(LANES).enumerate() {
                     // SAFETY: the caller's promise.
@@ -279,7 +298,7 @@ macro_rules! super_tiles {
                         for (four, quants) in four.iter_mut().zip(&quants) {
                             *four = vsubq_s8(quants[at / 2][at % 2], less);
                         }
-                        turn(four, &mut columns[part]);
+                        turn::<MATRIX>(four, &mut columns[part]);
                     }
                 }
             }
@@ -294,11 +313,13 @@ macro_rules! super_tiles {
                     sums[..tokens].fill([[vdupq_n_f32(0.0); 2]; PARTS]);
                     for index in 0..blocks {
                         // SAFETY: blocks of whole rows.
-                        unsafe { unpack(&starts.map(|start| start.wrapping_add(index * $bytes)), &mut unpacked) };
+                        unsafe {
+                            unpack::<MATRIX>(&starts.map(|start| start.wrapping_add(index * $bytes)), &mut unpacked);
+                        };
                         let place = (index * Q8K_BYTES, blocks * Q8K_BYTES + index * Q8K_SUMS);
                         // SAFETY: copies of that many tokens, each with this block.
                         unsafe {
-                            for_tokens!(tokens, |token| multiply[$sub, $mins](
+                            for_tokens!(tokens, |token| multiply[$sub, $mins, MATRIX](
                                 &unpacked, rows, from + token, place, &mut sums[token..],
                             ));
                         }
@@ -342,7 +363,7 @@ super_tiles! {
 ///
 /// There are copies of these tokens, and they have such a block.
 #[target_feature(enable = "neon,dotprod")]
-unsafe fn multiply<const N: usize, const SUB: usize, const MINS: bool>(
+unsafe fn multiply<const N: usize, const SUB: usize, const MINS: bool, const MATRIX: bool>(
     unpacked: &Unpacked,
     rows: &Rows<'_>,
     token: usize,
@@ -354,25 +375,29 @@ unsafe fn multiply<const N: usize, const SUB: usize, const MINS: bool>(
     };
     let copies: [_; N] = std::array::from_fn(|ahead| rows.copy(token + ahead));
     let zero = vdupq_n_s32(0);
-    let mut totals = [[zero; PARTS]; N];
+    let mut totals = [[zero; PARTS]; STEP];
     // A loop that is not unrolled: unrolled, the sums of all its turns would not fit into registers.
     for sub in 0..hint::black_box(SUPER / SUB) {
-        let mut products = [[zero; PARTS]; N];
+        let mut products = [[zero; PARTS]; STEP];
         for part in 0..SUB / COLUMNS {
             let at = sub * (SUB / COLUMNS) + part;
             // SAFETY: as many as a block has, and the quants of as many columns of a token.
             unsafe {
                 let columns = unpacked.quants.get_unchecked(at);
-                add_columns(columns, &copies, place.0 + 4 + COLUMNS * at, &mut products);
+                add_columns::<N, MATRIX>(columns, &copies, place.0 + 4 + COLUMNS * at, &mut products);
             }
         }
         for part in 0..PARTS {
             // SAFETY: one for each.
             let scale = unsafe { unpacked.scales.get_unchecked(sub) }[part];
-            for ahead in 0..N {
-                totals[ahead][part] = vmlaq_s32(totals[ahead][part], products[ahead][part], scale);
+            let scales = if MATRIX { [vzip1q_s32(scale, scale), vzip2q_s32(scale, scale)] } else { [scale; 2] };
+            for at in 0..registers::<N, MATRIX>() {
+                totals[at][part] = vmlaq_s32(totals[at][part], products[at][part], scales[at % 2]);
             }
         }
+    }
+    if MATRIX {
+        by_token::<N>(&mut totals);
     }
     for (ahead, sums) in sums.iter_mut().enumerate() {
         // SAFETY: the block's factor.
@@ -404,6 +429,47 @@ unsafe fn multiply<const N: usize, const SUB: usize, const MINS: bool>(
     }
 }
 
+/// Sums of each four rows and each token in lanes of rows; with `MATRIX` of each two rows and two tokens, and of a pair of
+/// tokens first those of the first two rows.
+type Products = [[int32x4_t; PARTS]; STEP];
+
+/// How many registers of each four rows have sums.
+const fn registers<const N: usize, const MATRIX: bool>() -> usize {
+    if MATRIX { 2 * N.div_ceil(2) } else { N }
+}
+
+/// Sums of two rows by two tokens as lanes of rows of each token.
+#[inline]
+#[target_feature(enable = "neon")]
+fn by_token<const N: usize>(sums: &mut Products) {
+    for pair in 0..N.div_ceil(2) {
+        for part in 0..PARTS {
+            let (first, last) = (sums[2 * pair][part], sums[2 * pair + 1][part]);
+            sums[2 * pair][part] = vuzp1q_s32(first, last);
+            sums[2 * pair + 1][part] = vuzp2q_s32(first, last);
+        }
+    }
+}
+
+/// Adds the products of eight columns of two rows with those of two tokens: a row of sums for each row. `vmmlaq_s32` is not
+/// stable yet. Who calls this has made sure of `FEAT_I8MM`, which is named for the assembler alone.
+#[inline]
+#[target_feature(enable = "neon")]
+fn matrix(mut sum: int32x4_t, rows: int8x16_t, tokens: int8x16_t) -> int32x4_t {
+    // SAFETY: one instruction on registers alone; the machine has it.
+    unsafe {
+        asm!(
+            ".arch_extension i8mm",
+            "smmla {sum:v}.4s, {rows:v}.16b, {tokens:v}.16b",
+            sum = inout(vreg) sum,
+            rows = in(vreg) rows,
+            tokens = in(vreg) tokens,
+            options(pure, nomem, nostack, preserves_flags)
+        );
+    }
+    sum
+}
+
 /// Adds the products of sixteen columns with those of `N` tokens, which are at `place` of their copies.
 ///
 /// # Safety
@@ -411,16 +477,31 @@ unsafe fn multiply<const N: usize, const SUB: usize, const MINS: bool>(
 /// There are sixteen quants at `place` of each copy.
 #[inline]
 #[target_feature(enable = "neon,dotprod")]
-unsafe fn add_columns<const N: usize>(
+unsafe fn add_columns<const N: usize, const MATRIX: bool>(
     columns: &Columns,
     copies: &[*const u8; N],
     place: usize,
-    products: &mut [[int32x4_t; PARTS]; N],
+    products: &mut Products,
 ) {
     let mut y = [vdupq_n_s8(0); N];
     for (y, copy) in y.iter_mut().zip(copies) {
         // SAFETY: the caller's promise.
         *y = unsafe { vld1q_s8(copy.add(place).cast()) };
+    }
+    if MATRIX {
+        // The last token stands in for one that is not there.
+        for pair in 0..N.div_ceil(2) {
+            let (first, second) = (y[2 * pair], y[(2 * pair + 1).min(N - 1)]);
+            let tokens = [eights::<0>(first, second), eights::<1>(first, second)];
+            for part in 0..PARTS {
+                for rows in 0..2 {
+                    let sum = &mut products[2 * pair + rows][part];
+                    *sum = matrix(*sum, columns[part][2 * rows], tokens[0]);
+                    *sum = matrix(*sum, columns[part][2 * rows + 1], tokens[1]);
+                }
+            }
+        }
+        return;
     }
     add_four::<0, N>(columns, &y, products);
     add_four::<1, N>(columns, &y, products);
@@ -431,11 +512,7 @@ unsafe fn add_columns<const N: usize>(
 /// Adds the products of four of sixteen columns.
 #[inline]
 #[target_feature(enable = "neon,dotprod")]
-fn add_four<const FOUR: usize, const N: usize>(
-    columns: &Columns,
-    y: &[int8x16_t; N],
-    products: &mut [[int32x4_t; PARTS]; N],
-) {
+fn add_four<const FOUR: usize, const N: usize>(columns: &Columns, y: &[int8x16_t; N], products: &mut Products) {
     for part in 0..PARTS {
         let weights = columns[part][FOUR];
         for (products, y) in products.iter_mut().zip(y) {
@@ -478,15 +555,20 @@ macro_rules! small_tiles {
         ///
         /// # Safety
         ///
-        /// The machine has the instructions of [`Isa::Dotprod`](super::isa::Isa::Dotprod); `rows` is as its fields say.
+        /// The machine has the instructions of [`Isa::Dotprod`](super::isa::Isa::Dotprod), and with `MATRIX` those of
+        /// [`Isa::I8mm`](super::isa::Isa::I8mm); `rows` is as its fields say.
         #[target_feature(enable = "neon,dotprod")]
-        pub(super) unsafe fn $name(rows: &Rows<'_>) {
+        pub(super) unsafe fn $name<const MATRIX: bool>(rows: &Rows<'_>) {
             /// # Safety
             ///
             /// At `starts` there are `count` blocks of this type.
             #[inline]
             #[target_feature(enable = "neon")]
-            unsafe fn unpack(starts: &[*const u8; ROWS], count: usize, unpacked: &mut UnpackedSmall) {
+            unsafe fn unpack<const MATRIX: bool>(
+                starts: &[*const u8; ROWS],
+                count: usize,
+                unpacked: &mut UnpackedSmall,
+            ) {
                 for at in 0..count {
                     for (part, four) in starts.chunks_exact(LANES).enumerate() {
                         let (mut quants, mut scale, mut min) = ([[vdupq_n_s8(0); 2]; LANES], [0f32; LANES], [0f32; LANES]);
@@ -502,8 +584,8 @@ macro_rules! small_tiles {
                             }
                         }
                         let [a, b, c, d] = quants;
-                        turn([a[0], b[0], c[0], d[0]], &mut unpacked.quants[at][0][part]);
-                        turn([a[1], b[1], c[1], d[1]], &mut unpacked.quants[at][1][part]);
+                        turn::<MATRIX>([a[0], b[0], c[0], d[0]], &mut unpacked.quants[at][0][part]);
+                        turn::<MATRIX>([a[1], b[1], c[1], d[1]], &mut unpacked.quants[at][1][part]);
                         // SAFETY: four numbers each.
                         (unpacked.scales[at][part], unpacked.mins[at][part]) =
                             unsafe { (vld1q_f32(scale.as_ptr()), vld1q_f32(min.as_ptr())) };
@@ -529,8 +611,8 @@ macro_rules! small_tiles {
                         let place = (index * Q8_0_BYTES, all * Q8_0_BYTES + index * 4, all * 4);
                         // SAFETY: blocks of whole rows, and copies of that many tokens, each with these blocks.
                         unsafe {
-                            unpack(&starts, blocks, &mut unpacked);
-                            for_tokens!(tokens, |token| multiply_small[$minimum](
+                            unpack::<MATRIX>(&starts, blocks, &mut unpacked);
+                            for_tokens!(tokens, |token| multiply_small[$minimum, MATRIX](
                                 &unpacked, blocks, rows, from + token, place, &mut sums[token..],
                             ));
                         }
@@ -575,7 +657,7 @@ small_tiles! {
 ///
 /// There are copies of these tokens, and they have such blocks.
 #[target_feature(enable = "neon,dotprod")]
-unsafe fn multiply_small<const N: usize, const MINIMUM: bool>(
+unsafe fn multiply_small<const N: usize, const MINIMUM: bool, const MATRIX: bool>(
     unpacked: &UnpackedSmall,
     blocks: usize,
     rows: &Rows<'_>,
@@ -594,12 +676,16 @@ unsafe fn multiply_small<const N: usize, const MINIMUM: bool>(
             *running = sums[number];
         }
         for at in (number..blocks.min(BLOCKS)).step_by(SUMS) {
-            let mut products = [[vdupq_n_s32(0); PARTS]; N];
+            let mut products = [[vdupq_n_s32(0); PARTS]; STEP];
             for (half, columns) in unpacked.quants[at].iter().enumerate() {
                 // SAFETY: the quants of as many columns of a token, behind their scale.
                 unsafe {
-                    add_columns(columns, &copies, place.0 + at * Q8_0_BYTES + 2 + COLUMNS * half, &mut products);
+                    let place = place.0 + at * Q8_0_BYTES + 2 + COLUMNS * half;
+                    add_columns::<N, MATRIX>(columns, &copies, place, &mut products);
                 }
+            }
+            if MATRIX {
+                by_token::<N>(&mut products);
             }
             for ahead in 0..N {
                 // SAFETY: the block's factor, and -128 times its sum.

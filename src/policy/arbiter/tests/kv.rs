@@ -360,3 +360,13 @@ fn a_running_answer_gets_what_it_needs_and_no_more_of_what_is_free_before_the_dw
     let (_, plan) = rig.plan_asked().unwrap();
     assert_eq!((plan.kv_capacity, &plan.resident), (Tokens::new(needed), &before.resident), "{plan:?}");
 }
+
+#[test]
+fn a_layer_that_a_running_answer_takes_serves_it_for_more_than_one_block() {
+    let (mut rig, before, _) = shed_while_answering();
+    rig.answer_wants_capacity(before.kv_capacity.get() + 64, 4000);
+    let (_, plan) = rig.plan_asked().unwrap();
+    // A layer of 10 MiB is 640 tokens, less the ring where it is the first one.
+    assert_eq!(plan.resident.len() + 1, before.resident.len(), "{plan:?}");
+    assert!(plan.kv_capacity.get() >= before.kv_capacity.get() + 512, "{plan:?}");
+}
