@@ -101,6 +101,13 @@ impl Mapping {
         Some(unsafe { std::slice::from_raw_parts(start.as_ptr(), len) })
     }
 
+    /// All of it, to be written.
+    #[must_use]
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: the whole mapping, borrowed by the only one who has it; initialised, as anonymous memory is zero.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
+    }
+
     /// How much of it the kernel has in memory now (`mincore`); zero when the kernel does not say.
     #[must_use]
     pub fn resident(&self) -> Bytes {

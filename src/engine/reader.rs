@@ -15,4 +15,4 @@ pub use file::{Extent, Source, WeightFile};
 pub use progress::ReadProgress;
 pub use rows::{RowReader, WantedRows};
 pub(super) use stream::PATIENCE_STEP;
-pub use stream::{Missing, Stream};
+pub use stream::{Missing, READERS, Stream};

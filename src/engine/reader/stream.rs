@@ -568,7 +568,7 @@ impl State {
 }
 
 /// Threads that read: with one of them, the disk idles whenever it waits for a processor.
-const READERS: usize = 2;
+pub const READERS: usize = 2;
 /// How often a waiter looks whether it should go on.
 pub(in crate::engine) const PATIENCE_STEP: Duration = Duration::from_millis(20);
 

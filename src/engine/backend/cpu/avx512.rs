@@ -489,21 +489,39 @@ small_rows! {
     /// Rows of Q8_0.
     rows_q8_0, Q8_0, 34, unpack_q8_0, 4
 }
-/// Rows of Q4_0. A token or a few are multiplied in registers half as wide, where each block is unpacked once for all of them.
-///
-/// # Safety
-///
-/// The machine has the instructions of [`Isa::Avx512`](super::isa::Isa::Avx512); `rows` is as its fields say.
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-pub(super) unsafe fn rows_q4_0(rows: &Rows<'_>) {
-    // SAFETY: passed on.
-    unsafe {
-        if rows.tokens >= tile::TOKENS_MIN {
-            tile::rows_q4_0(rows);
-        } else {
-            rows256::small_rows::<unpack256::Avx512, unpack256::Q4_0>(rows);
+macro_rules! narrow_rows {
+    ($(#[$meta:meta])* $name:ident, $rows:ident, $kind:ident) => {
+        $(#[$meta])*
+        /// A token or a few are multiplied in registers half as wide, where each block is unpacked once for all of them.
+        ///
+        /// # Safety
+        ///
+        /// The machine has the instructions of [`Isa::Avx512`](super::isa::Isa::Avx512); `rows` is as its fields say.
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+        pub(super) unsafe fn $name(rows: &Rows<'_>) {
+            // SAFETY: passed on.
+            unsafe {
+                if rows.tokens >= tile::TOKENS_MIN {
+                    tile::$name(rows);
+                } else {
+                    rows256::$rows::<unpack256::Avx512, unpack256::$kind>(rows);
+                }
+            }
         }
-    }
+    };
+}
+
+narrow_rows! {
+    /// Rows of Q4_0.
+    rows_q4_0, small_rows, Q4_0
+}
+narrow_rows! {
+    /// Rows of Q3_K.
+    rows_q3k, super_rows, Q3K
+}
+narrow_rows! {
+    /// Rows of Q2_K.
+    rows_q2k, super_rows, Q2K
 }
 
 /// # Safety

@@ -103,6 +103,21 @@ impl Turned {
     };
 }
 
+impl Turned {
+    /// Stores the scales of sixteen sub-blocks and their minimums.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn store_sixteen(&mut self, scale: impl Fn(usize) -> __m512i, min: impl Fn(usize) -> __m512i) {
+        for (sub, line) in self.scales.iter_mut().enumerate() {
+            line.store(scale(sub));
+        }
+        for (pair, line) in self.mins.iter_mut().enumerate() {
+            let even = _mm512_and_si512(min(2 * pair), _mm512_set1_epi32(0xffff));
+            line.store(_mm512_or_si512(even, _mm512_slli_epi32::<16>(min(2 * pair + 1))));
+        }
+    }
+}
+
 /// Where the rows from `first` start; the last one stands in for those that are not there.
 fn starts(rows: &Rows<'_>, first: usize, count: usize) -> [[*const u8; LANES]; PAIR] {
     let start = |row: usize| rows.weights[row.min(count - 1) * rows.row_bytes..].as_ptr();
@@ -162,7 +177,7 @@ macro_rules! for_tokens {
 }
 
 macro_rules! super_tiles {
-    ($(#[$meta:meta])* $name:ident, $bytes:expr, $turn:ident, $sub:expr, $separate_mins:expr) => {
+    ($(#[$meta:meta])* $name:ident, $bytes:expr, $turn:ident, $sub:expr, $separate_mins:expr, $less:expr) => {
         $(#[$meta])*
         ///
         /// # Safety
@@ -191,11 +206,11 @@ macro_rules! super_tiles {
                         // SAFETY: copies of that many tokens, each with this block.
                         unsafe {
                             if parts == PAIR {
-                                for_tokens!(tokens, |token| multiply::<2, $sub, $separate_mins>(
+                                for_tokens!(tokens, |token| multiply::<2, $sub, $separate_mins, $less>(
                                     &turned, copy, (index, blocks), &mut values, &mut lows, token,
                                 ));
                             } else {
-                                for_tokens!(tokens, |token| multiply::<1, $sub, $separate_mins>(
+                                for_tokens!(tokens, |token| multiply::<1, $sub, $separate_mins, $less>(
                                     &turned, copy, (index, blocks), &mut values, &mut lows, token,
                                 ));
                             }
@@ -218,25 +233,34 @@ macro_rules! super_tiles {
 
 super_tiles! {
     /// Rows of Q4_K.
-    rows_q4k, 144, turn_q4k, 32, true
+    rows_q4k, 144, turn_q4k, 32, true, 0
 }
 super_tiles! {
     /// Rows of Q5_K.
-    rows_q5k, 176, turn_q5k, 32, true
+    rows_q5k, 176, turn_q5k, 32, true, 0
 }
 super_tiles! {
     /// Rows of Q6_K.
-    rows_q6k, 210, turn_q6k, 16, false
+    rows_q6k, 210, turn_q6k, 16, false, 5
+}
+super_tiles! {
+    /// Rows of Q3_K.
+    rows_q3k, 110, turn_q3k, 16, false, 2
+}
+super_tiles! {
+    /// Rows of Q2_K.
+    rows_q2k, 84, turn_q2k, 16, true, 0
 }
 
 /// One block of `G` times sixteen rows (its index, and how many a row has), times `N` tokens from `token`; `SUB` columns share a scale.
+/// Without minimums of their own quants are 1 << `LESS` too large.
 ///
 /// # Safety
 ///
 /// `copy` gives the Q8_K block of each of these tokens.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-unsafe fn multiply<const N: usize, const G: usize, const SUB: usize, const SEPARATE_MINS: bool>(
+unsafe fn multiply<const N: usize, const G: usize, const SUB: usize, const SEPARATE_MINS: bool, const LESS: u32>(
     turned: &[Turned; PAIR],
     copy: impl Fn(usize) -> *const u8,
     (index, blocks): (usize, usize),
@@ -278,7 +302,7 @@ unsafe fn multiply<const N: usize, const G: usize, const SUB: usize, const SEPAR
     }
     // The block's sums: of 32 behind all blocks, or of 16 at its own end.
     let (pairs, place) =
-        if SEPARATE_MINS { (4, (blocks - index) * Q8K_BYTES + index * Q8K_SUMS) } else { (8, 4 + SUPER) };
+        if SUB == BLOCK { (4, (blocks - index) * Q8K_BYTES + index * Q8K_SUMS) } else { (8, 4 + SUPER) };
     let mut mins = [[zero; G]; N];
     for pair in 0..hint::black_box(pairs) {
         for ahead in 0..N {
@@ -301,7 +325,7 @@ unsafe fn multiply<const N: usize, const G: usize, const SUB: usize, const SEPAR
                 let scale = _mm512_mul_ps(turned[part].min_scale.floats(), factor);
                 lows[ahead][part].add_product(_mm512_cvtepi32_ps(mins[ahead][part]), scale, index < BLOCKS);
             } else {
-                total = _mm512_sub_epi32(total, _mm512_slli_epi32::<5>(mins[ahead][part]));
+                total = _mm512_sub_epi32(total, _mm512_slli_epi32::<LESS>(mins[ahead][part]));
             }
             let scale = _mm512_mul_ps(turned[part].scale.floats(), factor);
             values[ahead][part].add_product(_mm512_cvtepi32_ps(total), scale, index < BLOCKS);
@@ -465,15 +489,11 @@ unsafe fn turn_q6k(start: impl Fn(usize) -> *const u8 + Copy, turned: &mut Turne
         )
     };
     turned.scale.store_floats(scale);
-    for (sub, line) in turned.scales.iter_mut().enumerate() {
+    let scale = |sub: usize| {
         let count = _mm_set_epi64x(0, i64::try_from(24 - 8 * (sub % 4)).unwrap_or(0));
-        line.store(_mm512_srai_epi32::<24>(_mm512_sll_epi32(bytes[sub / 4], count)));
-    }
-    for pair in 0..8 {
-        let (even, odd) = (turned.scales[2 * pair].load(), turned.scales[2 * pair + 1].load());
-        let even = _mm512_and_si512(even, _mm512_set1_epi32(0xffff));
-        turned.mins[pair].store(_mm512_or_si512(even, _mm512_slli_epi32::<16>(odd)));
-    }
+        _mm512_srai_epi32::<24>(_mm512_sll_epi32(bytes[sub / 4], count))
+    };
+    turned.store_sixteen(scale, scale);
     let (low, high) = (_mm512_set1_epi8(15), _mm512_set1_epi8(0x30));
     for half in 0..2 {
         for group in 0..8 {
@@ -488,6 +508,80 @@ unsafe fn turn_q6k(start: impl Fn(usize) -> *const u8 + Copy, turned: &mut Turne
             quants[base + 24].store(join(_mm512_srli_epi16::<4>(second), _mm512_srli_epi16::<2>(bits)));
         }
     }
+}
+
+/// Byte `number` of each dword.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn byte(dwords: __m512i, number: usize) -> __m512i {
+    let count = _mm_set_epi64x(0, i64::try_from(8 * number).unwrap_or(0));
+    _mm512_and_si512(_mm512_srl_epi32(dwords, count), _mm512_set1_epi32(0xff))
+}
+
+/// Two bits of each byte of 64, of runs of 32 columns one after the other: `join` makes quants of them, by the run and the group
+/// of four columns in it.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+fn turn_two_bits(raw: [__m512i; 16], turned: &mut Turned, join: impl Fn(__m512i, usize, usize) -> __m512i) {
+    let two = _mm512_set1_epi8(3);
+    for (at, four) in raw.into_iter().enumerate() {
+        let (half, group) = (at / 8, at % 8);
+        let runs = [four, _mm512_srli_epi16::<2>(four), _mm512_srli_epi16::<4>(four), _mm512_srli_epi16::<6>(four)];
+        for (run, bits) in runs.into_iter().enumerate() {
+            let run = 4 * half + run;
+            turned.quants[8 * run + group].store(join(_mm512_and_si512(bits, two), run, group));
+        }
+    }
+}
+
+/// # Safety
+///
+/// `start` gives Q2_K blocks.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+unsafe fn turn_q2k(start: impl Fn(usize) -> *const u8 + Copy, turned: &mut Turned) {
+    // SAFETY: sixteen bytes of which the lower half is a scale and the upper one a minimum, 64 of quants, and two halves, which
+    // end the 16 bytes from 68 on.
+    let (heads, raw, [.., both]) = unsafe { (four_dwords(start, 0), dwords(start, 16), four_dwords(start, 68)) };
+    turned.scale.store_floats(low_halves(both));
+    turned.min_scale.store_floats(low_halves(_mm512_srli_epi32::<16>(both)));
+    let head = |sub: usize| byte(heads[sub / 4], sub % 4);
+    turned.store_sixteen(
+        |sub| _mm512_and_si512(head(sub), _mm512_set1_epi32(15)),
+        |sub| _mm512_srli_epi32::<4>(head(sub)),
+    );
+    turn_two_bits(raw, turned, |bits, _, _| bits);
+}
+
+/// # Safety
+///
+/// `start` gives Q3_K blocks.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+unsafe fn turn_q3k(start: impl Fn(usize) -> *const u8 + Copy, turned: &mut Turned) {
+    // SAFETY: 32 bytes of third bits, 64 of quants, twelve of scales and a half, which end the 16 bytes from 94 on.
+    let (third, raw, last) = unsafe { (dwords(start, 0), dwords(start, 32), four_dwords(start, 94)) };
+    turned.scale.store_floats(low_halves(_mm512_srli_epi32::<16>(last[3])));
+    let word = |at: usize| _mm512_or_si512(_mm512_srli_epi32::<16>(last[at]), _mm512_slli_epi32::<16>(last[at + 1]));
+    // Of eight bytes both halves are the lower bits, the last four have the upper ones.
+    let (a, b, c) = (word(0), word(1), word(2));
+    let join = |low: __m512i, upper: __m512i| {
+        let upper = _mm512_slli_epi32::<4>(_mm512_and_si512(upper, _mm512_set1_epi32(0x0303_0303)));
+        _mm512_or_si512(_mm512_and_si512(low, _mm512_set1_epi32(0x0f0f_0f0f)), upper)
+    };
+    let scales = [
+        join(a, c),
+        join(b, _mm512_srli_epi32::<2>(c)),
+        join(_mm512_srli_epi32::<4>(a), _mm512_srli_epi32::<4>(c)),
+        join(_mm512_srli_epi32::<4>(b), _mm512_srli_epi32::<6>(c)),
+    ];
+    let scale = |sub: usize| _mm512_sub_epi32(byte(scales[sub / 4], sub % 4), _mm512_set1_epi32(32));
+    turned.store_sixteen(scale, scale);
+    turn_two_bits(raw, turned, |bits, run, group| {
+        let shift = _mm_set_epi64x(0, i64::try_from(run).unwrap_or(0));
+        let third = _mm512_and_si512(_mm512_srl_epi16(third[group], shift), _mm512_set1_epi8(1));
+        _mm512_or_si512(bits, _mm512_slli_epi16::<2>(third))
+    });
 }
 
 /// Eight blocks of 32 columns of sixteen rows.

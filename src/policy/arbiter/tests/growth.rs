@@ -22,6 +22,28 @@ fn growth_does_not_take_what_the_neighbour_uses() {
 }
 
 #[test]
+fn growth_does_not_take_what_the_engine_has_leased_and_not_used_yet() {
+    let grown_by = |unused| {
+        let mut rig = Rig::with_engine_ready(params());
+        rig.operator_shed(mib(60));
+        let held = rig.engine_applies().whole_mib();
+        // Room for 40 MiB above the watermark and the hysteresis; growth waits for the dwell.
+        rig.wait(10).measure("llm", held - unused);
+        for _ in 0..40 {
+            rig.wait(100).sample(300);
+            if let Some((_, plan)) = rig.plan_asked() {
+                return shape().plan_bytes(&plan).whole_mib() - held;
+            }
+        }
+        0
+    };
+    let all = grown_by(0);
+    assert!(all >= 20, "{all}");
+    let less = grown_by(15);
+    assert!(less > 0 && less + 10 <= all, "{less} of {all}");
+}
+
+#[test]
 fn a_clients_wish_for_capacity_undoes_neither_a_shed_nor_the_dwell() {
     let mut rig = Rig::with_engine_ready(params());
     rig.operator_shed(mib(40));
