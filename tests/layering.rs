@@ -486,10 +486,10 @@ const FLAGS_MAX: usize = 2;
 /// Lines that a folder of `src` may have, tests included. Raising one is a line in the commit message, with its reason.
 const LINES_MAX: [(&str, usize); 14] = [
     (".", 721),
-    ("cli", 12682),
+    ("cli", 12685),
     ("config", 4605),
     ("daemon", 11288),
-    ("engine", 38766),
+    ("engine", 38773),
     ("http", 9723),
     ("journal", 3385),
     ("policy", 22910),

@@ -452,11 +452,15 @@ fn by_token<const N: usize>(sums: &mut Products) {
 }
 
 /// Adds the products of eight columns of two rows with those of two tokens: a row of sums for each row. `vmmlaq_s32` is not
-/// stable yet. Who calls this has made sure of `FEAT_I8MM`, which is named for the assembler alone.
+/// stable yet.
+///
+/// # Safety
+///
+/// The machine has `FEAT_I8MM`, which is named for the assembler alone.
 #[inline]
 #[target_feature(enable = "neon")]
-fn matrix(mut sum: int32x4_t, rows: int8x16_t, tokens: int8x16_t) -> int32x4_t {
-    // SAFETY: one instruction on registers alone; the machine has it.
+unsafe fn matrix(mut sum: int32x4_t, rows: int8x16_t, tokens: int8x16_t) -> int32x4_t {
+    // SAFETY: one instruction on registers alone, which the machine has.
     unsafe {
         asm!(
             ".arch_extension i8mm",
@@ -474,7 +478,7 @@ fn matrix(mut sum: int32x4_t, rows: int8x16_t, tokens: int8x16_t) -> int32x4_t {
 ///
 /// # Safety
 ///
-/// There are sixteen quants at `place` of each copy.
+/// There are sixteen quants at `place` of each copy; with `MATRIX` the machine has `FEAT_I8MM`.
 #[inline]
 #[target_feature(enable = "neon,dotprod")]
 unsafe fn add_columns<const N: usize, const MATRIX: bool>(
@@ -496,8 +500,11 @@ unsafe fn add_columns<const N: usize, const MATRIX: bool>(
             for part in 0..PARTS {
                 for rows in 0..2 {
                     let sum = &mut products[2 * pair + rows][part];
-                    *sum = matrix(*sum, columns[part][2 * rows], tokens[0]);
-                    *sum = matrix(*sum, columns[part][2 * rows + 1], tokens[1]);
+                    // SAFETY: the caller's promise.
+                    unsafe {
+                        *sum = matrix(*sum, columns[part][2 * rows], tokens[0]);
+                        *sum = matrix(*sum, columns[part][2 * rows + 1], tokens[1]);
+                    }
                 }
             }
         }
