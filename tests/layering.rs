@@ -492,7 +492,7 @@ const LINES_MAX: [(&str, usize); 14] = [
     ("engine", 38773),
     ("http", 9723),
     ("journal", 3385),
-    ("policy", 22910),
+    ("policy", 22944),
     ("probe", 5097),
     ("rpc", 5090),
     ("speech", 5101),

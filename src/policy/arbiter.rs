@@ -317,9 +317,11 @@ fn take_sample(cx: &mut Context<'_>, mut sample: Sample) {
         None => cx.state.params.budget.total.saturating_sub(cx.state.ledger.used_by_holders()),
     };
     let headroom = scope_left.saturating_sub(cx.state.ledger.unused_reserve()).min(machine);
+    let promised = cx.state.promised_at(sample.taken_at);
     if let Some(change) = cx.state.pressure.observe(&sample, headroom) {
         cx.out.push(Action::LevelChanged { from: change.from, to: change.to, reason: change.reason });
     }
+    cx.state.pressure.note_promised(promised);
     if let Some(release) = cx.machine.page_pool.observe(&sample) {
         cx.decide(MemoryDecision::Released(release));
     }

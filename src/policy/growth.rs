@@ -14,7 +14,7 @@
 use super::{
     growth_wait::GrowthWait,
     lease::Class,
-    params::{ENGINE_TENANT, ResidencyMode},
+    params::ResidencyMode,
     pressure::PressureLevel,
     reason::{PlanChange, PlanReason},
     residency::{EnginePlan, FloorError, ModelShape, PlanLimits},
@@ -28,7 +28,7 @@ use crate::units::{Bytes, Tokens};
 pub struct GrowthRoom {
     /// Free of the budget.
     pub free: Bytes,
-    /// Headroom of a sample that is newer than the last change, without what the engine's lease holds and it does not use yet.
+    /// Headroom of a sample that is newer than the last change, without what the engine's lease held then and it did not use yet.
     pub headroom: Bytes,
     /// The Elevated watermark.
     pub elevated: Bytes,
@@ -326,12 +326,9 @@ fn waits(state: &State) -> Option<GrowthWait> {
 /// Memory that growth may use, if the last sample is newer than the last change.
 pub(super) fn room(state: &State) -> Option<GrowthRoom> {
     let sampled_at = state.pressure.sampled_at()?;
-    // What the engine has leased and not used yet, as for templates and forms, looks free until the first answer.
-    let held = state.engine_held();
-    let promised = held.saturating_sub(state.ledger.used_by(ENGINE_TENANT).unwrap_or(held));
     let room = GrowthRoom {
         free: state.ledger.free(),
-        headroom: state.pressure.headroom()?.saturating_sub(promised),
+        headroom: state.pressure.headroom()?.saturating_sub(state.pressure.promised()),
         elevated: state.params.pressure.elevated_below,
         hysteresis: state.params.pressure.hysteresis,
         reserved: state.returning_or_waiting_workers(),

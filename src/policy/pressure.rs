@@ -268,6 +268,9 @@ struct Reading {
     headroom: Bytes,
     level: PressureLevel,
     sample: Sample,
+    /// What the engine held and did not use yet: it looks free here.
+    #[serde(default)]
+    promised: Bytes,
 }
 
 /// Since when the headroom has been above the watermark of the level, and the worst level that it has stood for since.
@@ -354,7 +357,7 @@ impl Pressure {
             }
             _ => self.fall(at, headroom),
         };
-        self.last = Some(Reading { at, headroom, level: now, sample: sample.clone() });
+        self.last = Some(Reading { at, headroom, level: now, sample: sample.clone(), promised: Bytes::ZERO });
         self.granted = Bytes::ZERO;
         if let Some(change) = &change {
             if change.to > change.from {
@@ -376,6 +379,19 @@ impl Pressure {
     #[must_use]
     pub fn headroom(&self) -> Option<Bytes> {
         self.last.as_ref().map(|last| last.headroom)
+    }
+
+    /// Notes what the engine held and did not use yet when the last sample was taken, as for templates and forms.
+    pub fn note_promised(&mut self, bytes: Bytes) {
+        if let Some(last) = &mut self.last {
+            last.promised = bytes;
+        }
+    }
+
+    /// What the engine held and did not use yet when the last sample was taken: it looks free there.
+    #[must_use]
+    pub fn promised(&self) -> Bytes {
+        self.last.as_ref().map_or(Bytes::ZERO, |last| last.promised)
     }
 
     /// When the last sample was taken.

@@ -14,7 +14,7 @@ use super::{
     lease::{Class, LeaseId, LeaseKind, LeaseView},
     lease_table::{LeaseTable, Phase},
     ledger::Ledger,
-    params::{ParamFault, Params, ParamsError},
+    params::{ENGINE_TENANT, ParamFault, Params, ParamsError},
     peaks::Peaks,
     pressure::{Pressure, PressureLevel},
     worker::Worker,
@@ -152,6 +152,14 @@ impl State {
     pub(super) fn worker_stays(&self, name: &str, held: Bytes) -> Bytes {
         let worker = self.workers.get(name);
         worker.map_or(held, |worker| worker.stays(held).min(held))
+    }
+
+    /// What the engine holds and does not use yet in a sample of this instant: what was measured later may be missing there.
+    pub(super) fn promised_at(&self, sampled_at: Timestamp) -> Bytes {
+        let measured = self.ledger.measurement(ENGINE_TENANT);
+        let promised = measured.map_or(Bytes::ZERO, |measured| self.engine_held().saturating_sub(measured.used));
+        let is_newer = measured.is_some_and(|measured| measured.at > sampled_at);
+        if is_newer { promised.max(self.pressure.promised()) } else { promised }
     }
 
     /// Bytes of all leases in transition that are expected back.

@@ -9,7 +9,7 @@ use cotenant::{
     },
     units::{Bytes, Timestamp, Tokens},
 };
-use rand::Rng;
+use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use crate::{device::millis, faults::Faults};
@@ -29,14 +29,33 @@ pub(crate) struct Engine {
     commands: VecDeque<(u64, EnginePlan, Timestamp)>,
     /// Commands of an earlier life are not carried out any more.
     pub(crate) life: u32,
+    /// What each life holds from its load on and does not use before it has begun so many answers.
+    unused: (Bytes, u32),
+    /// How many it has begun, and when it used all that it holds.
+    begun: u32,
+    used_at: Option<Timestamp>,
 }
 
 impl Engine {
+    /// That of a device which `seed` chooses: half of them use all that they hold at once.
+    pub(crate) fn new(seed: u64, shape: Option<&ModelShape>) -> Self {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed ^ PROMISES);
+        let share = if rng.random_bool(0.5) { rng.random_range(0..=1000) } else { 0 };
+        let bytes = shape.map_or(Bytes::ZERO, |shape| shape.fixed_bytes.per_mille(share));
+        Self { unused: (bytes, rng.random_range(0..30)), ..Self::default() }
+    }
+
     pub(crate) fn used(&self, shape: Option<&ModelShape>) -> Bytes {
+        let unused = if self.used_at.is_none() { self.unused.0 } else { Bytes::ZERO };
         match (shape, &self.in_force) {
-            (Some(shape), Some(plan)) => shape.plan_bytes(plan),
+            (Some(shape), Some(plan)) => shape.plan_bytes(plan).saturating_sub(unused),
             _ => Bytes::ZERO,
         }
+    }
+
+    /// What it held and did not use at this instant.
+    pub(crate) fn unused_at(&self, at: Timestamp) -> Bytes {
+        if self.used_at.is_some_and(|used_at| used_at <= at) { Bytes::ZERO } else { self.unused.0 }
     }
 
     /// Whether a model is loaded, or about to be.
@@ -69,9 +88,16 @@ impl Engine {
     /// Carries out the next command.
     pub(crate) fn carry_out(&mut self, shape: &ModelShape, rng: &mut ChaCha8Rng, faults: &Faults) -> Option<Event> {
         let (revision, mut plan, _) = self.commands.pop_front()?;
+        // The chunk that is under way stays; what would grow into its place has to wait.
+        let kept = self.in_force.as_ref().filter(|_| self.requests > 0).map(|in_force| in_force.prefill_chunk);
+        let no_room = self.in_force.as_ref().zip(kept).is_some_and(|(in_force, kept)| {
+            let beside = EnginePlan { prefill_chunk: plan.prefill_chunk.max(kept), ..plan.clone() };
+            shape.plan_bytes(&beside) > shape.plan_bytes(in_force).max(shape.plan_bytes(&plan))
+        });
         if faults.failing_plans.strikes(rng, 0.15) {
             if let Some(in_force) = &mut self.in_force
                 && rng.random_bool(0.5)
+                && !no_room
             {
                 // It releases first, then grows, and what was done until it failed stays done.
                 let all = shape.layers.len();
@@ -80,6 +106,7 @@ impl Engine {
                 let grown = rng.random_range(0..=plan.resident.len());
                 in_force.resident.extend(plan.resident.iter().take(grown));
                 (in_force.kv_capacity, in_force.kv_type) = (plan.kv_capacity, plan.kv_type);
+                in_force.prefill_chunk = kept.unwrap_or(plan.prefill_chunk);
                 if whole && in_force.resident.len() < all {
                     // What it gives up makes room for the ring.
                     let held = |plan: &EnginePlan| {
@@ -93,20 +120,14 @@ impl Engine {
             }
             return Some(Event::EngineApplyFailed { revision, reason: "sim: cannot".to_owned() });
         }
-        if let Some(in_force) = self.in_force.as_ref().filter(|_| self.requests > 0) {
-            // The chunk that is under way stays; what would grow into its place has to wait.
-            let (kept, wanted) = (in_force.prefill_chunk, plan.prefill_chunk);
-            let beside = EnginePlan { prefill_chunk: wanted.max(kept), ..plan.clone() };
-            let most = shape.plan_bytes(in_force).max(shape.plan_bytes(&plan));
-            if shape.plan_bytes(&beside) > most {
-                return Some(Event::EngineApplyFailed { revision, reason: "sim: a chunk is under way".to_owned() });
-            }
-            let wanted = self.smaller_chunk.unwrap_or(kept).min(wanted);
-            self.smaller_chunk = (wanted < kept).then_some(wanted);
-            plan.prefill_chunk = kept;
-        } else {
-            self.smaller_chunk = None;
+        if no_room {
+            return Some(Event::EngineApplyFailed { revision, reason: "sim: a chunk is under way".to_owned() });
         }
+        self.smaller_chunk = kept.and_then(|kept| {
+            let wanted = self.smaller_chunk.unwrap_or(kept).min(plan.prefill_chunk);
+            (wanted < kept).then_some(wanted)
+        });
+        plan.prefill_chunk = kept.unwrap_or(plan.prefill_chunk);
         let before = self.used(Some(shape));
         let block = shape.kv.block_tokens.get();
         if self.may_drop {
@@ -131,7 +152,7 @@ impl Engine {
     }
 
     pub(crate) fn die(&mut self) {
-        *self = Self { life: self.life + 1, ..Self::default() };
+        *self = Self { life: self.life + 1, unused: self.unused, ..Self::default() };
     }
 
     /// The chunk that is under way ends, if a smaller one is to follow.
@@ -154,7 +175,7 @@ impl Engine {
     }
 
     /// The running sequence grows, asks for more room than there is, or ends and another begins; never while its chunk is to become smaller.
-    pub(crate) fn generate(&mut self, block: u32, rng: &mut ChaCha8Rng, calm: bool) -> Option<Event> {
+    pub(crate) fn generate(&mut self, now: Timestamp, block: u32, rng: &mut ChaCha8Rng, calm: bool) -> Option<Event> {
         let capacity = self.in_force.as_ref()?.kv_capacity.get();
         if self.requests > 0 && self.kv_used + block > capacity && rng.random_bool(0.5) {
             let [needed, wanted] = [2, 8].map(|blocks| Tokens::new(self.kv_used + blocks * block));
@@ -166,7 +187,11 @@ impl Engine {
             self.may_drop = rng.random_bool(0.3);
             std::mem::take(&mut self.kv_used)
         } else {
+            self.begun += 1 - self.requests;
             self.requests = 1;
+            if self.begun > self.unused.1 {
+                self.used_at.get_or_insert(now);
+            }
             self.kv_used = (self.kv_used + rng.random_range(1..300)).min(capacity);
             0
         };
@@ -183,6 +208,9 @@ impl Engine {
         })
     }
 }
+
+/// What it does not use at once is drawn from a source of its own, as habits are.
+const PROMISES: u64 = 0x7072_6f6d_6973;
 
 /// Blocks that stay of a context of which the oldest may be dropped: the beginning, the last one, and the one that is written.
 const DROPS_NOT: u32 = 3;

@@ -208,6 +208,7 @@ impl History {
             word_use: &word_use,
             keeping: &keeping,
             busy: &busy,
+            engine: &self.world.engine,
         };
         for checker in &mut self.checkers {
             let reported = |violation| format!("{violation}\nat {now} {event:?}\n  {actions:?}");

@@ -244,3 +244,9 @@ fn growth_into_the_space_of_a_stopped_worker_is_caught() {
     let violation = caught(Planted::GrownIntoReserved, 131);
     assert!(violation.contains("reserved space"), "{violation}");
 }
+
+#[test]
+fn growth_into_what_the_engine_holds_and_does_not_use_yet_is_caught() {
+    let violation = caught(Planted::UnusedFree, 1);
+    assert!(violation.contains("the engine may use"), "{violation}");
+}

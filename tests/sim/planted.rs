@@ -15,7 +15,7 @@ use cotenant::{
         denial::Denial,
         event::{Action, Answer, Event, WorkerCommand},
         lease::{LeaseId, LeaseState, LeaseView, Peer, TargetAnswer, Ticket},
-        params::Params,
+        params::{ENGINE_TENANT, Params},
         residency::EnginePlan,
         snapshot::{Rest, Snapshot},
     },
@@ -46,6 +46,8 @@ pub(crate) enum Planted {
     GrownIntoReserved,
     /// Nothing grows while a worker waits for what can never be had.
     HeldSmall,
+    /// What the engine holds and does not use yet is taken for memory that is free.
+    UnusedFree,
 }
 
 /// The control loop, and the fault around it.
@@ -100,7 +102,7 @@ impl Subject {
         self.control.arbiter().next_deadline().filter(|_| !lost)
     }
 
-    pub(crate) fn handle(&mut self, now: Timestamp, event: Event) -> Vec<Action> {
+    pub(crate) fn handle(&mut self, now: Timestamp, mut event: Event) -> Vec<Action> {
         let Some(planted) = self.planted else {
             return self.control.handle(now, event);
         };
@@ -111,6 +113,12 @@ impl Subject {
         if let Event::Measured { tenant, used: Some(used), .. } = &event {
             let lowest = self.notes.lowest.entry(tenant.clone()).or_insert(*used);
             *lowest = (*lowest).min(*used);
+        }
+        if planted == Planted::UnusedFree
+            && let Event::Measured { tenant, used: Some(used), .. } = &mut event
+            && tenant == ENGINE_TENANT
+        {
+            *used = engine_bytes(&before).max(*used);
         }
         let mut actions = self.control.handle(now, event.clone());
         match planted {
@@ -131,7 +139,7 @@ impl Subject {
             }
             Planted::GrownIntoReserved => self.forget_stopped_workers(now),
             Planted::HeldSmall => self.hold_small(&before, &mut actions),
-            Planted::DoubleGrant | Planted::LostDeadline | Planted::SilenceCredited => {}
+            Planted::DoubleGrant | Planted::LostDeadline | Planted::SilenceCredited | Planted::UnusedFree => {}
         }
         actions
     }

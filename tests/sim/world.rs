@@ -136,10 +136,10 @@ impl World {
         let mut world = Self {
             now: Timestamp::START,
             arbiter: Subject::new(&device.params, planted),
+            engine: Engine::new(seed, device.shape.as_ref()),
             device,
             faults,
             calm: false,
-            engine: Engine::default(),
             tenants,
             workers,
             neighbour: Bytes::ZERO,
@@ -359,7 +359,7 @@ impl World {
                 let shape = self.device.shape.as_ref()?;
                 let block = shape.kv.block_tokens.get();
                 let ended = self.engine.end_chunk(shape, &mut self.rng, self.calm);
-                ended.or_else(|| self.engine.generate(block, &mut self.rng, self.calm))
+                ended.or_else(|| self.engine.generate(self.now, block, &mut self.rng, self.calm))
             }
             Happening::TenantTurn(index) => self.tenant_turn(index),
             Happening::TenantObeys { index, lease, nonce, bytes, answers } => {

@@ -1,10 +1,10 @@
 //! The level falls at most once per dwell, and nothing grows back within the dwell after a shed, but for the KV blocks
-//! without which the running answer would end.
+//! without which the running answer would end. What is asked for because it is not known what is in force is no shed.
 
 use cotenant::{
     policy::{
         event::{Action, Event},
-        residency::{EnginePlan, ModelShape},
+        reason::PlanReason,
     },
     units::Timestamp,
 };
@@ -46,10 +46,10 @@ impl Checker for Flapping {
                     };
                     let before = step.engine_goal();
                     let bytes = shape.plan_bytes(plan);
-                    if bytes < before {
+                    if bytes < before && !matches!(reason, PlanReason::Confirm) {
                         self.shed_at = Some(step.now);
                     } else if bytes > before
-                        && !is_for_the_answer(step.event, plan, shape)
+                        && !step.is_for_the_answer(plan, shape)
                         && let Some(at) = self.shed_at
                         && step.now.saturating_since(at) < dwell
                     {
@@ -64,14 +64,4 @@ impl Checker for Flapping {
         }
         Ok(())
     }
-}
-
-/// Whether a plan has no more KV capacity than the running answer needs, and nothing else that is new can be in it: a
-/// request for capacity never adds layers.
-fn is_for_the_answer(event: &Event, plan: &EnginePlan, shape: &ModelShape) -> bool {
-    let block = shape.kv.block_tokens.get();
-    let Event::CapacityWanted { needed, is_running: true, .. } = event else {
-        return false;
-    };
-    plan.kv_capacity.get() <= needed.get().next_multiple_of(block)
 }

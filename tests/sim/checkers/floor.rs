@@ -1,4 +1,5 @@
-//! The engine is never asked below its floor, nor above what its lease holds; with a larger chunk not above its full plan.
+//! The engine is never asked below its floor, nor above what its lease holds; with a larger chunk not above its full plan, but for
+//! the KV blocks without which the running answer would end.
 
 use cotenant::{
     policy::event::{Action, Event},
@@ -28,7 +29,8 @@ impl Checker for Floor {
             // Larger chunks take the place of something, and none is left in the full plan.
             let full = step.after.engine.full.as_ref();
             let most = full.map_or(Bytes::ZERO, |full| shape.plan_bytes(full)).max(step.engine_goal());
-            if plan.prefill_chunk > engine.prefill_chunk && shape.plan_bytes(plan) > most {
+            let is_larger = plan.prefill_chunk > engine.prefill_chunk;
+            if is_larger && shape.plan_bytes(plan) > most && !step.is_for_the_answer(plan, shape) {
                 return Err(format!("a larger chunk takes more than {most}: {plan:?}"));
             }
             // A deadline may ask, and the event that follows in the same call says that the engine is gone.

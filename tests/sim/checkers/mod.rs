@@ -6,6 +6,7 @@ mod credited;
 mod deadlines;
 mod flapping;
 mod floor;
+mod grown;
 mod kept;
 mod ledger;
 mod reaction;
@@ -20,13 +21,14 @@ use cotenant::{
     policy::{
         event::{Action, Event},
         params::Params,
+        residency::{EnginePlan, ModelShape},
         snapshot::Snapshot,
     },
     units::{Bytes, Timestamp},
 };
 
 pub(crate) use self::tickets::Tickets;
-use crate::world::Process;
+use crate::{engine::Engine, world::Process};
 
 /// One call of the arbiter.
 pub(crate) struct Step<'a> {
@@ -47,6 +49,8 @@ pub(crate) struct Step<'a> {
     pub(crate) keeping: &'a BTreeMap<u32, Bytes>,
     /// Workers that have requests in flight, as the arbiter has been notified.
     pub(crate) busy: &'a [String],
+    /// The engine as it really is.
+    pub(crate) engine: &'a Engine,
 }
 
 impl Step<'_> {
@@ -63,6 +67,16 @@ impl Step<'_> {
         };
         let sizes = [goal, kept].into_iter().flatten().map(|plan| shape.plan_bytes(plan));
         sizes.max().unwrap_or(Bytes::ZERO)
+    }
+
+    /// Whether a plan has no more KV capacity than the running answer needs, and nothing else that is new can be in it: a
+    /// request for capacity never adds layers.
+    fn is_for_the_answer(&self, plan: &EnginePlan, shape: &ModelShape) -> bool {
+        let block = shape.kv.block_tokens.get();
+        let Event::CapacityWanted { needed, is_running: true, .. } = self.event else {
+            return false;
+        };
+        plan.kv_capacity.get() <= needed.get().next_multiple_of(block)
     }
 }
 
@@ -81,6 +95,7 @@ pub(crate) fn all() -> Vec<Box<dyn Checker>> {
         Box::new(deadlines::Deadlines::default()),
         Box::new(flapping::Flapping::default()),
         Box::new(floor::Floor),
+        Box::new(grown::Grown::default()),
         Box::new(kept::Kept),
         Box::new(reaction::Reaction::default()),
         Box::new(reserved::Reserved),

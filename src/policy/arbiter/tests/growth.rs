@@ -41,6 +41,17 @@ fn growth_does_not_take_what_the_engine_has_leased_and_not_used_yet() {
     assert!(all >= 20, "{all}");
     let less = grown_by(15);
     assert!(less > 0 && less + 10 <= all, "{less} of {all}");
+
+    // The first answer uses it after the last sample, and is measured before the next: the sample does not show it.
+    let mut rig = Rig::with_engine_ready(params());
+    rig.operator_shed(mib(60));
+    let held = rig.engine_applies().whole_mib();
+    rig.wait(10).measure("llm", held - 15);
+    rig.wait(1900).sample(300);
+    assert_eq!(rig.plan_asked(), None);
+    rig.wait(200).measure("llm", held);
+    let (_, plan) = rig.plan_asked().unwrap();
+    assert_eq!(shape().plan_bytes(&plan).whole_mib() - held, less);
 }
 
 #[test]
