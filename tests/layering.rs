@@ -489,7 +489,7 @@ const LINES_MAX: [(&str, usize); 14] = [
     ("cli", 12685),
     ("config", 4605),
     ("daemon", 11288),
-    ("engine", 38773),
+    ("engine", 39080),
     ("http", 9723),
     ("journal", 3385),
     ("policy", 22944),

@@ -18,7 +18,7 @@ pub struct EngineSettings {
     /// Threads that compute.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub threads: u16,
-    /// Instruction set of the kernels: `baseline`, `avx2`, `avx-vnni` or `avx512`, on arm64 `baseline`, `dotprod` or `i8mm`
+    /// Instruction set of the kernels: `baseline`, `avx2`, `avx-vnni`, `avx512` or `avx512-bf16`, on arm64 `baseline`, `dotprod` or `i8mm`
     /// [default: the best of this machine].
     #[arg(long, value_name = "NAME")]
     pub instructions: Option<String>,

@@ -7,7 +7,10 @@ use std::arch::aarch64::*;
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::*;
 
-use super::flash_walk::{LANES, QUERIES_TOGETHER, TOKENS_MAX, Walk};
+use super::{
+    flash_walk::{LANES, QUERIES_TOGETHER, TOKENS_MAX, Walk},
+    float::half_to_float,
+};
 
 #[cfg(target_arch = "aarch64")]
 type Native = float32x4_t;
@@ -46,6 +49,24 @@ pub(super) unsafe fn turn(wide: &[f32], dim: usize, turned: &mut [f32]) {
                 unsafe { store(turned.as_mut_ptr().add((element + ahead) * TOKENS_MAX + token), column) };
             }
         }
+    }
+}
+
+/// The `f32` that halves stand for.
+///
+/// # Safety
+///
+/// The machine has the instructions that these tiles are compiled for.
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+pub(super) unsafe fn widen(halves: &[u16], floats: &mut [f32]) {
+    let (groups, rest) = halves.as_chunks::<WIDTH>();
+    for (halves, floats) in groups.iter().zip(floats.as_chunks_mut::<WIDTH>().0) {
+        // SAFETY: a register of numbers.
+        unsafe { store(floats.as_mut_ptr(), load_halves(halves.as_ptr())) };
+    }
+    for (half, float) in rest.iter().zip(floats.iter_mut().skip(groups.len() * WIDTH)) {
+        *float = half_to_float(*half);
     }
 }
 
@@ -255,6 +276,26 @@ unsafe fn load(from: *const f32) -> Native {
         #[cfg(target_arch = "x86_64")]
         {
             _mm256_loadu_ps(from)
+        }
+    }
+}
+
+/// # Safety
+///
+/// There are as many halves at `from` as a register has numbers.
+#[inline]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+unsafe fn load_halves(from: *const u16) -> Native {
+    // SAFETY: the caller's promise.
+    unsafe {
+        #[cfg(target_arch = "aarch64")]
+        {
+            super::neon_unpack::widened(vld1_u16(from))
+        }
+        #[cfg(target_arch = "x86_64")]
+        {
+            _mm256_cvtph_ps(_mm_loadu_si128(from.cast()))
         }
     }
 }

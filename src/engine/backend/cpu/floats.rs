@@ -1,13 +1,13 @@
 //! Products with rows of `f32`, `f16` and `bf16`, in tiles of some rows by some tokens.
 //!
-//! A row is cut into blocks of up to 1024 columns, whose columns go in turn, sixteen by sixteen, to four chains. The products of
+//! A row is cut into blocks of up to 1024 columns, whose columns go in turn, sixteen by sixteen, to two chains. The products of
 //! a chain are summed in eight lanes, which are added by halves; then the chains of a block are added, one block after the
-//! other. So a row is read as it lies, with four sums under way at once, and a tile sums one chain of many rows and tokens in
-//! registers. Columns after the last whole turn are a chain of their own. One token and many, and every set of instructions,
+//! other. So a row is read as it lies, with two sums under way at once, and a tile sums one chain of many rows and tokens in
+//! registers: with more chains it would add lanes more often. Columns after the last whole turn are a chain of their own. One token and many, and every set of instructions,
 //! yield the same bits as the portable loop.
 //!
-//! Up to four tokens are multiplied with rows in place, one token with all chains of a row at once, so that memory is read in its
-//! order, several tokens with fewer chains of some rows. For more, a block of eight rows is widened once, each chain by itself,
+//! Up to four tokens are multiplied with rows in place, one or two with all chains of a row at once, so that memory is read in its
+//! order, more with fewer chains of some rows. For more, a block of eight rows is widened once, each chain by itself,
 //! and stays in the caches while the tokens go by. A register of AVX-512 has the lanes of two rows there, which are widened next
 //! to each other; a token's columns are loaded into both halves.
 
@@ -24,7 +24,7 @@ use super::{float, rows::Rows};
 const LANES: usize = 8;
 
 /// Chains of a block.
-const CHAINS: usize = 4;
+const CHAINS: usize = 2;
 
 /// Columns that a chain takes at its turn: a line of the cache in `f32`, so that each chain of a token reads whole lines.
 const AT_ONCE: usize = 16;
@@ -33,10 +33,14 @@ const AT_ONCE: usize = 16;
 const TURN: usize = CHAINS * AT_ONCE;
 
 /// Turns of a block, at most.
-const TURNS_MAX: usize = 16;
+const TURNS_MAX: usize = 32;
 
 /// Columns of a chain in a block, at most.
 const CHAIN_MAX: usize = TURNS_MAX * AT_ONCE;
+
+/// Bytes that are asked for ahead of one row, whose own stream the machine's prefetch ends at each page: by a sixth more from
+/// memory (AMD Zen 5, one token, rows of 2 and 6 KiB) than without; half and twice as far are no better.
+pub(super) const AHEAD: usize = 4096;
 
 /// Rows that are widened at once.
 const ROWS: usize = 8;
@@ -120,8 +124,8 @@ macro_rules! products {
             use std::{arch::$arch::*, array::from_fn, mem::MaybeUninit};
 
             use crate::engine::backend::cpu::floats::{
-                AT_ONCE, BF16, Block, CHAIN_MAX, CHAINS, F16, LANES, ROWS, TOKENS, TURN, Widened, add_last, blocks,
-                bytes_of, outputs, token, token_step,
+                AHEAD, AT_ONCE, BF16, Block, CHAIN_MAX, CHAINS, F16, LANES, ROWS, TOKENS, TURN, Widened, add_last,
+                blocks, bytes_of, outputs, token, token_step,
             };
             use crate::engine::backend::cpu::rows::Rows;
 
@@ -144,8 +148,8 @@ macro_rules! products {
                 // SAFETY: the caller's promise.
                 unsafe {
                     match rows.tokens {
-                        1 => few::<KIND, 1, 1, 4>(rows),
-                        2 => few::<KIND, 2, 2, 2>(rows),
+                        1 => few::<KIND, 1, 1, 2>(rows),
+                        2 => few::<KIND, 2, 1, 2>(rows),
                         3 => few::<KIND, 3, 3, 1>(rows),
                         4 => few::<KIND, 4, 2, 1>(rows),
                         _ => many::<KIND>(rows),
@@ -170,8 +174,8 @@ macro_rules! products {
                     for Block { start, turns } in blocks.clone() {
                         for chain in (0..CHAINS).step_by(C) {
                             let column = start + chain * AT_ONCE;
-                            // The machine's own prefetch sees one row as the stream that it is, and several side by side less well.
-                            let ahead = if R > 1 { R * rows.row_bytes } else { 0 };
+                            // Several rows side by side are no stream that the machine's own prefetch would follow.
+                            let ahead = if R > 1 { R * rows.row_bytes } else { AHEAD };
                             // SAFETY: the columns of these turns are there.
                             let sums = unsafe { chains::<KIND, N, R, C>(weights, tokens, column, turns, ahead) };
                             for token in 0..N {
@@ -211,10 +215,8 @@ macro_rules! products {
                 for turn in 0..turns {
                     for chain in 0..C {
                         let from = column + turn * TURN + chain * AT_ONCE;
-                        if ahead > 0 {
-                            for row in 0..R {
-                                $ask(weights[row].wrapping_add(ahead + from * bytes_of(KIND)), false);
-                            }
+                        for row in 0..R {
+                            $ask(weights[row].wrapping_add(ahead + from * bytes_of(KIND)), false);
                         }
                         for at in (0..AT_ONCE).step_by(WIDTH) {
                             let (place, part) = (from + at, at % LANES / WIDTH);
@@ -493,6 +495,30 @@ fn add_last<const KIND: u8>(rows: &Rows<'_>, tokens: Range<usize>, whole: usize)
                 _ => last(row.as_chunks().0, input, f32::from_le_bytes),
             };
         }
+    }
+}
+
+/// Rounds numbers through `f16`.
+///
+/// # Safety
+///
+/// The machine has AVX2 and F16C.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,f16c")]
+pub(super) unsafe fn round_to_f16(input: &[f32], out: &mut [u8]) {
+    let (numbers, rest) = input.as_chunks::<LANES>();
+    let (places, behind) = out.as_chunks_mut::<{ LANES * size_of::<f32>() }>();
+    for (numbers, place) in numbers.iter().zip(&mut *places) {
+        // SAFETY: eight numbers either way.
+        unsafe {
+            let half = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm256_loadu_ps(numbers.as_ptr()));
+            _mm256_storeu_ps(place.as_mut_ptr().cast(), _mm256_cvtph_ps(half));
+        }
+    }
+    let behind = places[numbers.len()..].as_flattened_mut().iter_mut().chain(behind);
+    let rest = rest.iter().flat_map(|x| half::f16::from_f32(*x).to_f32().to_ne_bytes());
+    for (to, byte) in behind.zip(rest) {
+        *to = byte;
     }
 }
 

@@ -22,6 +22,9 @@ pub(crate) enum Isa {
     /// AVX-512 F, BW, DQ, VL and VNNI.
     #[cfg(target_arch = "x86_64")]
     Avx512,
+    /// These, and products of pairs of `bf16`.
+    #[cfg(target_arch = "x86_64")]
+    Avx512Bf16,
 }
 
 impl Isa {
@@ -38,6 +41,8 @@ impl Isa {
         Self::AvxVnni,
         #[cfg(target_arch = "x86_64")]
         Self::Avx512,
+        #[cfg(target_arch = "x86_64")]
+        Self::Avx512Bf16,
     ];
 
     /// The best set that this machine has.
@@ -95,6 +100,8 @@ impl Isa {
                     && std::arch::is_x86_feature_detected!("avx512vl")
                     && std::arch::is_x86_feature_detected!("avx512vnni")
             }
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Bf16 => Self::Avx512.is_reported() && std::arch::is_x86_feature_detected!("avx512bf16"),
         }
     }
 
@@ -153,6 +160,11 @@ impl Isa {
                     );
                 };
             }),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Bf16 => Some(|| {
+                // SAFETY: as above.
+                unsafe { asm!("vdpbf16ps zmm0, zmm0, zmm0", out("xmm0") _, options(nomem, nostack)) };
+            }),
         }
     }
 
@@ -171,6 +183,8 @@ impl Isa {
             Self::AvxVnni => "avx-vnni",
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => "avx512",
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Bf16 => "avx512-bf16",
         }
     }
 }
@@ -257,7 +271,9 @@ macro_rules! kernel {
                 },
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: as above.
-                $crate::engine::backend::cpu::isa::Isa::Avx512 => unsafe { avx512($($arg),*) },
+                $crate::engine::backend::cpu::isa::Isa::Avx512 | $crate::engine::backend::cpu::isa::Isa::Avx512Bf16 => unsafe {
+                    avx512($($arg),*)
+                },
             }
         }
     };

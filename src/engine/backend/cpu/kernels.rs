@@ -6,7 +6,7 @@ use candle_core::quantized::GgmlDType;
 use super::flash_tiles;
 #[cfg(target_arch = "x86_64")]
 use super::{
-    avx512, delta512, flash512, floats, four_rows,
+    avx512, delta512, flash512, floats, four_rows, pairs512,
     rows256::{small_rows, super_rows},
     unpack256 as u,
 };
@@ -26,6 +26,8 @@ pub(super) struct Kernels {
     /// Products of quantised rows.
     products: &'static [(GgmlDType, Product)],
     pub(super) widen: Option<Widen>,
+    /// Rounds numbers through `f16`.
+    pub(super) round: Option<Round>,
     pub(super) turn: Option<Turn>,
     pub(super) score: Option<Score>,
     /// With what the elements of a head have to be a multiple of.
@@ -35,6 +37,7 @@ pub(super) struct Kernels {
 
 type Product = unsafe fn(&Rows<'_>);
 type Widen = unsafe fn(&[u16], &mut [f32]);
+type Round = unsafe fn(&[f32], &mut [u8]);
 type Turn = unsafe fn(&[f32], usize, &mut [f32]);
 type Score = unsafe fn(&[Walk<'_>], &[f32], usize, &mut [f32]);
 type Delta = unsafe fn(&mut [f32], &Steps<'_>, &mut [[f32; DIM]; TOKENS_TOGETHER]);
@@ -54,6 +57,8 @@ impl Kernels {
             Isa::AvxVnni => &AVX_VNNI,
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 => &AVX512,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Bf16 => &AVX512_BF16,
         }
     }
 
@@ -64,7 +69,8 @@ impl Kernels {
     }
 }
 
-const BASELINE: Kernels = Kernels { products: &[], widen: None, turn: None, score: None, weigh: None, delta: None };
+const BASELINE: Kernels =
+    Kernels { products: &[], widen: None, round: None, turn: None, score: None, weigh: None, delta: None };
 
 /// Products of every type on arm64, those of quantised rows with many tokens by products of matrices or not.
 #[cfg(target_arch = "aarch64")]
@@ -91,6 +97,7 @@ macro_rules! products_neon {
 #[cfg(target_arch = "aarch64")]
 static DOTPROD: Kernels = Kernels {
     products: &products_neon!(false),
+    widen: Some(flash_tiles::widen),
     turn: Some(flash_tiles::turn),
     score: Some(flash_tiles::score),
     weigh: Some((flash_tiles::weigh, LANES)),
@@ -125,6 +132,8 @@ macro_rules! products256 {
 #[cfg(target_arch = "x86_64")]
 static AVX2: Kernels = Kernels {
     products: &products256!(u::Avx2),
+    widen: Some(flash_tiles::widen),
+    round: Some(floats::round_to_f16),
     turn: Some(flash_tiles::turn),
     score: Some(flash_tiles::score),
     weigh: Some((flash_tiles::weigh, LANES)),
@@ -134,26 +143,38 @@ static AVX2: Kernels = Kernels {
 #[cfg(target_arch = "x86_64")]
 static AVX_VNNI: Kernels = Kernels { products: &products256!(u::AvxVnni), ..AVX2 };
 
+/// Products of every type in registers of 512 bits, those of `bf16` by a function of its own.
+#[cfg(target_arch = "x86_64")]
+macro_rules! products512 {
+    ($brain:expr) => {
+        [
+            (GgmlDType::Q4K, four_rows::rows_q4k),
+            (GgmlDType::Q5K, avx512::rows_q5k),
+            (GgmlDType::Q6K, avx512::rows_q6k),
+            (GgmlDType::Q8_0, avx512::rows_q8_0),
+            (GgmlDType::Q4_0, avx512::rows_q4_0),
+            (GgmlDType::Q3K, avx512::rows_q3k),
+            (GgmlDType::Q2K, avx512::rows_q2k),
+            (GgmlDType::Q4_1, small_rows::<u::Avx512, u::Q4_1>),
+            (GgmlDType::Q5_0, small_rows::<u::Avx512, u::Q5_0>),
+            (GgmlDType::Q5_1, small_rows::<u::Avx512, u::Q5_1>),
+            (GgmlDType::F16, floats::avx512::rows::<{ floats::F16 }>),
+            (GgmlDType::BF16, $brain),
+            (GgmlDType::F32, floats::avx512::rows::<{ floats::F32 }>),
+        ]
+    };
+}
+
 #[cfg(target_arch = "x86_64")]
 static AVX512: Kernels = Kernels {
-    products: &[
-        (GgmlDType::Q4K, four_rows::rows_q4k),
-        (GgmlDType::Q5K, avx512::rows_q5k),
-        (GgmlDType::Q6K, avx512::rows_q6k),
-        (GgmlDType::Q8_0, avx512::rows_q8_0),
-        (GgmlDType::Q4_0, avx512::rows_q4_0),
-        (GgmlDType::Q3K, avx512::rows_q3k),
-        (GgmlDType::Q2K, avx512::rows_q2k),
-        (GgmlDType::Q4_1, small_rows::<u::Avx512, u::Q4_1>),
-        (GgmlDType::Q5_0, small_rows::<u::Avx512, u::Q5_0>),
-        (GgmlDType::Q5_1, small_rows::<u::Avx512, u::Q5_1>),
-        (GgmlDType::F16, floats::avx512::rows::<{ floats::F16 }>),
-        (GgmlDType::BF16, floats::avx512::rows::<{ floats::BF16 }>),
-        (GgmlDType::F32, floats::avx512::rows::<{ floats::F32 }>),
-    ],
+    products: &products512!(floats::avx512::rows::<{ floats::BF16 }>),
     widen: Some(flash512::widen),
+    round: Some(floats::round_to_f16),
     turn: Some(flash512::turn),
     score: Some(flash512::score),
     weigh: Some((flash512::weigh, 1)),
     delta: Some(delta512::apply),
 };
+
+#[cfg(target_arch = "x86_64")]
+static AVX512_BF16: Kernels = Kernels { products: &products512!(pairs512::rows), ..AVX512 };

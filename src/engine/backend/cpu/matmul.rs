@@ -146,7 +146,7 @@ impl Rows<'_> {
         match dtype {
             GgmlDType::F32 => dot_f32(isa, cast(weight), &self.floats[token * columns..][..columns]),
             GgmlDType::F16 => dot_f16(isa, cast(weight), cast(copy)),
-            GgmlDType::BF16 => dot_bf16(isa, cast(weight), cast(copy)),
+            GgmlDType::BF16 => dot_bf16(isa, cast(weight), cast(&copy[..columns * size_of::<f32>()])),
             GgmlDType::Q8_0 => blocks::<BlockQ8_0>(isa, columns, weight, copy),
             GgmlDType::Q4_0 => blocks::<BlockQ4_0>(isa, columns, weight, copy),
             GgmlDType::Q4_1 => affine::dot_q4_1(isa, weight, copy),
@@ -258,8 +258,8 @@ const FEW_ROWS_TOGETHER: usize = super::neon_tile::ROWS;
 mod tests {
     use super::{
         super::{
-            copying::{rounded, rounded_to_f16},
-            quant::{Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER, quantize_q8_0, quantize_q8k},
+            copying::round_to_f16,
+            quant::{Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER, quantize_q8_0, quantize_q8k, round_to_bf16},
             test_numbers::numbers,
         },
         *,
@@ -311,8 +311,8 @@ mod tests {
                 Format::F32 => {}
                 Format::Q8K => quantize_q8k(Isa::Baseline, input, copy),
                 Format::Q8_0 => quantize_q8_0(Isa::Baseline, input, copy),
-                Format::F16 => rounded_to_f16(input, copy),
-                Format::Bf16 => rounded(input, copy, |x| half::bf16::from_f32(x).to_f32()),
+                Format::F16 => round_to_f16(input, copy),
+                Format::Bf16 => round_to_bf16(Isa::Baseline, input, copy),
             }
         }
         let mut owner = Owner::new();
@@ -362,11 +362,15 @@ mod tests {
         }
     }
 
-    /// All sets agree with the portable loops, and those of x86-64 to the bit with each other.
+    /// All sets agree with the portable loops, and those of x86-64 to the bit with each other, but for the one that multiplies
+    /// `bf16` in pairs.
     fn compare(dtype: GgmlDType, columns: usize, rows: usize, tokens: usize) {
         let mut before = None;
         for &isa in Isa::available().iter().filter(|isa| **isa != Isa::Baseline) {
             let now = products(isa, dtype, columns, rows, tokens);
+            if dtype == GgmlDType::BF16 && isa.name() == "avx512-bf16" {
+                continue;
+            }
             let known = before.get_or_insert_with(|| now.clone());
             assert!(now == *known, "{isa:?} {dtype:?}, {rows} rows of {columns}, {tokens} tokens");
         }
@@ -498,6 +502,35 @@ mod tests {
                     let scale = half::f16::from_bits(u16::from_le_bytes([copy[block], copy[block + 1]]));
                     assert!(!scale.is_finite(), "{isa:?} {bad} at {at}");
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn activations_are_rounded_to_half_precision_with_the_same_bits_in_each_set() {
+        let input: Vec<f32> = numbers(93, 9).into_iter().chain([f32::INFINITY, f32::MAX, -0.0, 1e-7, 1e-40]).collect();
+        let mut expected = vec![0u8; Format::F16.row_bytes(input.len())];
+        round_to_f16(&input, &mut expected);
+        for round in Isa::available().iter().filter_map(|&isa| Kernels::of(isa).round) {
+            let mut copy = vec![0u8; expected.len()];
+            // SAFETY: the machine has the set.
+            unsafe { round(&input, &mut copy) };
+            assert_eq!(copy, expected);
+        }
+    }
+
+    #[test]
+    fn activations_are_rounded_to_brain_floating_point_to_the_nearest() {
+        let odd = [f32::NAN, -f32::NAN, f32::INFINITY, f32::MAX, -0.0, 1e-40, 1.003_906_2, 1.011_718_7];
+        let input: Vec<f32> = numbers(93, 9).into_iter().chain(odd).collect();
+        for &isa in Isa::available() {
+            let mut copy = vec![0u8; Format::Bf16.row_bytes(input.len())];
+            round_to_bf16(isa, &input, &mut copy);
+            let (wide, short) = copy.split_at(4 * input.len());
+            for ((x, wide), short) in input.iter().zip(wide.chunks_exact(4)).zip(short.chunks_exact(2)) {
+                let expected = half::bf16::from_f32(*x);
+                assert_eq!(short, expected.to_bits().to_ne_bytes(), "{isa:?} {x}");
+                assert_eq!(wide, expected.to_f32().to_bits().to_ne_bytes(), "{isa:?} {x}");
             }
         }
     }

@@ -76,6 +76,8 @@ mod neon;
 mod neon_tile;
 #[cfg(target_arch = "aarch64")]
 mod neon_unpack;
+#[cfg(target_arch = "x86_64")]
+mod pairs512;
 mod pool;
 mod processors;
 mod quant;

@@ -7,7 +7,7 @@ use super::{float::half_to_float, isa::kernel};
 /// A format that activations are brought into.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Format {
-    /// `f32` rounded to brain floating point, for weights of that type.
+    /// `f32` rounded to brain floating point, for weights of that type; behind a row's numbers the same as `bf16`.
     Bf16,
     /// As they are.
     F32,
@@ -46,9 +46,25 @@ impl Format {
     pub(crate) const fn row_bytes(self, columns: usize) -> usize {
         match self {
             Self::F32 => 0,
-            Self::F16 | Self::Bf16 => columns * 4,
+            Self::F16 => columns * 4,
+            Self::Bf16 => columns * 4 + (columns * 2).next_multiple_of(4),
             Self::Q8_0 => columns.div_ceil(BLOCK) * (Q8_0_BYTES + 8),
             Self::Q8K => columns.div_ceil(SUPER) * (Q8K_BYTES + Q8K_SUMS),
+        }
+    }
+}
+
+kernel! {
+    /// Rounds a row to brain floating point.
+    pub(crate) fn round_to_bf16(input: &[f32], out: &mut [u8]) {
+        let (wide, short) = out.split_at_mut(input.len() * 4);
+        for ((x, wide), short) in input.iter().zip(wide.chunks_exact_mut(4)).zip(short.chunks_exact_mut(2)) {
+            let bits = x.to_bits();
+            // To the nearest, of two to the even one; what is no number stays none.
+            let rounded = (bits.wrapping_add(0x7fff + ((bits >> 16) & 1))) >> 16;
+            let brain = if x.is_nan() { (bits >> 16) | 0x40 } else { rounded };
+            wide.copy_from_slice(&(brain << 16).to_ne_bytes());
+            short.copy_from_slice(&brain.to_ne_bytes()[if cfg!(target_endian = "little") { 0..2 } else { 2..4 }]);
         }
     }
 }

@@ -1,0 +1,151 @@
+//! Products with rows of `bf16` by the instruction that multiplies them in pairs, `vdpbf16ps`.
+//!
+//! Sixteen lanes take the columns of a row two by two, of each pair the second one first, and are added at its end. So one
+//! token and many yield the same bits; other sets sum in another order. For a token or two rows are read in their order, for more
+//! four rows and six tokens meet.
+
+use std::{
+    arch::x86_64::*,
+    array::from_fn,
+    mem::{size_of, transmute},
+};
+
+use super::{floats::AHEAD, rows::Rows};
+
+/// Columns in a register.
+const WIDTH: usize = 32;
+
+/// Rows of a tile.
+const HEIGHT: usize = 4;
+
+/// Tokens that rows are read for one after the other, as they lie in memory.
+const IN_ORDER_MAX: usize = 2;
+
+/// All rows times all tokens.
+///
+/// # Safety
+///
+/// The machine has the instructions of [`Isa::Avx512Bf16`](super::isa::Isa::Avx512Bf16); `rows` is as its fields say.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")]
+pub(super) unsafe fn rows(rows: &Rows<'_>) {
+    let mut token = 0;
+    while token < rows.tokens {
+        // SAFETY: the caller's promise.
+        token += unsafe {
+            match rows.tokens - token {
+                1 => tiles::<1>(rows, token),
+                2 => tiles::<2>(rows, token),
+                3 => tiles::<3>(rows, token),
+                4 => tiles::<4>(rows, token),
+                5 => tiles::<5>(rows, token),
+                _ => tiles::<6>(rows, token),
+            }
+        };
+    }
+}
+
+/// All rows times `N` tokens from `first` on; returns how many these are.
+///
+/// # Safety
+///
+/// As for `rows`.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")]
+unsafe fn tiles<const N: usize>(rows: &Rows<'_>, first: usize) -> usize {
+    let count = rows.weights.len() / rows.row_bytes;
+    // Behind the numbers of a copy, which are widened, they are as they were.
+    let tokens: [_; N] = from_fn(|at| rows.copy(first + at).wrapping_add(rows.columns * size_of::<f32>()));
+    for row in (0..count).step_by(HEIGHT) {
+        let weights: [_; HEIGHT] = from_fn(|at| rows.weights[(row + at).min(count - 1) * rows.row_bytes..].as_ptr());
+        let mut sums = [[_mm512_setzero_ps(); HEIGHT]; N];
+        // SAFETY: the columns of these rows and tokens are there.
+        unsafe {
+            if N > IN_ORDER_MAX {
+                sums = tile(weights, tokens, rows.columns);
+            } else {
+                for row in 0..HEIGHT {
+                    let of_row = tile(from_fn(|_: usize| weights[row]), tokens, rows.columns);
+                    for token in 0..N {
+                        let [sum] = of_row[token];
+                        sums[token][row] = sum;
+                    }
+                }
+            }
+        }
+        for token in 0..N {
+            rows.put_four(first + token, row, count, four(sums[token]));
+        }
+    }
+    N
+}
+
+/// The sums of `R` rows with `N` tokens.
+///
+/// # Safety
+///
+/// Each row and each token has so many columns.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")]
+unsafe fn tile<const R: usize, const N: usize>(
+    weights: [*const u8; R],
+    tokens: [*const u8; N],
+    columns: usize,
+) -> [[__m512; R]; N] {
+    let mut sums = [[_mm512_setzero_ps(); R]; N];
+    let whole = columns / WIDTH * size_of::<[u16; WIDTH]>();
+    for at in (0..whole).step_by(size_of::<[u16; WIDTH]>()) {
+        if R == 1 {
+            _mm_prefetch::<_MM_HINT_T0>(weights[0].wrapping_add(at + AHEAD).cast());
+        }
+        // SAFETY: a register of columns.
+        unsafe { meet(&mut sums, weights, tokens, |from| _mm512_loadu_si512(from.add(at).cast())) };
+    }
+    if !columns.is_multiple_of(WIDTH) {
+        let lanes = u32::MAX >> (WIDTH - columns % WIDTH);
+        // SAFETY: as many columns as the mask has.
+        unsafe { meet(&mut sums, weights, tokens, |from| _mm512_maskz_loadu_epi16(lanes, from.add(whole).cast())) };
+    }
+    sums
+}
+
+/// Adds the products of a register of columns.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")]
+fn meet<const R: usize, const N: usize>(
+    sums: &mut [[__m512; R]; N],
+    weights: [*const u8; R],
+    tokens: [*const u8; N],
+    load: impl Fn(*const u8) -> __m512i,
+) {
+    let mut ys = [_mm512_setzero_si512(); N];
+    for token in 0..N {
+        ys[token] = load(tokens[token]);
+    }
+    for row in 0..R {
+        let x = load(weights[row]);
+        for token in 0..N {
+            sums[token][row] = _mm512_dpbf16_ps(sums[token][row], pairs(x), pairs(ys[token]));
+        }
+    }
+}
+
+/// Thirty-two numbers as the instruction takes them.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bf16")]
+fn pairs(bits: __m512i) -> __m512bh {
+    // SAFETY: thirty-two numbers either way.
+    unsafe { transmute::<__m512i, __m512bh>(bits) }
+}
+
+/// The sums of the lanes of four registers.
+#[inline]
+#[target_feature(enable = "avx512f,avx512dq")]
+fn four(sums: [__m512; HEIGHT]) -> __m128 {
+    let [a, b, c, d] = sums;
+    let ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    let cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    let (ab, cd) = (_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+    let (low, high) = (_mm512_unpacklo_pd(ab, cd), _mm512_unpackhi_pd(ab, cd));
+    let abcd = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+    let halves = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps::<1>(abcd));
+    _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps::<1>(halves))
+}
