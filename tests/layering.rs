@@ -486,13 +486,13 @@ const FLAGS_MAX: usize = 2;
 /// Lines that a folder of `src` may have, tests included. Raising one is a line in the commit message, with its reason.
 const LINES_MAX: [(&str, usize); 14] = [
     (".", 721),
-    ("cli", 12685),
+    ("cli", 12693),
     ("config", 4605),
     ("daemon", 11288),
     ("engine", 39080),
     ("http", 9723),
-    ("journal", 3385),
-    ("policy", 22944),
+    ("journal", 3386),
+    ("policy", 22967),
     ("probe", 5097),
     ("rpc", 5090),
     ("speech", 5101),

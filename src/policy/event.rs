@@ -317,6 +317,8 @@ pub enum Done {
         worker: String,
         variant: String,
     },
+    /// Nothing is waited for any more but the next sample.
+    GrowsWhenSampled,
     /// Everything has its full size.
     FullSize,
     /// No model can be loaded, since no LLM is configured.

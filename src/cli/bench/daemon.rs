@@ -7,7 +7,8 @@ use tonic::transport::Channel;
 use crate::{
     cli::{demo::watch, stage::Stage},
     rpc::v1::{
-        GetStatusRequest, GetStatusResponse, HoldLeaseRequest, Lease, operator_service_client::OperatorServiceClient,
+        EngineState, GetStatusRequest, GetStatusResponse, HoldLeaseRequest, Lease,
+        operator_service_client::OperatorServiceClient,
     },
 };
 
@@ -28,6 +29,11 @@ pub async fn until(
         let status = status.map_err(|status| status.message().to_owned())?.into_inner();
         if wanted(&status) {
             return Ok(status);
+        }
+        if let Some(engine) = &status.engine
+            && engine.state() == EngineState::Failed
+        {
+            return Err(format!("the engine has failed: {}", engine.failure));
         }
         if Instant::now() >= end {
             return Err(format!(

@@ -176,6 +176,7 @@ impl Display for Done {
             Self::VariantReturns { worker, variant } => {
                 write!(f, "worker `{worker}` goes back to variant `{variant}`")
             }
+            Self::GrowsWhenSampled => f.write_str("what has room grows back with the next sample"),
             Self::FullSize => f.write_str("everything has its full size"),
             Self::NoEngine => f.write_str("no LLM is configured"),
             Self::Loaded => f.write_str("the model is loaded, or is being loaded"),

@@ -10,6 +10,7 @@ use crate::{
         engine_control::{PlanKind, WaitingOperator, Wish, bytes_in},
         event::{Action, ChangedKeys, Done},
         growth,
+        growth_wait::GrowthWait,
         kv_type::KvType,
         lease::{Class, Ticket},
         params::{ENGINE_TENANT, Params},
@@ -110,8 +111,15 @@ pub(super) fn take_regrow(cx: &mut Context<'_>, ticket: Ticket) {
     }
     cx.state.dwell.forget();
     cx.state.engine.blocked.growth = None;
+    let engine = &cx.state.engine;
+    let lacks_something = engine.is_ready() && engine.full_plan().as_ref() != engine.goal();
     match growth_orders::grow_one_step(cx) {
         Ok(done) => cx.done(ticket, done),
+        Err(GrowthWait::Sample) if lacks_something => {
+            // Something was given back a moment ago. It grows by itself as soon as a sample shows how much there is.
+            cx.out.push(Action::SampleAfter { wait: cx.state.params.pressure.sample_min });
+            cx.done(ticket, Done::GrowsWhenSampled);
+        }
         Err(wait) => cx.deny(ticket, Denial::NotGrowing { wait }),
     }
 }

@@ -52,7 +52,7 @@ pub(super) unsafe fn rows(rows: &Rows<'_>) {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")]
 unsafe fn tiles<const N: usize>(rows: &Rows<'_>, first: usize) -> usize {
     let count = rows.weights.len() / rows.row_bytes;
-    // Behind the numbers of a copy, which are widened, they are as they were.
+    // Behind the widened numbers of a copy lie the same as `bf16`.
     let tokens: [_; N] = from_fn(|at| rows.copy(first + at).wrapping_add(rows.columns * size_of::<f32>()));
     for row in (0..count).step_by(HEIGHT) {
         let weights: [_; HEIGHT] = from_fn(|at| rows.weights[(row + at).min(count - 1) * rows.row_bytes..].as_ptr());

@@ -176,6 +176,19 @@ fn layers_grow_back_before_capacity_that_no_token_has_touched() {
 }
 
 #[test]
+fn a_regrow_right_after_a_release_grows_with_the_next_sample() {
+    let mut rig = Rig::with_engine_ready(params());
+    rig.operator_shed(mib(60));
+    let held = rig.engine_applies().whole_mib();
+    rig.measure("llm", held);
+    rig.regrow();
+    assert!(matches!(rig.answer(), Answer::Done { done: Done::GrowsWhenSampled }), "{:#?}", rig.actions);
+    assert_eq!(rig.plan_asked(), None);
+    rig.wait(10).sample(held);
+    assert!(rig.plan_asked().is_some(), "{:#?}", rig.actions);
+}
+
+#[test]
 fn a_regrow_that_does_nothing_is_refused() {
     let mut rig = Rig::with_engine_ready(params());
     rig.operator_shed(mib(40));
