@@ -3,7 +3,7 @@
 
 use cotenant::{
     policy::event::{Action, Event},
-    units::Bytes,
+    units::{Bytes, Tokens},
 };
 
 use super::{Checker, Step};
@@ -29,8 +29,13 @@ impl Checker for Floor {
             // Larger chunks take the place of something, and none is left in the full plan.
             let full = step.after.engine.full.as_ref();
             let most = full.map_or(Bytes::ZERO, |full| shape.plan_bytes(full)).max(step.engine_goal());
-            let is_larger = plan.prefill_chunk > engine.prefill_chunk;
-            if is_larger && shape.plan_bytes(plan) > most && !step.is_for_the_answer(plan, shape) {
+            // But for the blocks that the running answer needs beyond what it has.
+            let before = step.before.engine.asked.as_ref().or(step.before.engine.in_force.as_ref());
+            let blocks = before.filter(|_| step.is_for_the_answer(plan, shape)).map_or(Bytes::ZERO, |before| {
+                let tokens = plan.kv_capacity.get().saturating_sub(before.kv_capacity.get());
+                shape.kv.capacity_bytes(Tokens::new(tokens), plan.kv_type)
+            });
+            if plan.prefill_chunk > engine.prefill_chunk && shape.plan_bytes(plan) > most + blocks {
                 return Err(format!("a larger chunk takes more than {most}: {plan:?}"));
             }
             // A deadline may ask, and the event that follows in the same call says that the engine is gone.
