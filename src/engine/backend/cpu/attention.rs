@@ -5,7 +5,7 @@ use std::ptr::NonNull;
 use super::{
     cells,
     copying::Copying,
-    flash::{self, Scratch},
+    flash::{self, Cells, Scratch},
     flash_walk::{TOKENS_MAX, Walk},
     float::{all_finite, rms_in_place},
     isa::{Isa, kernel},
@@ -171,20 +171,18 @@ pub(crate) fn attend<'op>(
             }
             for from in (0..block_tokens.min(end - start)).step_by(TOKENS_MAX) {
                 let count = TOKENS_MAX.min(end - start - from).min(block_tokens - from);
-                let part = |at: usize| {
-                    let rows = block.slice(at + from * row_bytes, count * row_bytes);
-                    rows.unwrap_or_default()
+                let part = |block: Block<'op>, at: usize, tokens: usize| {
+                    block.slice(at, tokens * row_bytes).unwrap_or_default()
                 };
-                flash::step(
-                    &mut scratch,
-                    isa,
+                let ahead = cache.block(index + 1).filter(|_| start + block_tokens < end);
+                let cells = Cells {
+                    kind,
                     dim,
-                    spec.scale,
-                    start + from..start + from + count,
-                    |keys| cells::widen(isa, kind, dim, part(key_at), keys),
-                    |values| cells::widen(isa, kind, dim, part(value_at), values),
-                    &mut walks,
-                );
+                    keys: part(block, key_at + from * row_bytes, count),
+                    values: part(block, value_at + from * row_bytes, count),
+                    ahead: ahead.map(|block| part(block, key_at, TOKENS_MAX.min(block_tokens))).unwrap_or_default(),
+                };
+                flash::step(&mut scratch, isa, cells, spec.scale, start + from..start + from + count, &mut walks);
             }
         }
         for walk in walks {

@@ -53,7 +53,7 @@ fn widen_halves(isa: Isa, halves: &[u16], floats: &mut [f32]) {
 }
 
 /// The `f16` bits in a part of a block.
-fn halves(bytes: &[u8]) -> &[u16] {
+pub(super) fn halves(bytes: &[u8]) -> &[u16] {
     // SAFETY: every bit pattern is a `u16`; offsets in a block are even, so nothing is cut off.
     unsafe { bytes.align_to::<u16>() }.1
 }

@@ -2,7 +2,10 @@
 
 use std::arch::x86_64::*;
 
-use super::flash_walk::{LANES, QUERIES_TOGETHER, TOKENS_MAX, Walk};
+use super::{
+    flash_tiles::half_squares,
+    flash_walk::{LANES, QUERIES_TOGETHER, TOKENS_MAX, Walk, place},
+};
 
 /// Turns tokens of `dim` elements, a multiple of [`LANES`], in squares of sixteen by sixteen.
 ///
@@ -23,8 +26,45 @@ pub(super) unsafe fn turn(wide: &[f32], dim: usize, turned: &mut [f32]) {
             for (ahead, column) in square(rows).into_iter().enumerate() {
                 // SAFETY: sixteen of the tokens of an element.
                 unsafe {
-                    let target = turned.as_mut_ptr().add((element + ahead) * TOKENS_MAX + token);
+                    let target = turned.as_mut_ptr().add(place(dim, element + ahead, token));
                     _mm512_storeu_si512(target.cast(), column);
+                }
+            }
+        }
+    }
+}
+
+/// The same of tokens in halves, which become `f32`.
+///
+/// # Safety
+///
+/// The machine has the instructions of [`Isa::Avx512`](super::isa::Isa::Avx512).
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+pub(super) unsafe fn turn_halves(halves: &[u16], dim: usize, turned: &mut [f32]) {
+    let count = halves.len() / dim;
+    assert_in_tests!(dim.is_multiple_of(LANES) && count <= TOKENS_MAX && turned.len() >= dim * TOKENS_MAX);
+    for token in (0..count).step_by(LANES) {
+        for element in (0..dim).step_by(LANES) {
+            let mut rows = [_mm256_setzero_si256(); LANES];
+            let from = halves.as_ptr().wrapping_add(token * dim + element);
+            // SAFETY: sixteen elements of a token that is there.
+            let load = |ahead: usize| unsafe { _mm256_loadu_si256(from.add(ahead * dim).cast()) };
+            if count - token >= LANES {
+                rows = std::array::from_fn(load);
+            } else {
+                for (ahead, row) in rows.iter_mut().enumerate().take(count - token) {
+                    *row = load(ahead);
+                }
+            }
+            let ([first, second], []) = rows.as_chunks::<8>() else { continue };
+            let eights = half_squares(*first).into_iter().zip(half_squares(*second));
+            for (ahead, (first, second)) in eights.enumerate() {
+                // SAFETY: sixteen of the tokens of an element, and of the eighth after it.
+                unsafe {
+                    let target = turned.as_mut_ptr().add(place(dim, element + ahead, token));
+                    _mm512_storeu_ps(target, _mm512_cvtph_ps(_mm256_permute2x128_si256::<0x20>(first, second)));
+                    let high = _mm256_permute2x128_si256::<0x31>(first, second);
+                    _mm512_storeu_ps(target.add(8 * LANES), _mm512_cvtph_ps(high));
                 }
             }
         }
@@ -90,7 +130,7 @@ pub(super) unsafe fn score(walks: &[Walk<'_>], keys: &[f32], reach: usize, score
 
 /// # Safety
 ///
-/// There are `N` queries of `dim` elements and as many rows of scores, and `keys` are `dim` rows of tokens.
+/// There are `N` queries of `dim` elements and as many rows of scores, and `keys` are groups of turned tokens.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 unsafe fn score_tile<const N: usize>(
@@ -104,14 +144,14 @@ unsafe fn score_tile<const N: usize>(
     for (query, walk) in queries.iter_mut().zip(walks) {
         *query = walk.query.as_ptr();
     }
-    // SAFETY: the caller's promise; groups of tokens lie side by side.
+    // SAFETY: the caller's promise; groups of tokens lie one after the other.
     unsafe {
         if groups == 4 {
             score_part::<N, 4>(queries, keys.as_ptr(), dim, scores);
         } else {
             for group in 0..groups {
                 let ahead = group * LANES;
-                score_part::<N, 1>(queries, keys.as_ptr().add(ahead), dim, scores.add(ahead));
+                score_part::<N, 1>(queries, keys.as_ptr().add(ahead * dim), dim, scores.add(ahead));
             }
         }
     }
@@ -120,8 +160,7 @@ unsafe fn score_tile<const N: usize>(
 
 /// # Safety
 ///
-/// `queries` have `dim` elements, `keys` as many rows of at least `G` groups of tokens, `scores` as many rows as there are
-/// queries.
+/// `queries` have `dim` elements, `keys` are `G` groups of tokens, `scores` as many rows as there are queries.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 unsafe fn score_part<const N: usize, const G: usize>(
@@ -135,7 +174,7 @@ unsafe fn score_part<const N: usize, const G: usize>(
         let mut row = [_mm512_setzero_ps(); G];
         for (group, row) in row.iter_mut().enumerate() {
             // SAFETY: a group of the tokens of this element.
-            *row = unsafe { _mm512_loadu_ps(keys.wrapping_add(element * TOKENS_MAX + group * LANES)) };
+            *row = unsafe { _mm512_loadu_ps(keys.wrapping_add((group * dim + element) * LANES)) };
         }
         for (query, sums) in queries.iter().zip(&mut sums) {
             // SAFETY: an element of the query.
@@ -159,7 +198,7 @@ unsafe fn score_part<const N: usize, const G: usize>(
 ///
 /// The machine has the instructions of [`Isa::Avx512`](super::isa::Isa::Avx512).
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-pub(super) unsafe fn weigh(walks: &mut [Walk<'_>], values: &[f32], weights: &[f32]) {
+pub(super) unsafe fn weigh<T: Element>(walks: &mut [Walk<'_>], values: &[T], weights: &[f32]) {
     assert_in_tests!(weights.len() >= walks.len() * TOKENS_MAX);
     let mut at = 0;
     while at < walks.len() {
@@ -168,10 +207,10 @@ pub(super) unsafe fn weigh(walks: &mut [Walk<'_>], values: &[f32], weights: &[f3
         at += unsafe {
             let walks = &mut walks[at..];
             match walks.len() {
-                QUERIES_TOGETHER.. => weigh_tile::<QUERIES_TOGETHER>(walks, values, weights),
-                4.. => weigh_tile::<4>(walks, values, weights),
-                2.. => weigh_tile::<2>(walks, values, weights),
-                _ => weigh_tile::<1>(walks, values, weights),
+                QUERIES_TOGETHER.. => weigh_tile::<QUERIES_TOGETHER, T>(walks, values, weights),
+                4.. => weigh_tile::<4, T>(walks, values, weights),
+                2.. => weigh_tile::<2, T>(walks, values, weights),
+                _ => weigh_tile::<1, T>(walks, values, weights),
             }
         };
     }
@@ -182,7 +221,7 @@ pub(super) unsafe fn weigh(walks: &mut [Walk<'_>], values: &[f32], weights: &[f3
 /// There are `N` queries and as many rows of weights; `values` are whole tokens.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-unsafe fn weigh_tile<const N: usize>(walks: &mut [Walk<'_>], values: &[f32], weights: &[f32]) -> usize {
+unsafe fn weigh_tile<const N: usize, T: Element>(walks: &mut [Walk<'_>], values: &[T], weights: &[f32]) -> usize {
     let dim = walks.first().map_or(1, |walk| walk.sum.len());
     let count = values.len() / dim;
     let mut sums = [std::ptr::null_mut::<f32>(); N];
@@ -197,10 +236,10 @@ unsafe fn weigh_tile<const N: usize>(walks: &mut [Walk<'_>], values: &[f32], wei
         // SAFETY: inside the rows, for a part that begins in them; the mask keeps the last one there.
         from += unsafe {
             if left >= 4 * LANES {
-                weigh_part::<N, 4>(sums, values, dim, count, weights.as_ptr(), u16::MAX)
+                weigh_part::<N, 4, T>(sums, values, dim, count, weights.as_ptr(), u16::MAX)
             } else {
                 let mask = u16::MAX >> (LANES - left.min(LANES));
-                weigh_part::<N, 1>(sums, values, dim, count, weights.as_ptr(), mask)
+                weigh_part::<N, 1, T>(sums, values, dim, count, weights.as_ptr(), mask)
             }
         };
     }
@@ -213,9 +252,9 @@ unsafe fn weigh_tile<const N: usize>(walks: &mut [Walk<'_>], values: &[f32], wei
 /// `weights` a row for each query.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-unsafe fn weigh_part<const N: usize, const G: usize>(
+unsafe fn weigh_part<const N: usize, const G: usize, T: Element>(
     sums: [*mut f32; N],
-    values: *const f32,
+    values: *const T,
     dim: usize,
     count: usize,
     weights: *const f32,
@@ -232,7 +271,7 @@ unsafe fn weigh_part<const N: usize, const G: usize>(
         let mut row = [_mm512_setzero_ps(); G];
         for (group, row) in row.iter_mut().enumerate() {
             // SAFETY: the caller's promise.
-            *row = unsafe { _mm512_maskz_loadu_ps(mask, values.wrapping_add(token * dim + group * LANES)) };
+            *row = unsafe { T::load(mask, values.wrapping_add(token * dim + group * LANES)) };
         }
         for (number, totals) in totals.iter_mut().enumerate() {
             // SAFETY: a weight of this query.
@@ -251,6 +290,33 @@ unsafe fn weigh_part<const N: usize, const G: usize>(
     G * LANES
 }
 
+/// What values are kept as while they are weighed.
+pub(super) trait Element: Copy {
+    /// # Safety
+    ///
+    /// There are the elements of `mask` at `from`, and the machine has the instructions of these tiles.
+    unsafe fn load(mask: u16, from: *const Self) -> __m512;
+}
+
+impl Element for f32 {
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+    unsafe fn load(mask: u16, from: *const Self) -> __m512 {
+        // SAFETY: the caller's promise.
+        unsafe { _mm512_maskz_loadu_ps(mask, from) }
+    }
+}
+
+/// Bits of `f16`.
+impl Element for u16 {
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+    unsafe fn load(mask: u16, from: *const Self) -> __m512 {
+        // SAFETY: the caller's promise.
+        unsafe { _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, from.cast())) }
+    }
+}
+
 /// The `f32` that halves stand for.
 ///
 /// # Safety
@@ -259,14 +325,12 @@ unsafe fn weigh_part<const N: usize, const G: usize>(
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 pub(super) unsafe fn widen(halves: &[u16], floats: &mut [f32]) {
     let len = halves.len().min(floats.len());
-    let mut at = 0;
-    while at < len {
-        let mask = u16::MAX >> (LANES - (len - at).min(LANES));
-        // SAFETY: as many elements of both as are left.
-        unsafe {
-            let half = _mm256_maskz_loadu_epi16(mask, halves.as_ptr().add(at).cast());
-            _mm512_mask_storeu_ps(floats.as_mut_ptr().add(at), mask, _mm512_cvtph_ps(half));
-        }
-        at += LANES;
+    let (from, to) = (halves.as_ptr(), floats.as_mut_ptr());
+    for at in (0..len / LANES).map(|group| group * LANES) {
+        // SAFETY: a group of both.
+        unsafe { _mm512_storeu_ps(to.add(at), _mm512_cvtph_ps(_mm256_loadu_si256(from.add(at).cast()))) };
     }
+    let (rest, mask) = (len - len % LANES, !(u16::MAX << (len % LANES)));
+    // SAFETY: as many elements of both as are left.
+    unsafe { _mm512_mask_storeu_ps(to.add(rest), mask, u16::load(mask, from.add(rest))) };
 }

@@ -8,7 +8,7 @@ use std::arch::aarch64::*;
 use std::arch::x86_64::*;
 
 use super::{
-    flash_walk::{LANES, QUERIES_TOGETHER, TOKENS_MAX, Walk},
+    flash_walk::{LANES, QUERIES_TOGETHER, TOKENS_MAX, Walk, place},
     float::half_to_float,
 };
 
@@ -42,11 +42,34 @@ pub(super) unsafe fn turn(wide: &[f32], dim: usize, turned: &mut [f32]) {
             let mut rows = [zero(); WIDTH];
             for (ahead, row) in rows.iter_mut().enumerate().take(count.saturating_sub(token)) {
                 // SAFETY: elements of a token that is there.
-                *row = unsafe { load(wide.as_ptr().add((token + ahead) * dim + element)) };
+                *row = unsafe { f32::load(wide.as_ptr().add((token + ahead) * dim + element)) };
             }
             for (ahead, column) in square(rows).into_iter().enumerate() {
                 // SAFETY: some of the tokens of an element.
-                unsafe { store(turned.as_mut_ptr().add((element + ahead) * TOKENS_MAX + token), column) };
+                unsafe { store(turned.as_mut_ptr().add(place(dim, element + ahead, token)), column) };
+            }
+        }
+    }
+}
+
+/// The same of tokens in halves, which become `f32`.
+///
+/// # Safety
+///
+/// The machine has the instructions that these tiles are compiled for.
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+pub(super) unsafe fn turn_halves(halves: &[u16], dim: usize, turned: &mut [f32]) {
+    let count = halves.len() / dim;
+    assert_in_tests!(dim.is_multiple_of(LANES) && count <= TOKENS_MAX && turned.len() >= dim * TOKENS_MAX);
+    for token in (0..count.next_multiple_of(LANES)).step_by(HALF_ROWS) {
+        for element in (0..dim).step_by(HALVES) {
+            let tokens = count.saturating_sub(token);
+            // SAFETY: elements of the tokens that are there.
+            let columns = unsafe { half_columns(halves.as_ptr().add(token * dim + element), dim, tokens) };
+            for (ahead, column) in columns.iter().enumerate() {
+                // SAFETY: some of the tokens of an element.
+                unsafe { store_halves(turned.as_mut_ptr().add(place(dim, element + ahead, token)), *column) };
             }
         }
     }
@@ -63,7 +86,7 @@ pub(super) unsafe fn widen(halves: &[u16], floats: &mut [f32]) {
     let (groups, rest) = halves.as_chunks::<WIDTH>();
     for (halves, floats) in groups.iter().zip(floats.as_chunks_mut::<WIDTH>().0) {
         // SAFETY: a register of numbers.
-        unsafe { store(floats.as_mut_ptr(), load_halves(halves.as_ptr())) };
+        unsafe { store(floats.as_mut_ptr(), u16::load(halves.as_ptr())) };
     }
     for (half, float) in rest.iter().zip(floats.iter_mut().skip(groups.len() * WIDTH)) {
         *float = half_to_float(*half);
@@ -97,6 +120,30 @@ macro_rules! for_queries {
     }};
 }
 
+/// Calls a tile function for groups one after the other, for as many at once as give few queries enough sums to keep the
+/// processor busy.
+macro_rules! for_groups {
+    ($queries:ident, $count:expr, |$at:ident| $function:ident($($argument:expr),* $(,)?)) => {{
+        let mut $at = 0;
+        while $at < $count {
+            match $count - $at {
+                4.. if $queries == 1 => {
+                    $function::<$queries, 4>($($argument),*);
+                    $at += 4;
+                }
+                2.. if $queries <= 2 => {
+                    $function::<$queries, 2>($($argument),*);
+                    $at += 2;
+                }
+                _ => {
+                    $function::<$queries, 1>($($argument),*);
+                    $at += 1;
+                }
+            }
+        }
+    }};
+}
+
 /// Products of some queries with the first `reach` keys of a turned block.
 ///
 /// # Safety
@@ -108,30 +155,55 @@ pub(super) unsafe fn score(walks: &[Walk<'_>], keys: &[f32], reach: usize, score
     let dim = keys.len() / TOKENS_MAX;
     let groups = reach.div_ceil(LANES).min(TOKENS_MAX / LANES);
     assert_in_tests!(scores.len() >= walks.len() * TOKENS_MAX && walks.iter().all(|walk| walk.query.len() == dim));
-    for first in (0..groups).map(|group| group * LANES) {
-        // SAFETY: as many queries as said, each of `dim` elements, and as many rows of scores; a group of tokens is there.
-        unsafe {
-            let (keys, scores) = (keys.as_ptr().add(first), scores.as_mut_ptr().add(first));
-            for_queries!(walks.len(), |at| score_tile(&walks[at..], keys, dim, scores.add(at * TOKENS_MAX)));
-        }
+    let (keys, scores) = (keys.as_ptr(), scores.as_mut_ptr());
+    // SAFETY: as many queries as said, each of `dim` elements, and as many rows of scores; the groups of tokens are there.
+    unsafe {
+        for_queries!(walks.len(), |at| score_groups(&walks[at..], keys, dim, groups, scores.add(at * TOKENS_MAX)));
     }
 }
 
 /// # Safety
 ///
-/// There are `N` queries of `dim` elements and as many rows of scores, and `keys` are `dim` rows of at least a group of tokens.
+/// There are `N` queries of `dim` elements and as many rows of scores, and so many groups of tokens in `keys`.
 #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
-unsafe fn score_tile<const N: usize>(walks: &[Walk<'_>], keys: *const f32, dim: usize, scores: *mut f32) {
+unsafe fn score_groups<const N: usize>(
+    walks: &[Walk<'_>],
+    keys: *const f32,
+    dim: usize,
+    groups: usize,
+    scores: *mut f32,
+) {
     let mut queries = [std::ptr::null::<f32>(); N];
     for (query, walk) in queries.iter_mut().zip(walks) {
         *query = walk.query.as_ptr();
     }
-    let mut sums = [[zero(); PARTS]; N];
+    // SAFETY: the caller's promise.
+    unsafe {
+        for_groups!(N, groups, |at| score_tile(&queries, keys.add(at * dim * LANES), dim, scores.add(at * LANES)));
+    }
+}
+
+/// # Safety
+///
+/// `queries` have `dim` elements, `keys` are `G` groups of tokens, and there is a row of scores for each query.
+#[inline]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+unsafe fn score_tile<const N: usize, const G: usize>(
+    queries: &[*const f32; N],
+    keys: *const f32,
+    dim: usize,
+    scores: *mut f32,
+) {
+    let mut sums = [[[zero(); PARTS]; G]; N];
     for element in 0..dim {
-        // SAFETY: a group of the tokens of this element, and an element of each query.
+        // SAFETY: an element of the tokens of each group, and of each query.
         unsafe {
-            let row = load_group(keys.add(element * TOKENS_MAX));
+            let mut row = [[zero(); PARTS]; G];
+            for (group, row) in row.iter_mut().enumerate() {
+                *row = load_group(keys.add((group * dim + element) * LANES));
+            }
             for (query, sums) in queries.iter().zip(&mut sums) {
                 add_products(sums, &row, *query.add(element));
             }
@@ -139,7 +211,7 @@ unsafe fn score_tile<const N: usize>(walks: &[Walk<'_>], keys: *const f32, dim: 
     }
     for (number, sums) in sums.iter().enumerate() {
         // SAFETY: a row of scores.
-        unsafe { store_group(scores.add(number * TOKENS_MAX), sums) };
+        unsafe { store_groups(scores.add(number * TOKENS_MAX), sums) };
     }
 }
 
@@ -150,55 +222,85 @@ unsafe fn score_tile<const N: usize>(walks: &[Walk<'_>], keys: *const f32, dim: 
 /// The machine has the instructions that these tiles are compiled for.
 #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
-pub(super) unsafe fn weigh(walks: &mut [Walk<'_>], values: &[f32], weights: &[f32]) {
+pub(super) unsafe fn weigh<T: Element>(walks: &mut [Walk<'_>], values: &[T], weights: &[f32]) {
     let dim = walks.first().map_or(LANES, |walk| walk.sum.len());
     assert_in_tests!(dim.is_multiple_of(LANES) && weights.len() >= walks.len() * TOKENS_MAX);
-    for from in (0..dim).step_by(LANES) {
-        let values = (values.as_ptr().wrapping_add(from), values.len() / dim);
-        // SAFETY: as many queries as said, and rows of weights for them; a group of elements is there.
-        unsafe {
-            for_queries!(walks.len(), |at| weigh_tile(
-                &mut walks[at..],
-                values,
-                dim,
-                from,
-                weights.as_ptr().add(at * TOKENS_MAX),
-            ));
-        }
+    let (values, weights) = ((values.as_ptr(), values.len() / dim), weights.as_ptr());
+    // SAFETY: as many queries as said, and rows of weights for them.
+    unsafe {
+        for_queries!(walks.len(), |at| weigh_groups(&mut walks[at..], values, dim, weights.add(at * TOKENS_MAX)));
     }
 }
 
 /// # Safety
 ///
-/// There are `N` queries, with a group of elements from `from`, and as many rows of weights; `values` are so many groups,
-/// `dim` apart.
+/// There are `N` queries of `dim` elements and as many rows of weights; `values` are so many tokens of as many elements.
 #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
-unsafe fn weigh_tile<const N: usize>(
+unsafe fn weigh_groups<const N: usize>(
     walks: &mut [Walk<'_>],
-    (values, count): (*const f32, usize),
+    (values, count): (*const impl Element, usize),
     dim: usize,
-    from: usize,
     weights: *const f32,
 ) {
-    let mut totals = [[zero(); PARTS]; N];
-    for (walk, totals) in walks.iter().zip(&mut totals) {
-        // SAFETY: the caller's promise.
-        *totals = unsafe { load_group(walk.sum.as_ptr().add(from)) };
+    let mut sums = [std::ptr::null_mut::<f32>(); N];
+    for (sum, walk) in sums.iter_mut().zip(walks) {
+        *sum = walk.sum.as_mut_ptr();
+    }
+    // SAFETY: the caller's promise.
+    unsafe {
+        for_groups!(N, dim / LANES, |at| weigh_tile(
+            sums.map(|sum| sum.add(at * LANES)),
+            (values.add(at * LANES), count),
+            dim,
+            weights,
+        ));
+    }
+}
+
+/// # Safety
+///
+/// `sums` are `G` groups of elements, `values` so many times as many, `dim` apart, and there is a row of weights for each query.
+#[inline]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+unsafe fn weigh_tile<const N: usize, const G: usize>(
+    sums: [*mut f32; N],
+    (values, count): (*const impl Element, usize),
+    dim: usize,
+    weights: *const f32,
+) {
+    let mut totals = [[[zero(); PARTS]; G]; N];
+    for (sum, totals) in sums.iter().zip(&mut totals) {
+        for (group, total) in totals.iter_mut().enumerate() {
+            // SAFETY: the caller's promise.
+            *total = unsafe { load_group(sum.add(group * LANES)) };
+        }
     }
     for token in 0..count {
-        // SAFETY: a group of a token, and its weight for each query.
+        // SAFETY: groups of a token, and its weight for each query.
         unsafe {
-            let row = load_group(values.add(token * dim));
+            let mut row = [[zero(); PARTS]; G];
+            for (group, row) in row.iter_mut().enumerate() {
+                *row = load_group(values.add(token * dim + group * LANES));
+            }
             for (number, totals) in totals.iter_mut().enumerate() {
                 add_products(totals, &row, *weights.add(number * TOKENS_MAX + token));
             }
         }
     }
-    for (walk, totals) in walks.iter_mut().zip(&totals) {
+    for (sum, totals) in sums.iter().zip(&totals) {
         // SAFETY: the caller's promise.
-        unsafe { store_group(walk.sum.as_mut_ptr().add(from), totals) };
+        unsafe { store_groups(*sum, totals) };
     }
+}
+
+/// What values are kept as while they are weighed.
+pub(super) trait Element: Copy {
+    /// # Safety
+    ///
+    /// There are as many at `from` as a register has numbers, and the machine has the instructions of these tiles.
+    unsafe fn load(from: *const Self) -> Native;
 }
 
 /// # Safety
@@ -207,25 +309,64 @@ unsafe fn weigh_tile<const N: usize>(
 #[inline]
 #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
-unsafe fn load_group(from: *const f32) -> Group {
+unsafe fn load_group<T: Element>(from: *const T) -> Group {
     let mut group = [zero(); PARTS];
     for (part, register) in group.iter_mut().enumerate() {
         // SAFETY: the caller's promise.
-        *register = unsafe { load(from.add(part * WIDTH)) };
+        *register = unsafe { T::load(from.add(part * WIDTH)) };
     }
     group
 }
 
+impl Element for f32 {
+    #[inline]
+    #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
+    #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+    unsafe fn load(from: *const Self) -> Native {
+        // SAFETY: the caller's promise.
+        unsafe {
+            #[cfg(target_arch = "aarch64")]
+            {
+                vld1q_f32(from)
+            }
+            #[cfg(target_arch = "x86_64")]
+            {
+                _mm256_loadu_ps(from)
+            }
+        }
+    }
+}
+
+/// Bits of `f16`.
+impl Element for u16 {
+    #[inline]
+    #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
+    #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+    unsafe fn load(from: *const Self) -> Native {
+        // SAFETY: the caller's promise.
+        unsafe {
+            #[cfg(target_arch = "aarch64")]
+            {
+                super::neon_unpack::widened(vld1_u16(from))
+            }
+            #[cfg(target_arch = "x86_64")]
+            {
+                _mm256_cvtph_ps(_mm_loadu_si128(from.cast()))
+            }
+        }
+    }
+}
+
 /// # Safety
 ///
-/// There is room for a group at `to`.
+/// There is room for the groups at `to`.
 #[inline]
 #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
-unsafe fn store_group(to: *mut f32, group: &Group) {
-    for (part, register) in group.iter().enumerate() {
+unsafe fn store_groups<const G: usize>(to: *mut f32, groups: &[Group; G]) {
+    for (at, register) in groups.as_flattened().iter().enumerate() {
         // SAFETY: the caller's promise.
-        unsafe { store(to.add(part * WIDTH), *register) };
+        unsafe { store(to.add(at * WIDTH), *register) };
     }
 }
 
@@ -233,8 +374,8 @@ unsafe fn store_group(to: *mut f32, group: &Group) {
 #[inline]
 #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
-fn add_products(sums: &mut Group, row: &Group, x: f32) {
-    for (sum, row) in sums.iter_mut().zip(row) {
+fn add_products<const G: usize>(sums: &mut [Group; G], row: &[Group; G], x: f32) {
+    for (sum, row) in sums.as_flattened_mut().iter_mut().zip(row.as_flattened()) {
         #[cfg(target_arch = "aarch64")]
         {
             *sum = vfmaq_n_f32(*sum, *row, x);
@@ -262,46 +403,6 @@ fn zero() -> Native {
 
 /// # Safety
 ///
-/// There are as many numbers at `from` as a register has.
-#[inline]
-#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
-#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
-unsafe fn load(from: *const f32) -> Native {
-    // SAFETY: the caller's promise.
-    unsafe {
-        #[cfg(target_arch = "aarch64")]
-        {
-            vld1q_f32(from)
-        }
-        #[cfg(target_arch = "x86_64")]
-        {
-            _mm256_loadu_ps(from)
-        }
-    }
-}
-
-/// # Safety
-///
-/// There are as many halves at `from` as a register has numbers.
-#[inline]
-#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
-#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
-unsafe fn load_halves(from: *const u16) -> Native {
-    // SAFETY: the caller's promise.
-    unsafe {
-        #[cfg(target_arch = "aarch64")]
-        {
-            super::neon_unpack::widened(vld1_u16(from))
-        }
-        #[cfg(target_arch = "x86_64")]
-        {
-            _mm256_cvtph_ps(_mm_loadu_si128(from.cast()))
-        }
-    }
-}
-
-/// # Safety
-///
 /// There is room for a register at `to`.
 #[inline]
 #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
@@ -313,6 +414,123 @@ unsafe fn store(to: *mut f32, register: Native) {
         vst1q_f32(to, register);
         #[cfg(target_arch = "x86_64")]
         _mm256_storeu_ps(to, register);
+    }
+}
+
+/// Tokens and elements of a square of halves: of eight tokens as many elements as a register of bytes has.
+const HALF_ROWS: usize = 8;
+#[cfg(target_arch = "aarch64")]
+const HALVES: usize = 8;
+#[cfg(target_arch = "x86_64")]
+const HALVES: usize = 16;
+
+/// Eight tokens of an element, in halves.
+#[cfg(target_arch = "aarch64")]
+type HalfColumn = uint16x8_t;
+#[cfg(target_arch = "x86_64")]
+type HalfColumn = __m128i;
+
+/// Eight rows of halves, `step` apart, turned; of those beyond `tokens` zeros.
+///
+/// # Safety
+///
+/// There are as many elements in each of so many rows.
+#[cfg(target_arch = "aarch64")]
+#[inline]
+#[target_feature(enable = "neon")]
+unsafe fn half_columns(from: *const u16, step: usize, tokens: usize) -> [HalfColumn; HALVES] {
+    let mut rows = [vdupq_n_u16(0); HALF_ROWS];
+    for (ahead, row) in rows.iter_mut().enumerate().take(tokens) {
+        // SAFETY: the caller's promise.
+        *row = unsafe { vld1q_u16(from.add(ahead * step)) };
+    }
+    let (mut pairs, mut quads, mut columns) = (rows, rows, rows);
+    for at in [0, 2, 4, 6] {
+        pairs[at] = vtrn1q_u16(rows[at], rows[at + 1]);
+        pairs[at + 1] = vtrn2q_u16(rows[at], rows[at + 1]);
+    }
+    let words = |of| vreinterpretq_u32_u16(of);
+    for at in [0, 1, 4, 5] {
+        quads[at] = vreinterpretq_u16_u32(vtrn1q_u32(words(pairs[at]), words(pairs[at + 2])));
+        quads[at + 2] = vreinterpretq_u16_u32(vtrn2q_u32(words(pairs[at]), words(pairs[at + 2])));
+    }
+    let doubles = |of| vreinterpretq_u64_u16(of);
+    for at in 0..4 {
+        columns[at] = vreinterpretq_u16_u64(vtrn1q_u64(doubles(quads[at]), doubles(quads[at + 4])));
+        columns[at + 4] = vreinterpretq_u16_u64(vtrn2q_u64(doubles(quads[at]), doubles(quads[at + 4])));
+    }
+    columns
+}
+
+/// Eight rows of halves, `step` apart, turned; of those beyond `tokens` zeros.
+///
+/// # Safety
+///
+/// There are as many elements in each of so many rows.
+#[cfg(target_arch = "x86_64")]
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn half_columns(from: *const u16, step: usize, tokens: usize) -> [HalfColumn; HALVES] {
+    // SAFETY: the caller's promise.
+    let load = |ahead: usize| unsafe { _mm256_loadu_si256(from.add(ahead * step).cast()) };
+    let mut rows = [_mm256_setzero_si256(); HALF_ROWS];
+    if tokens >= HALF_ROWS {
+        rows = std::array::from_fn(load);
+    } else {
+        for (ahead, row) in rows.iter_mut().enumerate().take(tokens) {
+            *row = load(ahead);
+        }
+    }
+    let mut columns = [_mm_setzero_si128(); HALVES];
+    for (at, both) in half_squares(rows).into_iter().enumerate() {
+        columns[at] = _mm256_castsi256_si128(both);
+        columns[at + 8] = _mm256_extracti128_si256::<1>(both);
+    }
+    columns
+}
+
+/// Eight rows of sixteen halves as two squares, each turned: half h of column c is column 8 h + c.
+#[cfg(target_arch = "x86_64")]
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) fn half_squares(rows: [__m256i; HALF_ROWS]) -> [__m256i; HALF_ROWS] {
+    let (mut pairs, mut quads, mut columns) = (rows, rows, rows);
+    for at in 0..4 {
+        pairs[at] = _mm256_unpacklo_epi16(rows[2 * at], rows[2 * at + 1]);
+        pairs[4 + at] = _mm256_unpackhi_epi16(rows[2 * at], rows[2 * at + 1]);
+    }
+    // Of `pairs[4 h + p]`, columns 4 h to 4 h + 3 of rows 2 p and 2 p + 1; of `quads[4 h + 2 q + g]` columns 4 h + 2 q and the
+    // next one of rows 4 g to 4 g + 3.
+    for high in [0, 4] {
+        for group in 0..2 {
+            let (first, second) = (pairs[high + 2 * group], pairs[high + 2 * group + 1]);
+            quads[high + group] = _mm256_unpacklo_epi32(first, second);
+            quads[high + 2 + group] = _mm256_unpackhi_epi32(first, second);
+        }
+        for two in [0, 2] {
+            columns[high + two] = _mm256_unpacklo_epi64(quads[high + two], quads[high + two + 1]);
+            columns[high + two + 1] = _mm256_unpackhi_epi64(quads[high + two], quads[high + two + 1]);
+        }
+    }
+    columns
+}
+
+/// # Safety
+///
+/// There is room for eight numbers at `to`.
+#[inline]
+#[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
+#[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
+unsafe fn store_halves(to: *mut f32, column: HalfColumn) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        #[cfg(target_arch = "aarch64")]
+        {
+            vst1q_f32(to, super::neon_unpack::widened(vget_low_u16(column)));
+            vst1q_f32(to.add(4), super::neon_unpack::widened(vget_high_u16(column)));
+        }
+        #[cfg(target_arch = "x86_64")]
+        _mm256_storeu_ps(to, _mm256_cvtph_ps(column));
     }
 }
 

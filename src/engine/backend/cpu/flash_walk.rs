@@ -27,3 +27,10 @@ pub(crate) const LANES: usize = 16;
 /// Queries that go through a turned block together: a tile of 6 queries and 64 tokens fills 24 of 32 registers of AVX-512; of 16
 /// tokens, 24 of 32 of NEON and 12 of 16 of AVX2.
 pub(crate) const QUERIES_TOGETHER: usize = 6;
+
+/// Where an element of a token is in keys that are turned: tokens lie side by side in groups of [`LANES`], each of which has all
+/// `dim` elements one after the other.
+#[inline(always)]
+pub(crate) const fn place(dim: usize, element: usize, token: usize) -> usize {
+    (token / LANES * dim + element) * LANES + token % LANES
+}

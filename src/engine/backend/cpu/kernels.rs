@@ -29,9 +29,11 @@ pub(super) struct Kernels {
     /// Rounds numbers through `f16`.
     pub(super) round: Option<Round>,
     pub(super) turn: Option<Turn>,
+    pub(super) turn_halves: Option<TurnHalves>,
     pub(super) score: Option<Score>,
     /// With what the elements of a head have to be a multiple of.
-    pub(super) weigh: Option<(Weigh, usize)>,
+    pub(super) weigh: Option<(Weigh<f32>, usize)>,
+    pub(super) weigh_halves: Option<(Weigh<u16>, usize)>,
     pub(super) delta: Option<Delta>,
 }
 
@@ -39,9 +41,10 @@ type Product = unsafe fn(&Rows<'_>);
 type Widen = unsafe fn(&[u16], &mut [f32]);
 type Round = unsafe fn(&[f32], &mut [u8]);
 type Turn = unsafe fn(&[f32], usize, &mut [f32]);
+type TurnHalves = unsafe fn(&[u16], usize, &mut [f32]);
 type Score = unsafe fn(&[Walk<'_>], &[f32], usize, &mut [f32]);
 type Delta = unsafe fn(&mut [f32], &Steps<'_>, &mut [[f32; DIM]; TOKENS_TOGETHER]);
-type Weigh = unsafe fn(&mut [Walk<'_>], &[f32], &[f32]);
+type Weigh<T> = unsafe fn(&mut [Walk<'_>], &[T], &[f32]);
 
 impl Kernels {
     pub(super) const fn of(isa: Isa) -> &'static Self {
@@ -69,8 +72,17 @@ impl Kernels {
     }
 }
 
-const BASELINE: Kernels =
-    Kernels { products: &[], widen: None, round: None, turn: None, score: None, weigh: None, delta: None };
+const BASELINE: Kernels = Kernels {
+    products: &[],
+    widen: None,
+    round: None,
+    turn: None,
+    turn_halves: None,
+    score: None,
+    weigh: None,
+    weigh_halves: None,
+    delta: None,
+};
 
 /// Products of every type on arm64, those of quantised rows with many tokens by products of matrices or not.
 #[cfg(target_arch = "aarch64")]
@@ -99,8 +111,10 @@ static DOTPROD: Kernels = Kernels {
     products: &products_neon!(false),
     widen: Some(flash_tiles::widen),
     turn: Some(flash_tiles::turn),
+    turn_halves: Some(flash_tiles::turn_halves),
     score: Some(flash_tiles::score),
     weigh: Some((flash_tiles::weigh, LANES)),
+    weigh_halves: Some((flash_tiles::weigh, LANES)),
     ..BASELINE
 };
 
@@ -135,8 +149,10 @@ static AVX2: Kernels = Kernels {
     widen: Some(flash_tiles::widen),
     round: Some(floats::round_to_f16),
     turn: Some(flash_tiles::turn),
+    turn_halves: Some(flash_tiles::turn_halves),
     score: Some(flash_tiles::score),
     weigh: Some((flash_tiles::weigh, LANES)),
+    weigh_halves: Some((flash_tiles::weigh, LANES)),
     ..BASELINE
 };
 
@@ -171,8 +187,10 @@ static AVX512: Kernels = Kernels {
     widen: Some(flash512::widen),
     round: Some(floats::round_to_f16),
     turn: Some(flash512::turn),
+    turn_halves: Some(flash512::turn_halves),
     score: Some(flash512::score),
     weigh: Some((flash512::weigh, 1)),
+    weigh_halves: Some((flash512::weigh, 1)),
     delta: Some(delta512::apply),
 };
 
