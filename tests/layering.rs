@@ -489,7 +489,7 @@ const LINES_MAX: [(&str, usize); 14] = [
     ("cli", 12693),
     ("config", 4605),
     ("daemon", 11288),
-    ("engine", 39470),
+    ("engine", 39476),
     ("http", 9723),
     ("journal", 3386),
     ("policy", 22967),

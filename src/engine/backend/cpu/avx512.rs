@@ -22,7 +22,7 @@ use super::{
     rows::Rows,
     rows256,
     tile::{self, BLOCKS as LANES},
-    unpack256,
+    unpack256::{self, Small, Super},
 };
 
 /// Asks for a block of weights that will be needed soon; the machine's own prefetch stops at pages.
@@ -114,7 +114,7 @@ macro_rules! super_rows {
                     lanes[1] = _mm_fmadd_ps(total, _mm_mul_ps(min_scales, factors), lanes[1]);
                 }
             }
-            if rows.tokens >= tile::TOKENS_MIN {
+            if rows.tokens >= unpack256::$kind::TILE512_FROM {
                 // SAFETY: passed on.
                 unsafe { tile::$name(rows) };
                 return;
@@ -433,7 +433,7 @@ macro_rules! small_rows {
                 let total = _mm_cvtepi32_ps(_mm_add_epi32(four_sums(a, b, c, d), starts));
                 *lanes = _mm_fmadd_ps(total, _mm_mul_ps(scales, factors), *lanes);
             }
-            if rows.tokens >= tile::TOKENS_MIN {
+            if rows.tokens >= unpack256::$kind::TILE512_FROM {
                 // SAFETY: passed on.
                 unsafe { tile::$name(rows) };
                 return;
@@ -501,7 +501,7 @@ macro_rules! narrow_rows {
         pub(super) unsafe fn $name(rows: &Rows<'_>) {
             // SAFETY: passed on.
             unsafe {
-                if rows.tokens >= tile::TOKENS_MIN {
+                if rows.tokens >= unpack256::$kind::TILE512_FROM {
                     tile::$name(rows);
                 } else {
                     rows256::$rows::<unpack256::Avx512, unpack256::$kind>(rows);

@@ -22,10 +22,6 @@ use super::{
 /// Blocks whose sums are kept apart.
 const SUMS: usize = 4;
 
-/// Tokens from which on a tile of eight rows is faster, with blocks of 256 and of 32.
-const TILE_OF_SUPER: usize = 8;
-const TILE_OF_SMALL: usize = 5;
-
 /// How far ahead weights are asked for, at least: some 300 ns of work on one core.
 const AHEAD_MIN: usize = 4608;
 
@@ -109,7 +105,7 @@ fn fetch(ahead: &mut Option<*const u8>, bytes: usize) {
 /// The machine has AVX2, FMA, F16C and the set; `rows` is as its fields say.
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) unsafe fn super_rows<S: Set, T: Super>(rows: &Rows<'_>) {
-    if rows.tokens >= TILE_OF_SUPER {
+    if rows.tokens >= T::TILE_FROM {
         // SAFETY: passed on.
         unsafe { tile256::super_rows::<S, T>(rows) };
         return;
@@ -264,7 +260,7 @@ static PLACES: Places = Places({
 /// The machine has AVX2, FMA, F16C and the set; `rows` is as its fields say.
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) unsafe fn small_rows<S: Set, T: Small>(rows: &Rows<'_>) {
-    if rows.tokens >= TILE_OF_SMALL {
+    if rows.tokens >= T::TILE_FROM {
         // SAFETY: passed on.
         unsafe { tile256::small_rows::<S, T>(rows) };
         return;
@@ -509,7 +505,7 @@ mod tests {
                         block[at..at + 2].copy_from_slice(&[0, 0x3c]);
                     }
                 }
-                for tokens in [1, 3, 9] {
+                for tokens in [1, 3, 9, 41] {
                     for input in
                         [numbers(tokens * columns, 3), vec![1.0; tokens * columns], vec![-1.0; tokens * columns]]
                     {

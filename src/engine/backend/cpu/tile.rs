@@ -16,9 +16,6 @@ use super::{
     rows::Rows,
 };
 
-/// Fewer tokens do not pay for turning.
-pub(super) const TOKENS_MIN: usize = 6;
-
 /// Blocks whose sums are brought to one register together, each in a lane of its own; a row's lanes are added at its end.
 pub(super) const BLOCKS: usize = 4;
 
