@@ -65,7 +65,7 @@ fn main() -> ExitCode {
         named!(launches_are_within_memory_and_free_of_races),
         named!(memory_counts_as_freed_only_when_the_driver_confirms_it),
         named!(tensor_cores_that_compute_something_else_are_not_used),
-        named!(too_little_memory_is_a_refusal_when_opening_and_an_error_when_growing),
+        named!(too_little_memory_is_fewer_layers_or_a_refusal_when_opening_and_an_error_when_growing),
         named!(true_shapes_differ_from_the_cpu_by_less_than_half_of_what_it_does_from_llama_cpp),
         named!(types_of_all_weights_answer_as_on_the_cpu),
         named!(weights_are_mapped_where_an_integrated_device_reads_them_as_fast),
@@ -198,6 +198,9 @@ fn history(path: &Path, compute: Compute) -> Result<(String, Vec<Vec<f32>>), Str
     let options = ModelOptions { compute, context: number("CONTEXT").map(Tokens::new), ..ModelOptions::for_threads(1) };
     let mut model =
         Model::open(path, &plan(parts, 128, KvType::F16), &options).map_err(|error| reported_error(&error))?;
+    if let Some(refused) = model.refused() {
+        println!("fewer layers: {refused}");
+    }
     let vocabulary = model.vocabulary();
     let text = |len: u32, seed: u32| (0..len).map(|at| (at * 37 + seed) % vocabulary).collect::<Vec<u32>>();
     let mut rows = Vec::new();
@@ -445,7 +448,7 @@ fn tensor_cores_that_compute_something_else_are_not_used() {
     compare(&driver, "faulty tensor cores", &path, &settings, ["cuda", "mapped", "auto"]);
 }
 
-fn too_little_memory_is_a_refusal_when_opening_and_an_error_when_growing() {
+fn too_little_memory_is_fewer_layers_or_a_refusal_when_opening_and_an_error_when_growing() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
     let (path, log) = (written(folder.path(), 0, Architecture::Qwen3), folder.path().join("log"));
     let with = |limit: &[(&str, &str)], name: &str| {
@@ -468,6 +471,14 @@ fn too_little_memory_is_a_refusal_when_opening_and_an_error_when_growing() {
     assert!(reported(&output).contains("not grown: cannot map"), "{}", reported(&output));
     assert!(reported(&output).contains("CUDA_ERROR_OUT_OF_MEMORY"), "{}", reported(&output));
     assert!(!logits.is_empty() && logits == expected, "the engine computes on as before");
+    // The last part does not fit: the model is opened with fewer, and says the same.
+    let said = |output: &Output| reported(output).lines().find(|line| line.starts_with("said ")).map(str::to_owned);
+    let (output, _, notes) = with(&[("TOKENS", "8")], "none");
+    let peak = notes.iter().find(|note| note["event"] == "exit").unwrap()["peak_bytes"].to_string();
+    let (fewer, _, notes) = with(&[("TOKENS", "8"), ("FAKE_CUDA_MEMORY", &less_than(&peak, 1))], "none");
+    assert!(fewer.status.success() && is_clean(&notes), "{}", reported(&fewer));
+    assert!(reported(&fewer).contains("fewer layers: cannot map"), "{}", reported(&fewer));
+    assert!(said(&fewer).is_some() && said(&fewer) == said(&output), "{}", reported(&fewer));
     // A model that does not fit beside what a context needs, and a context that does not fit.
     for (name, limit, reason) in [
         ("FAKE_CUDA_MEMORY", less_than(&least, 1), "the GPU does not compute: cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY"),

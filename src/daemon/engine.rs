@@ -214,7 +214,6 @@ pub(super) struct EngineDriver {
 struct Asked {
     at: Timestamp,
     revision: u64,
-    plan: EnginePlan,
 }
 
 impl EngineDriver {
@@ -264,7 +263,7 @@ impl EngineDriver {
                 }
             }
         }
-        let _ = self.loads.send(Asked { at: self.control.clock().now(), revision, plan: plan.clone() });
+        let _ = self.loads.send(Asked { at: self.control.clock().now(), revision });
         self.engine.handle().load(&self.path, plan);
     }
 
@@ -453,8 +452,11 @@ async fn forward(
             _ => {}
         }
         let event = match event {
-            EngineEvent::Ready { backend, breakdown, .. } => {
+            EngineEvent::Ready { backend, plan, refused, breakdown, .. } => {
                 tracing::info!(backend, "the LLM is loaded");
+                if let Some(reason) = refused {
+                    tracing::warn!("the LLM is loaded with fewer layers than planned: {reason}");
+                }
                 let Ok(asked) = asked.try_recv() else {
                     tracing::error!("the engine is ready and no load was requested");
                     continue;
@@ -462,7 +464,7 @@ async fn forward(
                 last = asked.revision;
                 Event::EngineApplied {
                     revision: asked.revision,
-                    in_force: asked.plan,
+                    in_force: Arc::unwrap_or_clone(plan),
                     freed: Bytes::ZERO,
                     used: breakdown.total,
                     untouched: breakdown.kv_untouched,

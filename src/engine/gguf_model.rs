@@ -206,6 +206,10 @@ impl LanguageModel for GgufModel {
         }
     }
 
+    fn refused(&self) -> Option<&str> {
+        self.model.refused()
+    }
+
     fn apply(&mut self, plan: &EnginePlan) -> Result<ApplyReport, ApplyError> {
         self.apply_until(plan, &mut || false)
     }

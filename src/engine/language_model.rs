@@ -58,6 +58,11 @@ pub trait LanguageModel {
         self.forward(tokens, checkpoint, logits).map(|()| None)
     }
 
+    /// Why less is in force than what it was opened with, where that is so.
+    fn refused(&self) -> Option<&str> {
+        None
+    }
+
     /// Puts a plan into force between two tokens.
     ///
     /// # Errors

@@ -104,12 +104,16 @@ pub enum EngineEvent {
         /// Whether the file holds another model than its plan was made for: it has to be looked at again.
         replaced: bool,
     },
-    /// A model is loaded and its plan in force.
+    /// A model is loaded.
     Ready {
         /// What computes it, for people.
         backend: String,
         /// Its memory, piece by piece.
         shape: Arc<ModelShape>,
+        /// What is in force.
+        plan: Arc<EnginePlan>,
+        /// Why that is less than what was asked for.
+        refused: Option<String>,
         /// What the engine holds now.
         breakdown: Arc<Breakdown>,
     },

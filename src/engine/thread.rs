@@ -270,18 +270,19 @@ impl Worker {
                 let shape = Arc::new(model.shape().clone());
                 let breakdown = Arc::new(model.breakdown());
                 let backend = model.backend_name();
+                let (plan, refused) = (Arc::new(model.plan().clone()), model.refused().map(str::to_owned));
                 let text = Arc::new(text);
                 self.engine_loop.shared.open_text(Arc::clone(&text));
                 self.engine_loop.state.phase = EnginePhase::Ready;
                 self.engine_loop.state.shape = Some(Arc::clone(&shape));
-                self.engine_loop.state.plan = Some(Arc::new(model.plan().clone()));
+                self.engine_loop.state.plan = Some(Arc::clone(&plan));
                 self.engine_loop.state.held = Some(breakdown.total);
                 self.engine_loop.state.untouched = breakdown.kv_untouched;
                 self.engine_loop.state.breakdown = Some(Arc::clone(&breakdown));
                 self.model = Some(model);
                 self.text = Some(text);
                 self.engine_loop.publish();
-                self.engine_loop.tell(EngineEvent::Ready { backend, shape, breakdown });
+                self.engine_loop.tell(EngineEvent::Ready { backend, shape, plan, refused, breakdown });
                 self.calibrate();
             }
             Err(error) => self.load_failed(path, &error),

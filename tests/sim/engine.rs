@@ -108,14 +108,7 @@ impl Engine {
                 (in_force.kv_capacity, in_force.kv_type) = (plan.kv_capacity, plan.kv_type);
                 in_force.prefill_chunk = kept.unwrap_or(plan.prefill_chunk);
                 if whole && in_force.resident.len() < all {
-                    // What it gives up makes room for the ring.
-                    let held = |plan: &EnginePlan| {
-                        plan.resident.iter().map(|layer| shape.layers[*layer as usize].resident_bytes).sum()
-                    };
-                    let every: Bytes = shape.layers.iter().map(|layer| layer.resident_bytes).sum();
-                    while every.saturating_sub(held(in_force)) < shape.ring_bytes
-                        && in_force.resident.pop_last().is_some()
-                    {}
+                    make_room_for_the_ring(shape, in_force);
                 }
             }
             return Some(Event::EngineApplyFailed { revision, reason: "sim: cannot".to_owned() });
@@ -128,6 +121,16 @@ impl Engine {
             (wanted < kept).then_some(wanted)
         });
         plan.prefill_chunk = kept.unwrap_or(plan.prefill_chunk);
+        if self.in_force.is_none() && faults.failing_plans.strikes(rng, 0.3) {
+            // Memory is refused for one of its layers: it is loaded with fewer, unless the ring would take more than those.
+            let found = rng.random_range(0..=plan.resident.len());
+            let resident = plan.resident.iter().take(found).copied().collect();
+            let mut fewer = EnginePlan { resident, ..plan.clone() };
+            make_room_for_the_ring(shape, &mut fewer);
+            if shape.plan_bytes(&fewer) <= shape.plan_bytes(&plan) {
+                plan = fewer;
+            }
+        }
         let before = self.used(Some(shape));
         let block = shape.kv.block_tokens.get();
         if self.may_drop {
@@ -207,6 +210,16 @@ impl Engine {
             untouched: Bytes::ZERO,
         })
     }
+}
+
+/// Gives up as many of the last layers as the ring needs room.
+fn make_room_for_the_ring(shape: &ModelShape, plan: &mut EnginePlan) {
+    let held = |plan: &EnginePlan| plan.resident.iter().map(|layer| shape.layers[*layer as usize].resident_bytes).sum();
+    let every: Bytes = shape.layers.iter().map(|layer| layer.resident_bytes).sum();
+    while plan.resident.len() < shape.layers.len()
+        && every.saturating_sub(held(plan)) < shape.ring_bytes
+        && plan.resident.pop_last().is_some()
+    {}
 }
 
 /// What it does not use at once is drawn from a source of its own, as habits are.

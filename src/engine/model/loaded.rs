@@ -91,6 +91,8 @@ pub struct Model {
     pub(super) chunk_wanted: usize,
     /// How much is computed between two looks for commands.
     pub(super) estimators: SliceEstimators,
+    /// What was refused while it was opened, so that it has fewer layers.
+    pub(super) refused: Option<String>,
 }
 
 /// The scores of the next token, one for each token of the vocabulary.
@@ -118,6 +120,12 @@ impl Model {
     pub(super) fn finish(&mut self) -> Result<(), DeviceError> {
         let all = self.backend.mark();
         self.backend.wait(all)
+    }
+
+    /// Why fewer layers are resident than the plan had with which it was opened.
+    #[must_use]
+    pub fn refused(&self) -> Option<&str> {
+        self.refused.as_deref()
     }
 
     /// Drops the vocabulary and merges from the header, once a tokenizer was built from them.

@@ -10,6 +10,7 @@ use super::{
     workspace::{Needs, Workspace},
 };
 use crate::{
+    causes::in_one_line,
     engine::{
         arena::Backing,
         backend::{Backend, Buffer, Device, Limits, Operation},
@@ -145,6 +146,9 @@ impl Opening {
     /// Puts `plan` into force. Memory may still be found for the ring, the state and the workspace afterwards:
     /// [`Model::settle`] waits for it, a token need not.
     ///
+    /// Where memory is refused for a layer, it is tried once more with fewer: [`Model::plan`] is what is in force, and
+    /// [`Model::refused`] why.
+    ///
     /// # Errors
     /// When weights cannot be read or memory cannot be had.
     pub fn begin(self, plan: &EnginePlan) -> Result<Model, LoadError> {
@@ -196,8 +200,15 @@ impl Opening {
             logits,
             chunk_wanted: chunk,
             estimators: SliceEstimators::new(),
+            refused: None,
         };
-        let applied = residency::apply(&mut model, plan, &mut || false);
+        let mut applied = residency::apply(&mut model, plan, &mut || false);
+        if let Err(error @ ApplyError::Allocate { .. }) = &applied
+            && let Some(fewer) = with_room(&model, plan)
+        {
+            model.refused = Some(in_one_line(error));
+            applied = residency::apply(&mut model, &fewer, &mut || false);
+        }
         progress.end();
         applied.map_err(|error| {
             left.add(model.weights.kept(began));
@@ -211,6 +222,18 @@ impl Opening {
         })?;
         Ok(model)
     }
+}
+
+/// The plan with those parts alone for which memory was found, without as many of the last as leave room for the KV cells that no
+/// token has needed yet, and for a ring; nothing when that leaves none to give up.
+fn with_room(model: &Model, plan: &EnginePlan) -> Option<EnginePlan> {
+    let mut fewer = EnginePlan { resident: model.plan.resident.clone(), ..plan.clone() };
+    let (mut room, needed) = (Bytes::ZERO, model.untouched());
+    while room == Bytes::ZERO || room < needed || model.shape.plan_bytes(&fewer) > model.shape.plan_bytes(plan) {
+        let last = usize::try_from(fewer.resident.pop_last()?).ok()?;
+        room = room.saturating_add(model.layout.parts.get(last)?.arena);
+    }
+    Some(fewer)
 }
 
 /// Reads a header, and computes what each piece will occupy.

@@ -9,9 +9,10 @@ use std::{
 
 use candle_core::quantized::GgmlDType;
 
-use self::refusing::Refusing;
+use self::refusing::{Refusing, Scarce};
 use super::{opening::Disk, *};
 use crate::{
+    causes::in_one_line,
     engine::{
         arena::Backing,
         backend::{Device, cpu::CpuDevice},
@@ -283,6 +284,42 @@ fn refusing(resident: impl IntoIterator<Item = u32>) -> (Model, Refusing, tempfi
     let mut model = open_in_parts(&path, usize::MAX, &plan(resident), 1);
     let refusing = Refusing::put_into(&mut model);
     (model, refusing, folder)
+}
+
+#[test]
+fn a_model_that_memory_is_refused_for_is_opened_with_fewer_of_its_layers_and_answers_the_same() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7).write(&path).unwrap();
+    let whole = plan(0..5);
+    let expected =
+        open_in_parts(&path, usize::MAX, &whole, 1).forward(&TOKENS, &mut || Flow::Continue).unwrap().to_vec();
+    let mut resident = Vec::new();
+    for found in 0.. {
+        let layout = |spec: &Spec| Layout::in_parts(spec, usize::MAX);
+        let options = ModelOptions::for_threads(1);
+        let opening = Opening::on(Arc::new(Scarce(found)), &path, &options, layout, &Disk::default()).unwrap();
+        let mut model = match opening.begin(&whole) {
+            Ok(model) => model,
+            Err(error) => {
+                assert!(in_one_line(&error).contains("cannot map"), "{error}");
+                assert!(resident.is_empty(), "with less memory it was opened");
+                continue;
+            }
+        };
+        model.settle();
+        let had = model.plan().resident.len();
+        assert!(model.forward(&TOKENS, &mut || Flow::Continue).unwrap()[..] == expected[..]);
+        assert_eq!(model.plan(), &plan(0..u32::try_from(had).unwrap()));
+        resident.push(had);
+        if had == 5 {
+            assert_eq!(model.refused(), None);
+            break;
+        }
+        assert!(model.refused().unwrap().contains("cannot map "), "{:?}", model.refused());
+    }
+    // One part less than was found, and one for the ring where all but the head were; where none was, there is none to give up.
+    assert_eq!(resident, [0, 1, 2, 2, 5]);
 }
 
 #[test]

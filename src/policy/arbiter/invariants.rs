@@ -18,8 +18,8 @@ pub(super) fn assert_lasts(state: &State, id: LeaseId) {
 /// The first invariant that does not hold; ends every call but renewals, in release builds too.
 ///
 /// The sum of leases never exceeds the budget; every lease on the book has its entry and the reverse; a lease that gives
-/// memory back has a deadline ahead; the engine is never asked below its floor, and its lease covers every plan that it may
-/// be at; no deadline that is due has been left unserved.
+/// memory back has a deadline ahead; the engine is never asked to go below its floor, and its lease covers every plan that it
+/// may be at; no deadline that is due has been left unserved.
 pub(super) fn broken(state: &State) -> Option<String> {
     if !state.ledger.is_conserved() {
         return Some(format!("{} is held of a {} budget", state.ledger.held(), state.ledger.budget()));
@@ -37,9 +37,11 @@ fn broken_engine(state: &State) -> Option<String> {
     let held = state.engine.lease.map(|id| state.ledger.held_by(id));
     let limits = state.engine.limits()?;
     let shape = state.engine.shape()?;
+    // Where memory was refused for layers of the floor, it was loaded with fewer.
+    let loaded = state.engine.plans.in_force.as_ref().map_or(usize::MAX, |plan| plan.resident.len());
     for (revision, pending) in &state.engine.plans.pending {
         let floor = limits.kv_floor.min(shape.context_max);
-        let least = shape.parts_of(limits.resident_min).min(shape.layers.len());
+        let least = shape.parts_of(limits.resident_min).min(shape.layers.len()).min(loaded);
         if pending.plan.kv_capacity < floor || pending.plan.resident.len() < least {
             return Some(format!("plan {revision} is below the engine's floor"));
         }

@@ -1,4 +1,4 @@
-//! The engine is never asked below its floor, nor above what its lease holds; with a larger chunk not above its full plan, but for
+//! The engine is never asked to go below its floor, nor above what its lease holds; with a larger chunk not above its full plan, but for
 //! the KV blocks without which the running answer would end.
 
 use cotenant::{
@@ -19,7 +19,9 @@ impl Checker for Floor {
             let (Action::ApplyPlan { plan, .. } | Action::LoadEngine { plan, .. }) = action else {
                 continue;
             };
-            let least = shape.layers.len().min(engine.resident_min as usize);
+            // Where memory was refused for layers of the floor, it was loaded with fewer.
+            let loaded = step.before.engine.in_force.as_ref().map_or(usize::MAX, |plan| plan.resident.len());
+            let least = shape.layers.len().min(engine.resident_min as usize).min(loaded);
             if plan.kv_capacity < engine.kv_floor.min(shape.context_max) || plan.resident.len() < least {
                 return Err(format!("below the floor: {plan:?}"));
             }

@@ -10,7 +10,8 @@ use std::{
 
 use super::*;
 use crate::engine::{
-    backend::{Backend, Buffer, DeviceError, Fence, Operation, Region, cpu::Cpu},
+    backend::{Backend, Buffer, DeviceError, Fence, Limits, Operation, Region, cpu::Cpu},
+    error::LoadErrorKind,
     reader::Source,
 };
 
@@ -56,6 +57,25 @@ impl Refusing {
     /// The most that had it.
     pub(super) fn owners_of_the_file(&self) -> usize {
         self.0.owners.load(Ordering::Relaxed)
+    }
+}
+
+/// The CPU, on which memory is found so many times only.
+pub(super) struct Scarce(pub(super) usize);
+
+impl Device for Scarce {
+    fn copies_bytes(&self, types: &[GgmlDType], columns: usize) -> Bytes {
+        CpuDevice(1).copies_bytes(types, columns)
+    }
+
+    fn scratch_bytes(&self, spec: &crate::engine::spec::AttentionSpec) -> Bytes {
+        CpuDevice(1).scratch_bytes(spec)
+    }
+
+    fn start(&self, limits: &Limits) -> Result<Box<dyn Backend>, LoadErrorKind> {
+        let refusing = Refusing::default();
+        refusing.refuse_after(self.0);
+        Ok(Box::new(Refuser { inner: CpuDevice(1).start(limits)?, refusing }))
     }
 }
 
