@@ -59,8 +59,10 @@ fn run_or_tell(seed: u64, length: Length) -> Outcome {
     }
 }
 
-/// A simulation in which nothing happens proves nothing.
+/// A simulation in which nothing happens proves nothing. What is rare comes with any seed in many steps, and in few with the fixed one.
 fn assert_lively(seen: &Outcome, length: Length) {
+    let many = seen.steps >= 1_000_000;
+    let may_lack = !many && env::var_os("COTENANT_SIM_SEED").is_some();
     for (what, count) in [
         ("grants", seen.grants),
         ("denials", seen.denials),
@@ -71,28 +73,24 @@ fn assert_lively(seen: &Outcome, length: Length) {
         ("level changes", seen.level_changes),
         ("restarts", seen.restarts),
     ] {
-        assert!(count > 20, "only {count} {what} in {} steps", seen.steps);
+        assert!(count > if may_lack { 0 } else { 20 }, "only {count} {what} in {} steps", seen.steps);
     }
     // An engine has to stream, to have measured slow reading, and to be idle; and then to be asked for less while a prompt is
     // read, for which short histories are over too soon.
-    assert!(seen.larger_chunks > 0, "no larger chunk in {} steps", seen.steps);
+    assert!(seen.larger_chunks > 0 || may_lack, "no larger chunk in {} steps", seen.steps);
     for (what, count) in
         [("larger", seen.larger_chunks), ("kept", seen.chunks_kept), ("given up at their end", seen.chunks_ended)]
     {
-        assert!(
-            count > 5 || length == Length::Short || seen.steps < 1_000_000,
-            "only {count} chunks {what} in {} steps",
-            seen.steps
-        );
+        assert!(count > 5 || length == Length::Short || !many, "only {count} chunks {what} in {} steps", seen.steps);
     }
     // Rare answers need more histories than CI has time for.
     let verdicts = [Verdict::Applied, Verdict::Deferred, Verdict::Stale, Verdict::Conflict, Verdict::Refused];
     for verdict in verdicts {
         let count = seen.verdicts.get(&verdict).copied().unwrap_or(0);
-        assert!(count > 0 || seen.steps < 1_000_000, "no answer counted as {verdict:?} in {} steps", seen.steps);
+        assert!(count > 0 || !many, "no answer counted as {verdict:?} in {} steps", seen.steps);
     }
     for (kind, steps) in Faults::KINDS.iter().zip(&seen.faults) {
-        assert!(*steps > 100, "only {steps} steps with {kind}");
+        assert!(*steps > 100 || may_lack, "only {steps} steps with {kind}");
     }
 }
 
