@@ -42,9 +42,12 @@ impl Checker for Floor {
                 let tokens = plan.kv_capacity.get().saturating_sub(before.kv_capacity.get());
                 shape.kv.capacity_bytes(Tokens::new(tokens), plan.kv_type)
             });
-            // An operator's type of cells comes beside a chunk that is under way.
+            // An operator's type of cells comes beside a chunk that is under way, with what it takes more.
             let is_ordered = matches!(step.event, Event::OperatorKvType { .. });
-            if plan.prefill_chunk > engine.prefill_chunk && !is_ordered && shape.plan_bytes(plan) > most + blocks {
+            let cells = |plan: &EnginePlan| shape.kv.capacity_bytes(plan.kv_capacity, plan.kv_type);
+            let ordered =
+                before.filter(|_| is_ordered).map_or(Bytes::ZERO, |was| cells(plan).saturating_sub(cells(was)));
+            if plan.prefill_chunk > engine.prefill_chunk && shape.plan_bytes(plan) > most + blocks + ordered {
                 return Err(format!("a larger chunk takes more than {most}: {plan:?}"));
             }
             // A deadline may ask, and the event that follows in the same call says that the engine is gone.
