@@ -492,7 +492,7 @@ const LINES_MAX: [(&str, usize); 14] = [
     ("engine", 39578),
     ("http", 9723),
     ("journal", 3386),
-    ("policy", 22969),
+    ("policy", 22987),
     ("probe", 5097),
     ("rpc", 5090),
     ("speech", 5101),

@@ -71,7 +71,8 @@ pub(super) fn take_kv_type(cx: &mut Context<'_>, ticket: Ticket, kind: KvType) {
     let (before, bytes) = (cx.state.ledger.held_by(id), shape.plan_bytes(&plan));
     let change = PlanChange::of(cx.state.engine.shape(), goal, &plan);
     let smaller = kind < goal.kv_type;
-    let more = bytes.saturating_sub(before);
+    // Not against the lease: after a growth that failed it holds what is given back as soon as that is confirmed.
+    let more = bytes.saturating_sub(shape.plan_bytes(goal));
     let no_room = !smaller && !growth::has_room(cx.state, more);
     if no_room || (!smaller && !cx.grow_lease(id, bytes.max(before))) {
         let more = no_room.then_some(more);

@@ -1,4 +1,4 @@
-//! The level falls at most once per dwell, and nothing grows back within the dwell after a shed, but for the KV blocks
+//! The level falls at most once per dwell, by the times of the samples, and nothing grows back within the dwell after a shed, but for the KV blocks
 //! without which the running answer would end. What is asked for because it is not known what is in force is no shed.
 
 use cotenant::{
@@ -33,10 +33,12 @@ impl Checker for Flapping {
         for action in step.actions {
             match action {
                 Action::LevelChanged { from, to, reason } if to < from => {
-                    if let Some(last) = self.fell_at.replace(step.now)
-                        && step.now.saturating_since(last) < dwell
+                    // A sample that comes late tells of the time when it was taken.
+                    let at = if let Event::Sampled(sample) = step.event { sample.taken_at } else { step.now };
+                    if let Some(last) = self.fell_at.replace(at)
+                        && at.saturating_since(last) < dwell
                     {
-                        return Err(format!("flapping: the level fell at {last} and at {}: {reason}", step.now));
+                        return Err(format!("flapping: the level fell at {last} and at {at}: {reason}"));
                     }
                 }
                 Action::SetTarget { .. } => self.shed_at = Some(step.now),

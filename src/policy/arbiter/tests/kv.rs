@@ -207,6 +207,23 @@ fn an_operator_has_kv_kept_in_another_type_and_is_answered_with_what_came_of_it(
 }
 
 #[test]
+fn a_larger_type_does_not_take_what_a_failed_growth_still_holds() {
+    let mut rig = Rig::with_engine_ready(params());
+    rig.keep_kv_as(KvType::Q8);
+    rig.engine_applies();
+    rig.operator_shed(mib(60));
+    let small = rig.engine_applies();
+    rig.regrow();
+    rig.wait(100).sample(small.whole_mib());
+    let (revision, _) = rig.plan_asked().unwrap();
+    rig.tell(Event::EngineApplyFailed { revision, reason: "planted".to_owned() });
+    assert!(rig.held("llm") > small, "what it has taken by then is not known");
+    rig.wait(100).sample(345);
+    rig.keep_kv_as(KvType::F16);
+    assert!(matches!(rig.done(), Done::KvWhenRoom { more: Some(_), .. }), "{:?}", rig.answer());
+}
+
+#[test]
 fn modes_weigh_the_same_costs_otherwise() {
     for (mode, expected) in [
         (ResidencyMode::Balanced, (8, 2048)),
