@@ -489,7 +489,7 @@ const LINES_MAX: [(&str, usize); 14] = [
     ("cli", 12693),
     ("config", 4605),
     ("daemon", 11290),
-    ("engine", 39578),
+    ("engine", 39806),
     ("http", 9723),
     ("journal", 3386),
     ("policy", 22987),

@@ -222,6 +222,18 @@ pub trait DeviceMemory: std::fmt::Debug + Send + Sync {
     /// When there is no such place, or the device refuses.
     fn bring(&self, offset: usize, from: &[u8]) -> io::Result<()>;
 
+    /// Memory of the host that it holds beside, from which it is filled: one part of equal length for each reader.
+    fn staging(&self) -> Option<&SharedMapping> {
+        None
+    }
+
+    /// Memory of the host from which [`bring`](Self::bring) copies without another copy.
+    ///
+    /// # Errors
+    ///
+    /// When there is none.
+    fn page_locked(&self, bytes: Bytes) -> io::Result<SharedMapping>;
+
     /// Gives it back before it is dropped; whether the device has confirmed that.
     fn release(&mut self) -> bool;
 }
@@ -284,12 +296,19 @@ impl SharedMapping {
         self.host.is_none()
     }
 
+    /// The same with what it is staged in.
+    #[must_use]
+    pub fn held(&self) -> Bytes {
+        let staging = self.device().and_then(DeviceMemory::staging);
+        self.bytes().saturating_add(staging.map_or(Bytes::ZERO, Self::bytes))
+    }
+
     /// As [`Mapping::resident`]; all of what a device has.
     #[must_use]
     pub fn resident(&self) -> Bytes {
         match (&self.host, &self.device) {
             (Some(host), None) => host.resident(),
-            _ => self.bytes(),
+            _ => self.held(),
         }
     }
 

@@ -305,7 +305,7 @@ impl Retained {
     /// What they keep.
     #[must_use]
     pub fn bytes(&self) -> Bytes {
-        let memory: Bytes = self.memory().map(|memory| memory.bytes()).sum();
+        let memory: Bytes = self.memory().map(|memory| memory.held()).sum();
         self.works()
             .map(|work| Bytes::new(work.lock().brought).saturating_add(THREAD))
             .fold(memory, Bytes::saturating_add)

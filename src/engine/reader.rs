@@ -8,11 +8,13 @@ mod counted;
 mod file;
 mod progress;
 mod rows;
+mod staged;
 mod stream;
 
 pub use counted::LoadProgress;
 pub use file::{Extent, Source, WeightFile};
 pub use progress::ReadProgress;
 pub use rows::{RowReader, WantedRows};
+pub(super) use staged::{read_staged, refused, staging_bytes};
 pub(super) use stream::PATIENCE_STEP;
 pub use stream::{Missing, READERS, Stream};

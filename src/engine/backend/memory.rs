@@ -116,6 +116,12 @@ impl Buffer {
         self.memory.bytes()
     }
 
+    /// The same with what it is staged in.
+    #[must_use]
+    pub fn held(&self) -> Bytes {
+        self.memory.held()
+    }
+
     /// How much of it the kernel has in memory.
     #[must_use]
     pub fn resident(&self) -> Bytes {

@@ -48,6 +48,11 @@ pub trait Device: Send + Sync {
         PAGE
     }
 
+    /// What a ring of so many bytes takes, with what it is staged in.
+    fn ring_bytes(&self, ring: Bytes) -> Bytes {
+        ring
+    }
+
     /// What computes this model instead, where this device cannot.
     ///
     /// # Errors

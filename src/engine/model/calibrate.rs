@@ -29,7 +29,7 @@ fn measure(model: &mut Model, plan: &EnginePlan, go_on: &mut dyn FnMut() -> bool
     let few = if streams {
         (token, waited)
     } else {
-        model.apply(&without(model, plan, model.layout.ring)).ok()?;
+        model.apply(&without(model, plan, model.shape.ring_bytes)).ok()?;
         token_time(model, go_on)?
     };
     let few_bytes = streamed_bytes(model);
@@ -44,7 +44,7 @@ fn measure(model: &mut Model, plan: &EnginePlan, go_on: &mut dyn FnMut() -> bool
         (read_ns_per_mib, 0)
     } else {
         let wanted = bytes_in(computing.saturating_mul(2), read_ns_per_mib);
-        model.apply(&without(model, plan, wanted.max(model.layout.ring))).ok()?;
+        model.apply(&without(model, plan, wanted.max(model.shape.ring_bytes))).ok()?;
         let (token, waited) = token_time(model, go_on)?;
         let bytes = in_computing(streamed_bytes(model), waited);
         let busy = token.saturating_sub(waited);

@@ -17,7 +17,7 @@ use crate::{
         backend::Buffer,
         disk::{DiskTimeout, Retained, Stalled},
         error::ReadError,
-        reader::{Extent, PATIENCE_STEP, ReadProgress, Source, WeightFile},
+        reader::{Extent, PATIENCE_STEP, ReadProgress, Source, WeightFile, read_staged, refused},
         shape::PartLayout,
     },
     units::Bytes,
@@ -211,17 +211,18 @@ impl Shared {
     }
 
     /// Reads a step into memory of this thread, and brings it to a device.
-    fn bring(&self, step: &Step, arena: &SharedMapping, staging: &mut Option<Mapping>) -> Result<(), ReadError> {
-        let (extent, bytes) = (&step.extent, step.extent.aligned_bytes());
-        let failed = |error: io::Error| refused(extent, error.to_string());
+    fn bring(&self, step: &Step, arena: &SharedMapping, staging: &mut Option<SharedMapping>) -> Result<(), ReadError> {
+        let extent = &step.extent;
+        let no_place = || refused(extent, NO_PLACE.to_owned());
+        let device = arena.device().ok_or_else(no_place)?;
         let staging = match staging {
-            Some(staging) if staging.bytes().as_len() >= bytes => staging,
-            _ => staging.insert(Mapping::new(Bytes::of_len(bytes), Backing::OnTouch).map_err(failed)?),
+            Some(staging) => staging,
+            None => staging.insert(device.page_locked(READ_ROOM).map_err(|error| refused(extent, error.to_string()))?),
         };
-        read_run(self.file.as_ref(), extent, staging.range(0, bytes), &self.progress)?;
-        let (read, device) = (staging.slice(0, bytes), arena.device());
-        let (read, device) = read.zip(device).ok_or_else(|| refused(extent, NO_PLACE.to_owned()))?;
-        device.bring(step.target, read).map_err(failed)
+        let bytes = staging.bytes().as_len();
+        let place = staging.range(0, bytes).ok_or_else(no_place)?;
+        // SAFETY: whole pages of this thread's own; each step has a place of its own in the arena.
+        unsafe { read_staged(self.file.as_ref(), extent, (device, step.target), (place, bytes), &self.progress) }
     }
 
     /// Waits until all is read, or no more will be; says what came of it, and whether a read still goes on.
@@ -286,8 +287,7 @@ impl Shared {
 /// # Errors
 /// When there is no memory, or the file cannot be read.
 pub fn raw_read(file: &WeightFile, parts: &[&PartLayout]) -> io::Result<Duration> {
-    let room = Bytes::new(READ_MAX) + PAGE.saturating_mul(2);
-    let buffers = (0..GROWERS).map(|_| Mapping::new(room, Backing::Now).map(SharedMapping::from));
+    let buffers = (0..GROWERS).map(|_| Mapping::new(READ_ROOM, Backing::Now).map(SharedMapping::from));
     let buffers = Mutex::new(buffers.collect::<io::Result<Vec<_>>>()?);
     let buffers = || buffers.lock().unwrap_or_else(PoisonError::into_inner);
     let steps: Vec<Step> = parts.iter().flat_map(|part| steps_of(part)).collect();
@@ -346,23 +346,14 @@ fn read_run(
     unsafe { file.read(extent, target, progress) }
 }
 
-fn refused(extent: &Extent, problem: String) -> ReadError {
-    ReadError {
-        path: std::path::PathBuf::new(),
-        what: extent.what.to_string(),
-        offset: extent.offset,
-        bytes: Bytes::of_len(extent.bytes),
-        problem,
-        replaced: false,
-    }
-}
-
 const NO_PLACE: &str = "it does not fit its arena";
 /// Threads that read parts into memory: while some wait for the disk, others find pages, which is the slower of the two
 /// where memory is new to a virtual machine.
 pub const GROWERS: usize = 4;
 /// The most that one read call asks for; larger ones reach no higher rate. A multiple of the page size.
 const READ_MAX: u64 = 4 << 20;
+/// Room for one with the pages that it begins and ends in.
+const READ_ROOM: Bytes = Bytes::new(READ_MAX + 2 * PAGE.get());
 /// How often it is looked whether threads have begun.
 const LOOK_LEAST: Duration = Duration::from_millis(1);
 /// When it has taken so long, growing gives way to whatever else is wanted; and when nothing has come for so long then, the

@@ -106,7 +106,7 @@ impl Opening {
             let (header, spec, file) = read(&theirs, options.context, options.vocabulary.as_ref(), watch)?;
             let layout = layout(&spec);
             let device = for_model(device, &theirs, &spec)?;
-            let needs = Needs::of(device.as_ref(), &layout.widths, &spec, &Limits::of(&spec));
+            let needs = Needs::of(device.as_ref(), &layout, &spec);
             let shape = model_shape(&header, &spec, &layout, options.name.as_deref(), needs);
             // The first token waits for the disk, so it begins at once.
             let vectors = weights::expect_vectors(&file, &layout.fixed, &spec, watch);
@@ -172,7 +172,7 @@ impl Opening {
         progress.begin(parts.fold(Bytes::ZERO, |sum, (_, part)| sum.saturating_add(part.resident_bytes)));
         let resident = |part: usize| u32::try_from(part).is_ok_and(|part| plan.resident.contains(&part));
         let stream = weights::begin(backend.as_ref(), Arc::clone(&source), &layout, resident, disk.limit)
-            .map_err(refuse("the staging ring", layout.ring))?;
+            .map_err(refuse("the staging ring", shape.ring_bytes))?;
         left.add(Retained::of(stream.as_ref().map(Stream::ring_mark), began));
         let memory = Memory::new(backend.as_mut(), &spec, (&layout, &needs), &shape, chunk, &options);
         let vectors = vectors.wait(disk.limit).map_err(|(stalled, work)| {
@@ -248,7 +248,7 @@ pub(super) fn inspect(
         let (header, spec, _) = read(&theirs, None, vocabulary.as_ref(), watch)?;
         let layout = Layout::of(&spec);
         let device = for_model(device, &theirs, &spec)?;
-        let needs = Needs::of(device.as_ref(), &layout.widths, &spec, &Limits::of(&spec));
+        let needs = Needs::of(device.as_ref(), &layout, &spec);
         let shape = model_shape(&header, &spec, &layout, None, needs);
         Ok((shape, header))
     })
@@ -328,5 +328,6 @@ fn model_shape(header: &Header, spec: &Spec, layout: &Layout, name: Option<&str>
     let mut shape = layout.model_shape(spec, header, name, needs.copies, needs.scratch);
     shape.workspace_fixed_bytes = shape.workspace_fixed_bytes.saturating_add(needs.context);
     shape.kv.granule = shape.kv.granule.max(needs.granule);
+    shape.ring_bytes = needs.ring;
     shape
 }

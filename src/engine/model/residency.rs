@@ -295,7 +295,7 @@ impl<'model> Change<'model> {
         self.model.weights.reclaim(self.model.backend.as_mut(), 0)?;
         let (grown, asked, freed) =
             self.model.weights.stream(self.model.backend.as_ref(), &self.model.layout, place).map_err(|source| {
-                ApplyError::Allocate { what: "the staging ring".to_owned(), bytes: self.model.layout.ring, source }
+                ApplyError::Allocate { what: "the staging ring".to_owned(), bytes: self.model.shape.ring_bytes, source }
             })?;
         self.moved.grown += grown;
         self.moved.asked += asked;

@@ -6,7 +6,7 @@ use crate::{
     engine::{
         arena::Backing,
         backend::{Backend, Buffer, Copies, Device, Limits, Types},
-        shape::{self, Widths},
+        shape::{self, Layout, Widths},
         spec::Spec,
     },
     units::Bytes,
@@ -23,15 +23,18 @@ pub(super) struct Needs {
     pub(super) context: Bytes,
     /// The cache comes and goes in pieces of this size at least.
     pub(super) granule: Bytes,
+    /// For what is streamed.
+    pub(super) ring: Bytes,
 }
 
 impl Needs {
-    pub(super) fn of(device: &dyn Device, widths: &Widths, spec: &Spec, limits: &Limits) -> Self {
+    pub(super) fn of(device: &dyn Device, layout: &Layout, spec: &Spec) -> Self {
         Self {
-            copies: device.copies_bytes(&shape::distinct_types(spec), widths.columns),
+            copies: device.copies_bytes(&shape::distinct_types(spec), layout.widths.columns),
             scratch: if spec.attention_layers() > 0 { device.scratch_bytes(&spec.attention) } else { Bytes::ZERO },
-            context: device.context_bytes(limits),
+            context: device.context_bytes(&Limits::of(spec)),
             granule: device.granule(),
+            ring: device.ring_bytes(layout.ring),
         }
     }
 }

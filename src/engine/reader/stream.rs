@@ -3,7 +3,6 @@
 use std::{
     collections::VecDeque,
     io,
-    path::PathBuf,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak},
     thread,
     time::{Duration, Instant},
@@ -12,6 +11,7 @@ use std::{
 use super::{
     file::{Extent, Source},
     progress::ReadProgress,
+    staged::{read_staged, refused},
 };
 use crate::{
     emergency,
@@ -292,10 +292,10 @@ impl Stream {
         self.ring.mark()
     }
 
-    /// Length of the ring.
+    /// Length of the ring, with what it is staged in.
     #[must_use]
     pub fn ring_bytes(&self) -> Bytes {
-        self.ring.bytes()
+        self.ring.held()
     }
 
     /// How much of the ring is in memory.
@@ -319,14 +319,14 @@ impl Stream {
     }
 
     fn spawn(&mut self) -> io::Result<()> {
-        for _ in 0..READERS {
+        for reader in 0..READERS {
             let (shared, ring, source) =
                 (Arc::clone(&self.shared), Arc::clone(self.ring.shared()), Arc::clone(&self.source));
             let thread = thread::Builder::new().name("cotenant-reader".to_owned()).spawn(move || {
                 // A disk idles as long as its reader waits behind a kernel's slice. A system that refuses makes
                 // streaming slower, and nothing else.
                 emergency::be_prompt().ok();
-                shared.fill(&ring, source.as_ref());
+                shared.fill(&ring, reader, source.as_ref());
             })?;
             self.threads.push(thread);
         }
@@ -427,8 +427,8 @@ impl Shared {
         self.filled.notify_all();
     }
 
-    /// A reader thread.
-    fn fill(&self, ring: &SharedMapping, source: &dyn Source) {
+    /// A reader thread, one of [`READERS`].
+    fn fill(&self, ring: &SharedMapping, reader: usize, source: &dyn Source) {
         let mut state = self.lock();
         loop {
             if state.stop {
@@ -439,19 +439,7 @@ impl Shared {
                 continue;
             };
             drop(state);
-            let result = match ring.range(start, extent.aligned_bytes()) {
-                // SAFETY: the slot was placed where no other slot is, and stays until its status changes; slots are
-                // whole pages from the start of a mapping.
-                Some(target) => unsafe { source.read(&extent, target, &self.progress) },
-                None => Err(ReadError {
-                    path: PathBuf::new(),
-                    what: extent.what.to_string(),
-                    offset: extent.offset,
-                    bytes: Bytes::of_len(extent.bytes),
-                    problem: "it does not fit the ring".to_owned(),
-                    replaced: false,
-                }),
-            };
+            let result = self.read(ring, reader, (&extent, start), source);
             self.progress.note();
             state = self.lock();
             state.reading -= 1;
@@ -464,6 +452,30 @@ impl Shared {
             }
             self.filled.notify_all();
         }
+    }
+}
+
+impl Shared {
+    /// Reads a piece to its slot.
+    fn read(
+        &self,
+        ring: &SharedMapping,
+        reader: usize,
+        (extent, start): (&Extent, usize),
+        source: &dyn Source,
+    ) -> Result<(), ReadError> {
+        let no_place = || refused(extent, "it does not fit the ring".to_owned());
+        let Some(memory) = ring.device().filter(|_| ring.is_beyond_host()) else {
+            let target = ring.range(start, extent.aligned_bytes()).ok_or_else(no_place)?;
+            // SAFETY: the slot was placed where no other slot is, and stays until its status changes; slots are
+            // whole pages from the start of a mapping.
+            return unsafe { source.read(extent, target, &self.progress) };
+        };
+        let staging = memory.staging().ok_or_else(no_place)?;
+        let bytes = staging.bytes().as_len() / READERS;
+        let place = staging.range(reader * bytes, bytes).filter(|_| bytes > 0).ok_or_else(no_place)?;
+        // SAFETY: as above, and this reader's part of the staging, a multiple of pages.
+        unsafe { read_staged(source, extent, (memory, start), (place, bytes), &self.progress) }
     }
 }
 

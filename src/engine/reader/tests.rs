@@ -8,10 +8,10 @@ use std::{
 
 use super::*;
 use crate::engine::{
-    arena::{Backing, Mapping, PAGE},
+    arena::{Backing, DeviceMemory, Mapping, PAGE},
     backend::{Backend as _, cpu::Cpu},
     gguf::Part,
-    reader::WeightFile,
+    reader::{WeightFile, staging_bytes},
 };
 
 fn file(len: usize) -> (tempfile::NamedTempFile, Vec<u8>) {
@@ -61,6 +61,58 @@ fn pieces_come_in_order_for_ever_through_a_ring_smaller_than_all_of_them() {
         let start = usize::try_from(extent.offset).unwrap();
         assert_eq!(piece(&stream, &schedule, index), bytes[start..start + extent.bytes], "turn {turn}");
     }
+}
+
+/// What a device has, as far as a host may see it: copies go in, and nothing comes out but in this test.
+#[derive(Debug)]
+struct Remote(Mutex<Vec<u8>>);
+
+impl DeviceMemory for Remote {
+    fn address(&self) -> u64 {
+        0
+    }
+
+    fn bytes(&self) -> Bytes {
+        Bytes::of_len(self.0.lock().unwrap().len())
+    }
+
+    fn bring(&self, offset: usize, from: &[u8]) -> io::Result<()> {
+        let mut memory = self.0.lock().unwrap();
+        let place = memory.get_mut(offset..offset + from.len()).ok_or(io::ErrorKind::InvalidInput)?;
+        place.copy_from_slice(from);
+        Ok(())
+    }
+
+    fn page_locked(&self, _: Bytes) -> io::Result<SharedMapping> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    fn release(&mut self) -> bool {
+        true
+    }
+}
+
+#[test]
+fn a_piece_is_brought_to_a_device_in_as_many_reads_as_its_staging_takes() {
+    let (file, bytes) = file(100_000);
+    let (source, progress) = (open(file.path()), ReadProgress::new());
+    for (offset, len, pages) in [(17, 5000, 1), (4096, 4096, 1), (4095, 2, 1), (50_001, 30_000, 2), (9, 99_991, 3)] {
+        let extent = Extent { what: "piece".into(), offset, bytes: len };
+        let staging = Mapping::new(PAGE.saturating_mul(pages), Backing::Now).unwrap();
+        let place = (staging.range(0, 1).unwrap(), staging.bytes().as_len());
+        let device = Remote(Mutex::new(vec![0; 8192 + extent.aligned_bytes()]));
+        // SAFETY: all of a mapping of our own.
+        unsafe { read_staged(&source, &extent, (&device, 8192), place, &progress) }.unwrap();
+        let (brought, from) = (device.0.into_inner().unwrap(), usize::try_from(offset).unwrap());
+        let lead = 8192 + extent.lead();
+        assert!(brought[lead..lead + len] == bytes[from..from + len], "{len} bytes at {offset}");
+        let small = Remote(Mutex::new(vec![0; extent.aligned_bytes() - 1]));
+        // SAFETY: as before.
+        let error = unsafe { read_staged(&source, &extent, (&small, 0), place, &progress) }.unwrap_err();
+        assert_eq!((error.offset, error.bytes), (offset, Bytes::of_len(len)));
+    }
+    let kib = |ring| staging_bytes(Bytes::from_kib(ring)).get() >> 10;
+    assert_eq!((kib(16), kib(100), kib(64 << 10)), (4, 28, 4096));
 }
 
 #[test]

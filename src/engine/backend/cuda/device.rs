@@ -7,6 +7,7 @@ use candle_core::quantized::GgmlDType;
 use super::{
     driver::Driver,
     gpu::Gpu,
+    memory::staged_bytes,
     operations::{DELTA_COUNTERS_MAX, own_bytes, scratch_floats},
     parameters::{copies_stride, formats_of, kind_of},
     probe::Probe,
@@ -100,6 +101,10 @@ impl Device for CudaDevice {
 
     fn granule(&self) -> Bytes {
         Bytes::of_len(self.trial.granule)
+    }
+
+    fn ring_bytes(&self, ring: Bytes) -> Bytes {
+        if self.mapped() || is_integrated() { ring } else { staged_bytes(ring) }
     }
 
     fn instead(&self, spec: &Spec, kv: &KvShape) -> Result<Option<Arc<dyn Device>>, LoadErrorKind> {

@@ -12,8 +12,9 @@ use super::{
 };
 use crate::{
     engine::{
-        arena::{DeviceMemory, Mapping, SharedMapping},
+        arena::{Backing, DeviceMemory, Mapping, SharedMapping},
         backend::memory::DeviceSpace,
+        reader::{READERS, staging_bytes},
     },
     units::Bytes,
 };
@@ -63,6 +64,10 @@ impl DeviceMemory for Allocation {
         Ok(unsafe { self.gpu.bring(self.address + offset as u64, from) }?)
     }
 
+    fn page_locked(&self, bytes: Bytes) -> io::Result<SharedMapping> {
+        registered(&self.gpu, Mapping::new(bytes, Backing::Now)?)
+    }
+
     fn release(&mut self) -> bool {
         let address = mem::take(&mut self.address);
         if address == 0 {
@@ -77,6 +82,49 @@ impl DeviceMemory for Allocation {
 impl Drop for Allocation {
     fn drop(&mut self) {
         self.release();
+    }
+}
+
+/// Memory of the device that readers fill again and again, with page-locked memory of the host from which it is brought there.
+#[derive(Debug)]
+struct Staged {
+    memory: Allocation,
+    staging: Option<SharedMapping>,
+}
+
+/// A ring on the far side of a bus, where kernels would read each weight across it as often as they need it.
+pub(super) fn staged(gpu: &Arc<Gpu>, bytes: usize) -> io::Result<SharedMapping> {
+    let memory = Allocation::unwritten(gpu, bytes)?;
+    let staging = staged_bytes(memory.bytes()).saturating_sub(memory.bytes());
+    let staging = registered(gpu, Mapping::new(staging, Backing::Now)?)?;
+    Ok(SharedMapping::of_device(Box::new(Staged { memory, staging: Some(staging) }), None))
+}
+
+impl DeviceMemory for Staged {
+    fn address(&self) -> u64 {
+        self.memory.address()
+    }
+
+    fn bytes(&self) -> Bytes {
+        self.memory.bytes()
+    }
+
+    fn bring(&self, offset: usize, from: &[u8]) -> io::Result<()> {
+        self.memory.bring(offset, from)
+    }
+
+    fn staging(&self) -> Option<&SharedMapping> {
+        self.staging.as_ref()
+    }
+
+    fn page_locked(&self, bytes: Bytes) -> io::Result<SharedMapping> {
+        self.memory.page_locked(bytes)
+    }
+
+    fn release(&mut self) -> bool {
+        let freed = self.memory.release();
+        let unlocked = self.staging.take().is_some_and(|staging| staging.release() > Bytes::ZERO);
+        freed && unlocked
     }
 }
 
@@ -119,6 +167,10 @@ impl DeviceMemory for Registered {
 
     fn bring(&self, _: usize, _: &[u8]) -> io::Result<()> {
         // It is filled where it lies.
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    fn page_locked(&self, _: Bytes) -> io::Result<SharedMapping> {
         Err(io::ErrorKind::Unsupported.into())
     }
 
@@ -252,6 +304,11 @@ impl Drop for Space {
             unsafe { calls.cuMemAddressFree(self.start, self.bytes) }.ok();
         }
     }
+}
+
+/// What a ring of so many bytes takes with what it is staged in.
+pub(super) fn staged_bytes(ring: Bytes) -> Bytes {
+    ring.saturating_add(staging_bytes(ring).saturating_mul(READERS as u64))
 }
 
 /// What is allocated for so many bytes.

@@ -5,7 +5,7 @@ use std::{collections::VecDeque, io, ops::Range, sync::Arc};
 use super::{
     driver::{CudaError, Event},
     gpu::Gpu,
-    memory::{Allocation, Space, registered},
+    memory::{Allocation, Space, registered, staged},
     operations::Launcher,
 };
 use crate::{
@@ -59,7 +59,8 @@ impl Cuda {
         &self.gpu
     }
 
-    fn mapping(&self, bytes: Bytes) -> io::Result<Buffer> {
+    /// Memory of the host that the device reads where it lies.
+    pub(super) fn mapping(&self, bytes: Bytes) -> io::Result<Buffer> {
         let memory = registered(self.gpu(), Mapping::new(bytes, Backing::OnTouch)?)?;
         Ok(self.launcher.owner.buffer(memory))
     }
@@ -136,7 +137,10 @@ unsafe impl Backend for Cuda {
     }
 
     fn ring(&self, bytes: Bytes, _: Backing) -> io::Result<Buffer> {
-        self.mapping(bytes)
+        if self.mapped || self.gpu.driver.integrated {
+            return self.mapping(bytes);
+        }
+        Ok(self.launcher.owner.buffer(staged(self.gpu(), bytes.as_len())?))
     }
 
     fn reserve(&self, bytes: Bytes, _: Bytes) -> io::Result<Region> {

@@ -194,7 +194,7 @@ fn product(cuda: &mut Cuda) -> io::Result<Vec<u32>> {
 /// Weights in memory that the host fills, with scales that are finite.
 fn weights(cuda: &Cuda, dtype: GgmlDType) -> io::Result<Buffer> {
     let bytes = ROWS * row_bytes(dtype, COLUMNS);
-    let memory = cuda.ring(Bytes::of_len(bytes), Backing::Now)?;
+    let memory = cuda.mapping(Bytes::of_len(bytes))?;
     let block = dtype.type_size();
     let numbers: Vec<u8> = (0..bytes)
         .map(|at| match (at % block, dtype) {

@@ -1,0 +1,71 @@
+//! Pieces of a file for memory of a device, by way of memory of the host.
+
+use std::{ptr::NonNull, slice, sync::Arc};
+
+use super::{
+    file::{Extent, Source},
+    progress::ReadProgress,
+};
+use crate::{
+    engine::{
+        arena::{DeviceMemory, PAGE},
+        error::ReadError,
+    },
+    units::Bytes,
+};
+
+/// Reads the aligned superset of `extent` to `target` in memory of a device, through `staging` with its length: in as many reads as
+/// that takes.
+///
+/// # Errors
+///
+/// As [`Source::read`], or when the device refuses.
+///
+/// # Safety
+///
+/// `staging` is page-aligned, its length a multiple of pages and not zero, and nothing else touches it meanwhile, nor the place on
+/// the device.
+pub(in crate::engine) unsafe fn read_staged(
+    source: &dyn Source,
+    extent: &Extent,
+    (memory, target): (&dyn DeviceMemory, usize),
+    (staging, len): (NonNull<u8>, usize),
+    progress: &ReadProgress,
+) -> Result<(), ReadError> {
+    let (start, all) = (extent.aligned_offset(), extent.aligned_bytes());
+    let end = extent.offset + extent.bytes as u64;
+    for at in (0..all).step_by(len) {
+        let from = extent.offset.max(start + at as u64);
+        let to = end.min(start + (at + len) as u64);
+        let bytes = usize::try_from(to.saturating_sub(from)).unwrap_or(0);
+        let run = Extent { what: Arc::clone(&extent.what), offset: from, bytes };
+        let bytes = run.aligned_bytes().min(len);
+        // SAFETY: the caller's; a run within `len` bytes from a page boundary has a superset within them.
+        unsafe { source.read(&run, staging, progress) }?;
+        // SAFETY: as above; memory of the host, in which reads have left what they found.
+        let read = unsafe { slice::from_raw_parts(staging.as_ptr(), bytes) };
+        memory.bring(target + at, read).map_err(|error| refused(extent, error.to_string()))?;
+    }
+    Ok(())
+}
+
+/// That a piece cannot be had, for a reason that is not the file's.
+pub(in crate::engine) fn refused(extent: &Extent, problem: String) -> ReadError {
+    ReadError {
+        path: std::path::PathBuf::new(),
+        what: extent.what.to_string(),
+        offset: extent.offset,
+        bytes: Bytes::of_len(extent.bytes),
+        problem,
+        replaced: false,
+    }
+}
+
+/// What readers stage pieces in of a ring with so many bytes, for each of them: no more than one read asks for, and of a small ring
+/// a quarter of it.
+pub(in crate::engine) fn staging_bytes(ring: Bytes) -> Bytes {
+    Bytes::new(ring.get() / 4).min(STAGING_MAX).round_up(PAGE)
+}
+
+/// Larger reads and copies are no faster.
+const STAGING_MAX: Bytes = Bytes::from_mib(4);
