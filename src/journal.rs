@@ -16,9 +16,8 @@
 //! a line as damaged; a new reader of an old journal misses nothing but the resumption.
 //!
 //! A decision is written as an enum with its figures, `{"action":"decided","decision":{"worker":{"starting":{…}}}}`, and
-//! made a sentence where it is read; so are reasons, answers and denials. What an older version wrote as a sentence is
-//! read as `Text`, and its `explain` actions as they are; replayed, they differ from the enums that are decided now. A
-//! reader of an older version counts a line with a decision or reason that it has no enum for as damaged.
+//! made a sentence where it is read; so are reasons, answers and denials. A reader of an older version counts a line with
+//! a decision or reason that it has no enum for as damaged.
 //!
 //! Old readers refuse events that they do not know, since they cannot replay them; new readers take old lines as long as
 //! no field that they need is missing.
@@ -39,7 +38,7 @@ pub use self::{
     own::open_own,
     read::{Contents, ReadError, read},
     rebuilt::Rebuilt,
-    render::{name, render, render_action, render_decision, render_lease_end},
+    render::{render, render_action, render_decision, render_lease_end},
     replay::{Difference, Outcome, Run, replay},
     why::{Chosen, Why, WhyError, answer_to, why},
     write::{Journal, JournalError, JournalSettings},

@@ -28,11 +28,9 @@ use crate::{
         meminfo::Meminfo,
         nvmap::Nvmap,
         sandbox::Sandbox,
-        swap,
     },
     units::Bytes,
     worker::{
-        KernelRoots,
         confine::Groups,
         preflight::{Found, MachineFacts, Severity, preflight},
     },
@@ -191,7 +189,7 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> u8 {
     };
     let root = ProbeRoot::default();
     let host = Host::read();
-    let mut found = preflight(&config.workers, &machine_facts(&config, &root, &host), &KernelRoots::default());
+    let mut found = preflight(&config.workers, &machine_facts(&config, &host));
     // Reported with its worker, below.
     found.retain(|found| found.rule != "port_taken");
     sheet.section("machine", "this machine");
@@ -212,9 +210,6 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> u8 {
     let program = std::env::current_exe().ok();
     let read = config.llm.as_ref().map(|llm| llm.path.as_path()).filter(|path| path.is_file());
     print_disk(sheet, read.or(program.as_deref()));
-    for holder in host::holders_of(Path::new("/dev/nvmap")) {
-        sheet.line(&format!("holds /dev/nvmap: {} (pid {})", holder.name, holder.pid));
-    }
     sheet.section("neighbours", "largest neighbours now");
     for neighbour in host::largest_processes(NEIGHBOURS) {
         sheet.row(&neighbour.name, neighbour.resident, &format!("pid {}", neighbour.pid));
@@ -287,21 +282,13 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> u8 {
     if fits && faults == 0 { exit::OK } else { exit::CONFIG }
 }
 
-fn machine_facts(config: &Config, root: &ProbeRoot, host: &Host) -> MachineFacts {
+fn machine_facts(config: &Config, host: &Host) -> MachineFacts {
     let nvmap = Path::new("/dev/nvmap");
     let limited = config.workers.iter().any(|worker| worker.confinement.memory.is_some());
-    let groups = Groups::look(&KernelRoots::default());
+    let groups = Groups::look(&ProbeRoot::default());
     MachineFacts {
         // The allocator of a Jetson's GPU, which has the memory of the processor.
         unified: nvmap.exists(),
-        memory: Sampler::open(root, None)
-            .and_then(|mut sampler| sampler.read())
-            .map_or(Bytes::ZERO, |reading| reading.meminfo.total),
-        zram: swap::devices(root)
-            .iter()
-            .filter(|device| device.is_zram())
-            .map(|device| device.size)
-            .fold(Bytes::ZERO, Bytes::saturating_add),
         lock_limit: host.lock_limit,
         no_groups: groups.describe().err().filter(|_| limited),
         nvmap_holders: host::holders_of(nvmap)

@@ -7,9 +7,9 @@ use serde_json::{Value, json};
 use crate::{
     config::{Config, WorkerConfig, WorkerProtocol},
     daemon::spec_of,
+    probe::ProbeRoot,
     units::TimeSpan,
     worker::{
-        KernelRoots,
         confine::{Groups, survey},
         launch::{Foreseen, foresee},
         spec::Readiness,
@@ -32,7 +32,7 @@ pub(super) struct WorkerCheck {
 
 /// Looks at all workers of a configuration, and starts none.
 pub(super) fn check(config: &Config) -> Vec<WorkerCheck> {
-    let groups = Groups::look(&KernelRoots::default());
+    let groups = Groups::look(&ProbeRoot::default());
     config.workers.iter().map(|worker| check_one(worker, &config.runtime_dir, &groups)).collect()
 }
 

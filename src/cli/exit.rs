@@ -84,18 +84,33 @@ impl CliError {
         Self::Failed { act: act.into(), source: None, hint: None, code }
     }
 
+    /// The same failure with its remedy. Those of calls and connections bring their own.
+    #[must_use]
+    pub fn with_hint(mut self, remedy: impl Into<Option<String>>) -> Self {
+        if let Self::Failed { hint, .. } = &mut self {
+            *hint = remedy.into();
+        }
+        self
+    }
+
+    /// The same failure with another exit code. Calls and connections have their own.
+    #[must_use]
+    pub fn with_code(mut self, exit: u8) -> Self {
+        if let Self::Failed { code, .. } = &mut self {
+            *code = exit;
+        }
+        self
+    }
+
     /// A call to another machine that failed. Where the connection broke off before the alert of a refused certificate was
     /// read, that is the likely reason.
     pub(super) fn of_remote(status: Status) -> Self {
         if refused_certificate(&status).is_some() || !broken(&status) {
             return Self::Call(status);
         }
-        Self::Failed {
-            act: "the supervisor closed the connection; it may refuse this client's certificate".to_owned(),
-            source: Some(Box::new(status)),
-            hint: Some(CERTIFICATE_HINT.to_owned()),
-            code: REFUSED,
-        }
+        Self::failed("the supervisor closed the connection; it may refuse this client's certificate", status)
+            .with_hint(CERTIFICATE_HINT.to_owned())
+            .with_code(REFUSED)
     }
 
     /// The exit code.

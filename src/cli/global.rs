@@ -104,15 +104,11 @@ impl Global {
     }
 
     pub(super) fn too_late(&self) -> CliError {
-        CliError::Failed {
-            act: match self.endpoint() {
-                Ok(endpoint) => format!("no answer from `{endpoint}` within {}", TimeSpan(self.timeout)),
-                Err(_) => format!("no answer within {}", TimeSpan(self.timeout)),
-            },
-            source: None,
-            hint: Some("allow more with --timeout".to_owned()),
-            code: exit::UNREACHABLE,
-        }
+        let error = match self.endpoint() {
+            Ok(endpoint) => format!("no answer from `{endpoint}` within {}", TimeSpan(self.timeout)),
+            Err(_) => format!("no answer within {}", TimeSpan(self.timeout)),
+        };
+        CliError::plain(error, exit::UNREACHABLE).with_hint("allow more with --timeout".to_owned())
     }
 }
 

@@ -86,12 +86,11 @@ async fn ask(global: &Global, service: &str) -> Found {
     let named = OperatorServiceClient::new(channel.clone());
     match global.call(HealthClient::new(channel).check(request)).await {
         Ok(answer) => Found::Status(answer.status()),
-        Err(CliError::Call(status)) if status.code() == tonic::Code::NotFound => Found::Failed(CliError::Failed {
-            act: format!("the supervisor has no service `{service}`"),
-            source: None,
-            hint: Some(format!("services: {}", services(global, named).await)),
-            code: exit::health::FAILED,
-        }),
+        Err(CliError::Call(status)) if status.code() == tonic::Code::NotFound => {
+            let error = format!("the supervisor has no service `{service}`");
+            let known = format!("services: {}", services(global, named).await);
+            Found::Failed(CliError::plain(error, exit::health::FAILED).with_hint(known))
+        }
         Err(error) => Found::Failed(error),
     }
 }

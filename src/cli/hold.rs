@@ -124,12 +124,7 @@ pub(super) async fn run(global: &Global, hold: &Hold) -> Result<ExitCode, CliErr
                     std::io::ErrorKind::PermissionDenied => NOT_EXECUTABLE,
                     _ => exit::FAILED,
                 };
-                return Err(CliError::Failed {
-                    act: format!("cannot start `{program}`"),
-                    source: Some(Box::new(error)),
-                    hint: None,
-                    code,
-                });
+                return Err(CliError::failed(format!("cannot start `{program}`"), error).with_code(code));
             }
         }
     }

@@ -51,12 +51,8 @@ pub(super) async fn run(global: &Global, leases: Leases) -> Result<(), CliError>
         Verb::Release { name } => {
             let lease =
                 all(global, &mut client).await?.into_iter().find(|lease| lease.name == name).ok_or_else(|| {
-                    CliError::Failed {
-                        act: format!("cannot release `{name}`: there is no such lease"),
-                        source: None,
-                        hint: Some("`cotenant leases` lists them".to_owned()),
-                        code: exit::REFUSED,
-                    }
+                    CliError::plain(format!("cannot release `{name}`: there is no such lease"), exit::REFUSED)
+                        .with_hint("`cotenant leases` lists them".to_owned())
                 })?;
             let released = global
                 .call(client.release_lease(global.request(ReleaseLeaseRequest {

@@ -43,11 +43,10 @@ pub(super) fn run(global: &Global, args: &Metrics) -> Result<(), CliError> {
 }
 
 fn read(global: &Global, args: &Metrics) -> Result<String, CliError> {
-    let unreachable = |cause: ureq::Error| CliError::Failed {
-        act: format!("cannot read metrics from `{}`", args.url),
-        source: Some(Box::new(cause)),
-        hint: Some("name the address of `http.listen` with --url".to_owned()),
-        code: exit::UNREACHABLE,
+    let unreachable = |cause: ureq::Error| {
+        CliError::failed(format!("cannot read metrics from `{}`", args.url), cause)
+            .with_hint("name the address of `http.listen` with --url".to_owned())
+            .with_code(exit::UNREACHABLE)
     };
     let config = ureq::Agent::config_builder().timeout_global(Some(global.timeout)).http_status_as_error(false);
     let mut request = ureq::Agent::from(config.build()).get(&args.url).header("accept", "text/plain");
@@ -59,12 +58,9 @@ fn read(global: &Global, args: &Metrics) -> Result<String, CliError> {
     let mut answer = request.call().map_err(unreachable)?;
     let status = answer.status().as_u16();
     if status != 200 {
-        return Err(CliError::Failed {
-            act: format!("cannot read metrics from `{}`: it answered {status}", args.url),
-            source: None,
-            hint: (status == 401).then(|| "give a key with --key-file, or add `metrics` to `http.keyless`".to_owned()),
-            code: exit::REFUSED,
-        });
+        let hint = (status == 401).then(|| "give a key with --key-file, or add `metrics` to `http.keyless`".to_owned());
+        let error = format!("cannot read metrics from `{}`: it answered {status}", args.url);
+        return Err(CliError::plain(error, exit::REFUSED).with_hint(hint));
     }
     answer.body_mut().with_config().limit(TEXT_MAX).read_to_string().map_err(unreachable)
 }

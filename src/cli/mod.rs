@@ -178,7 +178,7 @@ fn run(cli: Cli) -> Result<ExitCode, CliError> {
         Command::Calibrate(verb) => done(plan::calibrate::run(&global, &verb)),
         Command::Demo(verb) => Ok(demo::run(&global, &verb)),
         Command::Bench(verb) => bench::run(&global, &verb),
-        Command::Worker(verb) => Ok(worker::run(verb)),
+        Command::Worker(verb) => Ok(worker::run(&verb)),
         Command::Status => client(status::status(&global)),
         Command::Top(verb) => client(top::run(&global, &verb)),
         Command::Leases(verb) => client(leases::run(&global, verb)),

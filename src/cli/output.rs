@@ -7,6 +7,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::exit::{CliError, escaped};
+use crate::rpc::json;
 
 /// How to print data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -48,19 +49,9 @@ fn write_raw(text: &str) -> Result<(), CliError> {
 #[must_use]
 pub(super) fn camel_case(value: Value) -> Value {
     match value {
-        Value::Object(fields) => fields
-            .into_iter()
-            .map(|(key, value)| {
-                let mut words = key.split('_');
-                let mut name = words.next().unwrap_or_default().to_owned();
-                for word in words {
-                    let mut letters = word.chars();
-                    name.extend(letters.next().map(|letter| letter.to_ascii_uppercase()));
-                    name.push_str(letters.as_str());
-                }
-                (name, camel_case(value))
-            })
-            .collect(),
+        Value::Object(fields) => {
+            fields.into_iter().map(|(key, value)| (json::camel_case(&key), camel_case(value))).collect()
+        }
         Value::Array(values) => values.into_iter().map(camel_case).collect(),
         other => other,
     }

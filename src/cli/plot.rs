@@ -47,12 +47,8 @@ pub(super) fn run(global: &Global, plot: &Plot) -> Result<(), CliError> {
     let history = History::of(&entries, u64::try_from(from.as_micros()).unwrap_or(u64::MAX));
     if let (Some(last), true) = (entries.last(), history.points.is_empty()) {
         let ago = now.saturating_sub(Duration::from_micros(last.unix_us)).as_secs();
-        return Err(CliError::Failed {
-            act: format!("cannot plot: nothing happened since then; the last line is {ago} s old"),
-            source: None,
-            hint: Some("give a longer --since, or none".to_owned()),
-            code: exit::FAILED,
-        });
+        let error = format!("cannot plot: nothing happened since then; the last line is {ago} s old");
+        return Err(CliError::plain(error, exit::FAILED).with_hint("give a longer --since, or none".to_owned()));
     }
     let chart = history.chart();
     if let Some(path) = &plot.svg {

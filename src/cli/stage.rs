@@ -9,6 +9,7 @@ use std::{
 };
 
 use super::session::end_with_parent;
+use crate::units::Bytes;
 
 /// The commands that the recogniser's small variant knows.
 const GRAMMAR: &str = include_str!("../../deploy/home.gram");
@@ -177,6 +178,12 @@ impl Process {
             .process_group(0)
             .spawn()?;
         Ok(Self(child))
+    }
+
+    /// Starts a neighbour that takes memory without a lease: `bytes`, of which `rate` in each second.
+    pub(super) fn ballast(bytes: Bytes, rate: Bytes) -> io::Result<Self> {
+        let size = |bytes: Bytes| format!("{}MiB", bytes.whole_mib());
+        Self::start(&["worker".to_owned(), "ballast".to_owned(), size(bytes), "--rate".to_owned(), size(rate)])
     }
 }
 

@@ -37,15 +37,12 @@ pub(super) fn run(global: &Global, why: &Why) -> Result<ExitCode, CliError> {
         let contents = journal::read(path).map_err(|error| CliError::failed(act.clone(), error))?;
         entries.extend(contents.entries);
     }
-    let story = journal::why(&entries, why.sequence).map_err(|error| CliError::Failed {
-        act,
-        source: Some(Box::new(error)),
-        hint: why.files.is_empty().then(|| {
+    let story = journal::why(&entries, why.sequence).map_err(|error| {
+        CliError::failed(act, error).with_hint(why.files.is_empty().then(|| {
             "the supervisor keeps the latest lines only; name the journal with `--file`, by default \
              /var/lib/cotenant/journal.ndjson"
                 .to_owned()
-        }),
-        code: exit::FAILED,
+        }))
     })?;
     let answer = journal::answer_to(&entries, &story.event);
     match global.output {

@@ -3,11 +3,14 @@
 use std::{net::SocketAddr, path::Path, time::Duration};
 
 use super::{
-    GrpcConfig, GrpcLimits, IdsConfig, OthersRole, PeerBounds, RemoteRole, RolesConfig, TcpConfig,
+    GrpcConfig, GrpcLimits, RolesConfig, TcpConfig,
     checker::{Checker, MINUTE, SECOND, SOCKET_PATH_MAX},
     raw::{RawBounds, RawGrpc, RawGrpcLimits, RawIds, RawRoles, RawTcp, Text},
 };
-use crate::units::Bytes;
+use crate::{
+    policy::roles::{Bounds, Ids, Role},
+    units::Bytes,
+};
 
 /// Checks the section `grpc`.
 pub(super) fn check(checker: &mut Checker, raw: &RawGrpc, runtime_dir: &Path) -> GrpcConfig {
@@ -67,9 +70,9 @@ fn tcp(checker: &mut Checker, raw: &RawTcp) -> Option<TcpConfig> {
     });
     let mut file = |key: &str, text| checker.directory(&format!("grpc.tcp.{key}"), text);
     let (cert, key, client_ca) = (file("cert", &raw.cert), file("key", &raw.key), file("client_ca", &raw.client_ca));
-    let roles =
-        [("operator", RemoteRole::Operator), ("viewer", RemoteRole::Viewer), ("watchdog", RemoteRole::Watchdog)];
-    let role = checker.one_of("grpc.tcp.role", &raw.role, &roles).unwrap_or_default();
+    // No tenant: a lease's holder is a process that is measured here.
+    let roles = [("operator", Role::Operator), ("viewer", Role::Viewer), ("watchdog", Role::Watchdog)];
+    let role = checker.one_of("grpc.tcp.role", &raw.role, &roles).unwrap_or(Role::Viewer);
     Some(TcpConfig { listen: listen?, cert: cert?, key: key?, client_ca: client_ca?, role })
 }
 
@@ -77,7 +80,7 @@ const TCP_HINT: &str =
     "`grpc.tcp` needs `listen`, `cert`, `key` and `client_ca`; no client is served without a certificate";
 
 fn roles(checker: &mut Checker, raw: &RawRoles) -> RolesConfig {
-    let mut ids = |role: &str, raw: &RawIds| IdsConfig {
+    let mut ids = |role: &str, raw: &RawIds| Ids {
         uids: numbers(checker, &format!("grpc.roles.{role}.uids"), &raw.uids),
         gids: numbers(checker, &format!("grpc.roles.{role}.gids"), &raw.gids),
     };
@@ -90,9 +93,9 @@ fn roles(checker: &mut Checker, raw: &RawRoles) -> RolesConfig {
             .one_of(
                 "grpc.roles.others",
                 &raw.others,
-                &[("none", OthersRole::None), ("tenant", OthersRole::Tenant), ("viewer", OthersRole::Viewer)],
+                &[("none", None), ("tenant", Some(Role::Tenant)), ("viewer", Some(Role::Viewer))],
             )
-            .unwrap_or_default(),
+            .flatten(),
     }
 }
 
@@ -122,10 +125,10 @@ fn id(checker: &mut Checker, key: &str, text: &Text) -> Option<u32> {
 
 fn limits(checker: &mut Checker, raw: &RawGrpcLimits) -> GrpcLimits {
     let mut bounds = |what: &str, raw: &RawBounds| {
-        let mut bound = |name: &str, text: &Text, default: u32| {
+        let mut bound = |name: &str, text: &Text, default: u64| {
             checker.number(&format!("grpc.limits.{what}.{name}"), text, 1..=BOUND_MAX).unwrap_or(default)
         };
-        PeerBounds {
+        Bounds {
             per_process: bound("per_process", &raw.per_process, 32),
             per_user: bound("per_user", &raw.per_user, 256),
             total: bound("total", &raw.total, 1024),
@@ -150,7 +153,7 @@ fn limits(checker: &mut Checker, raw: &RawGrpcLimits) -> GrpcLimits {
 const IDS_MAX: usize = 256;
 
 /// More than one machine serves. Our choice.
-const BOUND_MAX: u32 = 100_000;
+const BOUND_MAX: u64 = 100_000;
 
 #[cfg(test)]
 mod tests {
@@ -167,7 +170,7 @@ mod tests {
         .grpc;
         assert_eq!(grpc.roles.tenants.uids, [1000, 1001]);
         assert_eq!(grpc.roles.tenants.gids, [44]);
-        assert_eq!(grpc.roles.others, OthersRole::Viewer);
+        assert_eq!(grpc.roles.others, Some(Role::Viewer));
         assert_eq!(grpc.limits.connections.per_process, 500);
         assert_eq!(grpc.limits.connections.total, 1024);
         assert_eq!(grpc.limits.reader_patience, Duration::from_secs(5));

@@ -8,6 +8,7 @@ use crate::{
         kv_type::KvType,
         lease::Class,
         params::{ClassDeadlines, ResidencyMode, RestartParams, Scope, VariantParams},
+        roles::{Bounds, Ids, Role},
     },
     units::{Bytes, Layers, Tokens},
 };
@@ -497,56 +498,24 @@ pub struct TcpConfig {
     pub key: PathBuf,
     /// Root of the clients' certificates. Required.
     pub client_ca: PathBuf,
-    /// What every client with such a certificate may do. Default: read.
-    pub role: RemoteRole,
-}
-
-/// What clients from other machines may do.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum RemoteRole {
-    /// Everything but leases, whose holder is a process that is measured here.
-    Operator,
-    /// Read. Default.
-    #[default]
-    Viewer,
-    /// Read; shed, drain and recycle workers.
-    Watchdog,
+    /// What every client with such a certificate may do: operator, viewer or watchdog. Default viewer.
+    pub role: Role,
 }
 
 /// Who may do what over gRPC. Where a peer has several roles, the first of operator, watchdog, tenant, viewer counts.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RolesConfig {
     /// Do everything.
-    pub operators: IdsConfig,
+    pub operators: Ids,
     /// Read; shed, drain and recycle workers.
-    pub watchdogs: IdsConfig,
+    pub watchdogs: Ids,
     /// Read, have leases of their own, generate.
-    pub tenants: IdsConfig,
+    pub tenants: Ids,
     /// Read.
-    pub viewers: IdsConfig,
-    /// All other users. Default: nothing.
-    pub others: OthersRole,
-}
-
-/// Users and groups by number.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct IdsConfig {
-    /// User ids.
-    pub uids: Vec<u32>,
-    /// Group ids, supplementary ones included.
-    pub gids: Vec<u32>,
-}
-
-/// What a local user may do that no list names.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum OthersRole {
-    /// Nothing. Default: the abstract socket has no file mode, so that every local user reaches it.
-    #[default]
-    None,
-    /// As a tenant.
-    Tenant,
-    /// As a viewer.
-    Viewer,
+    pub viewers: Ids,
+    /// All other users: tenant, viewer, or nothing. Default nothing: the abstract socket has no file mode, so that every
+    /// local user reaches it.
+    pub others: Option<Role>,
 }
 
 /// What a peer may take of the gRPC server.
@@ -556,23 +525,13 @@ pub struct GrpcLimits {
     pub message_max: Bytes,
     /// Calls and streams of one connection at a time. Default 64, 1 to 10000.
     pub calls_per_connection: u32,
-    /// Connections.
-    pub connections: PeerBounds,
-    /// Open streams.
-    pub streams: PeerBounds,
+    /// Connections. Default 32 by process, 256 by user, 1024 in all, each 1 to 100000; more is of no use where the
+    /// process may not open as many files (`LimitNOFILE`).
+    pub connections: Bounds,
+    /// Open streams. Defaults and ranges as for connections.
+    pub streams: Bounds,
     /// How long a client may leave its stream unread before it is cut off. Default 20 s, 1 s to 10 min.
     pub reader_patience: Duration,
-}
-
-/// How many of something may be open. Each 1 to 100000.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PeerBounds {
-    /// By one process. Default 32.
-    pub per_process: u32,
-    /// By all processes of one user. Default 256.
-    pub per_user: u32,
-    /// In all. Default 1024; more is of no use where the process may not open as many files (`LimitNOFILE`).
-    pub total: u32,
 }
 
 /// Where events and actions are written.

@@ -2,8 +2,6 @@
 
 use std::path::Path;
 
-use proptest::prelude::*;
-
 use super::*;
 use crate::{policy::lease::Class, units::Bytes};
 
@@ -268,25 +266,6 @@ fn files_that_cannot_be_read_are_reported() {
     insta::assert_snapshot!(reported);
     std::fs::write(&path, "budget: {total: 2GiB}\n").unwrap();
     assert_eq!(load(&path).unwrap().budget.total, Some(Bytes::from_gib(2)));
-}
-
-proptest! {
-    #[test]
-    fn parsing_returns_for_any_text(text in any::<String>()) {
-        let _ = Config::parse(&text).map_err(|kind| LoadError::new(Path::new("x"), kind).report());
-    }
-
-    #[test]
-    fn parsing_returns_for_a_damaged_file(cut in 0..EXAMPLE.len(), piece in "[\\PC\t\n]{0,12}", skip in 0usize..40) {
-        let full = example_in_full();
-        let mut cut = cut.min(full.len());
-        while !full.is_char_boundary(cut) {
-            cut -= 1;
-        }
-        let tail: String = full[cut..].chars().skip(skip).collect();
-        let text = format!("{}{piece}{tail}", &full[..cut]);
-        let _ = Config::parse(&text).map_err(|kind| LoadError::new(Path::new("x"), kind).report());
-    }
 }
 
 #[test]

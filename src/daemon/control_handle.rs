@@ -310,31 +310,6 @@ impl Supervisor for ControlHandle {
         &self.deaths
     }
 
-    fn locked(&self) -> Vec<String> {
-        let all = self.locked.lock().unwrap_or_else(PoisonError::into_inner);
-        all.iter().chain(&emergency::stacks()).map(ToString::to_string).collect()
-    }
-
-    fn emergency_reserve(&self) -> (u64, u64) {
-        let counts = emergency::counts();
-        (counts.served, counts.missed)
-    }
-
-    fn command_gap_max(&self) -> Option<Duration> {
-        let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner);
-        engine.as_ref().map(|engine| engine.snapshot().command_gap_max)
-    }
-
-    fn loading(&self) -> Option<(Bytes, Bytes)> {
-        let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner);
-        engine.as_ref().and_then(EngineHandle::loading)
-    }
-
-    fn sequences(&self) -> Vec<v1::Sequence> {
-        let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        engine.as_ref().map(sequences).unwrap_or_default()
-    }
-
     fn bar(&self, tenant: &str, pid: Option<u32>) -> Option<Bar> {
         let state = self.state();
         let mains = self.mains();
@@ -356,13 +331,24 @@ impl Supervisor for ControlHandle {
         (!is_it).then_some(Bar::NotTheWorker { runs_as })
     }
 
-    fn next_shed(&self) -> String {
-        self.next_shed.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    fn confinement(&self, worker: &str) -> Vec<String> {
-        let notes = self.confinement.lock().unwrap_or_else(PoisonError::into_inner);
-        notes.get(worker).cloned().unwrap_or_default()
+    fn complete(&self, status: &mut v1::GetStatusResponse) {
+        let locked = self.locked.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        status.locked = locked.iter().chain(&emergency::stacks()).map(ToString::to_string).collect();
+        status.next_shed = self.next_shed.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let counts = emergency::counts();
+        (status.standby_served, status.standby_missed) = (counts.served, counts.missed);
+        let handle = self.engine.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if let (Some(engine), Some(handle)) = (&mut status.engine, &handle) {
+            let gap = Some(handle.snapshot().command_gap_max).filter(|gap| !gap.is_zero());
+            engine.command_gap_max = gap.and_then(|gap| gap.try_into().ok());
+            engine.sequences = sequences(handle);
+            let (read, whole) = handle.loading().unwrap_or_default();
+            (engine.load_read_bytes, engine.load_bytes) = (read.get(), whole.get());
+        }
+        let confinement = self.confinement.lock().unwrap_or_else(PoisonError::into_inner);
+        for worker in &mut status.workers {
+            worker.confinement = confinement.get(&worker.name).cloned().unwrap_or_default();
+        }
     }
 }
 

@@ -168,7 +168,6 @@ impl Perform for Device {
             Action::StorePeaks { peaks } => self.peaks.store(peaks),
             Action::Weighed { weighing } => tracing::debug!(?weighing, "weighed the candidates for reclaim"),
             Action::Decided { decision } => tracing::info!("{}", journal::render_decision(&decision)),
-            Action::Explain { message } => tracing::info!("{message}"),
             Action::Answer { .. } => {} // delivered by the loop
         }
     }

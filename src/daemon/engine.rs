@@ -15,13 +15,13 @@ use crate::{
     causes::in_one_line,
     config::{KvMemory, LlmConfig, VocabularyConfig},
     engine::{
-        ApplyReport, Engine, EngineEvent, EngineHandle, EngineOptions, EnginePhase, Expected, ModelOptions, Sayable,
-        Usage,
+        ApplyReport, Engine, EngineEvent, EngineHandle, EngineOptions, EnginePhase, Expected, LoadError, ModelOptions,
+        Sayable, Usage,
         arena::Backing,
         backend,
         disk::Retained,
         helper::THIS_PROGRAM,
-        protocol::{Inspected, OpenError, RunningRequest},
+        protocol::{Inspected, RunningRequest},
         tensor_group::{TensorGroup, TensorKind},
     },
     http::backend::Weights,
@@ -67,7 +67,7 @@ impl CurrentEngine {
 /// Reads the model's header away from the loop; the shape comes as an event.
 #[derive(Clone)]
 pub(super) struct Inspector {
-    inspect: Arc<dyn Fn() -> Result<ModelShape, OpenError> + Send + Sync>,
+    inspect: Arc<dyn Fn() -> Result<ModelShape, LoadError> + Send + Sync>,
     control: Arc<ControlHandle>,
     expected: Expected,
     weights: Arc<Mutex<Option<Weights>>>,
@@ -101,7 +101,7 @@ impl Inspector {
         Self { weights, tried, ..Self::by(Arc::new(inspect), control) }
     }
 
-    fn by(inspect: Arc<dyn Fn() -> Result<ModelShape, OpenError> + Send + Sync>, control: &Arc<ControlHandle>) -> Self {
+    fn by(inspect: Arc<dyn Fn() -> Result<ModelShape, LoadError> + Send + Sync>, control: &Arc<ControlHandle>) -> Self {
         Self {
             inspect,
             control: Arc::clone(control),

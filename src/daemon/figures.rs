@@ -224,7 +224,7 @@ const fn word(reason: &ReclaimReason) -> &'static str {
     match reason {
         ReclaimReason::Operator { .. } => "operator",
         ReclaimReason::Pressure { .. } => "pressure",
-        ReclaimReason::EngineFloor { .. } | ReclaimReason::Request { .. } | ReclaimReason::Text(_) => "lease",
+        ReclaimReason::EngineFloor { .. } | ReclaimReason::Request { .. } => "lease",
     }
 }
 

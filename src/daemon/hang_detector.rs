@@ -125,8 +125,9 @@ mod tests {
     use super::*;
     use crate::{
         daemon::clock::MonotonicClock,
+        probe::ProbeRoot,
         worker::{
-            KernelRoots,
+            confine::Groups,
             spec::{Listen, Readiness, WorkerSpec},
         },
     };
@@ -139,7 +140,7 @@ mod tests {
         let mut spec = WorkerSpec::new("asr", argv, Listen::Socket(socket.clone()));
         spec.readiness = Readiness::Started;
         let (sender, _events) = mpsc::channel(16);
-        let worker = WorkerHandle::new(spec, KernelRoots::default(), sender);
+        let worker = WorkerHandle::new(spec, ProbeRoot::default(), Groups::none("not in this test"), sender);
         let started = worker.start(None).await.unwrap();
         assert!(worker.ready().await);
         // Connections are taken, and nothing is answered.
@@ -155,6 +156,6 @@ mod tests {
         let expected = Event::WorkerUnresponsive { worker: "asr".to_owned(), pid: started, evidence: found };
         assert_eq!(inbox.recv().await.unwrap().event, expected);
         assert!(inbox.try_recv().is_err(), "a worker that was restarted since is left alone");
-        worker.kill().await;
+        worker.stop_because(Some(Duration::ZERO), "").await;
     }
 }

@@ -16,10 +16,7 @@ use super::{
 };
 use crate::{
     causes::in_one_line,
-    config::{
-        Config, GrpcLimits, IdsConfig, OthersRole, PeerBounds, RemoteRole, RolesConfig, TcpConfig, load_private,
-        load_text,
-    },
+    config::{Config, GrpcLimits, RolesConfig, TcpConfig, load_private, load_text},
     http::{self, Access, backend::Backends},
     policy::{
         health::Health,
@@ -29,11 +26,11 @@ use crate::{
         snapshot::{EngineState, Snapshot, WorkerState},
     },
     rpc::{
-        Bounds, health,
+        health,
         llm::{GenerateEvent, GenerateRequest, Generator},
         peer::Process,
         remote::{Certificates, Remote},
-        roles::{Ids, Role, Roles},
+        roles::Roles,
         server::{self, Server, Sockets},
         supervisor::Supervisor,
     },
@@ -269,11 +266,6 @@ async fn remote_of<'a>(tcp: &TcpConfig, passed: impl Iterator<Item = &'a PassedS
         key: load_private(&tcp.key).map_err(RunError::Private)?,
         client_ca: load_text(&tcp.client_ca).map_err(RunError::Private)?,
     };
-    let role = match tcp.role {
-        RemoteRole::Operator => Role::Operator,
-        RemoteRole::Viewer => Role::Viewer,
-        RemoteRole::Watchdog => Role::Watchdog,
-    };
     let mut listeners = passed.filter_map(|socket| match &socket.listener {
         PassedListener::Tcp(listener) => Some(listener.try_clone()),
         PassedListener::Unix(_) => None,
@@ -281,37 +273,27 @@ async fn remote_of<'a>(tcp: &TcpConfig, passed: impl Iterator<Item = &'a PassedS
     let remote = match listeners.next() {
         Some(listener) => {
             let listener = listener.map_err(|source| RunError::System { what: "a socket of systemd's", source })?;
-            Remote::on(listener, &certificates, role)
+            Remote::on(listener, &certificates, tcp.role)
         }
-        None => Remote::bind(tcp.listen, &certificates, role).await,
+        None => Remote::bind(tcp.listen, &certificates, tcp.role).await,
     };
     remote.map_err(|source| RunError::Remote { source })
 }
 
 /// The roles of the configuration.
 fn roles_of(config: &RolesConfig) -> Roles {
-    let ids = |ids: &IdsConfig| Ids { uids: ids.uids.clone(), gids: ids.gids.clone() };
     let mut roles = Roles::new(nix::unistd::geteuid().as_raw());
-    roles.operators = ids(&config.operators);
-    roles.watchdogs = ids(&config.watchdogs);
-    roles.tenants = ids(&config.tenants);
-    roles.viewers = ids(&config.viewers);
-    roles.others = match config.others {
-        OthersRole::None => None,
-        OthersRole::Tenant => Some(Role::Tenant),
-        OthersRole::Viewer => Some(Role::Viewer),
-    };
+    roles.operators.clone_from(&config.operators);
+    roles.watchdogs.clone_from(&config.watchdogs);
+    roles.tenants.clone_from(&config.tenants);
+    roles.viewers.clone_from(&config.viewers);
+    roles.others = config.others;
     roles
 }
 
 /// The limits of the configuration, as far as the process may open files for them.
 fn limits_of(config: &GrpcLimits) -> server::Limits {
-    let bounds = |bounds: PeerBounds| Bounds {
-        per_process: bounds.per_process.into(),
-        per_user: bounds.per_user.into(),
-        total: bounds.total.into(),
-    };
-    let mut connections = bounds(config.connections);
+    let mut connections = config.connections;
     let files = files_for(connections.total * FILES_PER_CONNECTION + FILES_OF_OUR_OWN);
     let room = files.saturating_sub(FILES_OF_OUR_OWN) / FILES_PER_CONNECTION;
     if room < connections.total {
@@ -326,7 +308,7 @@ fn limits_of(config: &GrpcLimits) -> server::Limits {
         message_bytes: config.message_max.as_len(),
         calls_per_connection: config.calls_per_connection,
         connections,
-        streams: bounds(config.streams),
+        streams: config.streams,
         reader_patience: config.reader_patience,
         ..server::Limits::default()
     }

@@ -1,6 +1,9 @@
 //! Recorder of events and actions for the journal and `cotenant events`.
 
-use std::{sync::Arc, time::SystemTime};
+use std::{
+    sync::Arc,
+    time::{Duration, SystemTime},
+};
 
 use super::{control_handle::ControlHandle, error::RunError};
 use crate::{
@@ -12,7 +15,7 @@ use crate::{
         event::{Action, Event},
         params::Params,
     },
-    rpc::supervisor::{EventRecord, EventRecordKind, Supervisor as _},
+    rpc::{Supervisor as _, v1},
     units::Timestamp,
 };
 
@@ -98,13 +101,13 @@ impl Drop for Recorder {
 /// the same; readers see one line for each fact, and the journal has all of them.
 #[derive(Default)]
 struct Shown {
-    at: Timestamp,
+    at: Option<prost_types::Duration>,
     summaries: Vec<String>,
 }
 
 impl Shown {
     /// Whether a line says what was not said yet at its instant.
-    fn is_news(&mut self, record: &EventRecord) -> bool {
+    fn is_news(&mut self, record: &v1::JournalEntry) -> bool {
         if self.at != record.at {
             self.at = record.at;
             self.summaries.clear();
@@ -119,9 +122,9 @@ impl Shown {
 
 /// The line as `cotenant events` shows it; `None` for those that come all the time and change nothing by themselves.
 /// They are in the file, for `cotenant replay`.
-fn record_of(entry: &JournalEntry) -> Option<EventRecord> {
+fn record_of(entry: &JournalEntry) -> Option<v1::JournalEntry> {
     let (kind, body) = match &entry.content {
-        Content::Start(start) => (EventRecordKind::Start, serde_json::to_string(start)),
+        Content::Start(start) => (v1::EntryKind::Start, serde_json::to_string(start)),
         Content::Event(
             Event::Sampled(_)
             | Event::Measured { .. }
@@ -135,18 +138,27 @@ fn record_of(entry: &JournalEntry) -> Option<EventRecord> {
         )
         | Content::Action(Action::SampleAfter { .. } | Action::Measure { .. } | Action::StorePeaks { .. })
         | Content::Checkpoint(_) => return None,
-        Content::Event(event) => (EventRecordKind::Event, serde_json::to_string(event)),
-        Content::Action(action) => (EventRecordKind::Action, serde_json::to_string(action)),
-        Content::Dropped { lines } => (EventRecordKind::Dropped, Ok(format!("{{\"lines\":{lines}}}"))),
+        Content::Event(event) => (v1::EntryKind::Event, serde_json::to_string(event)),
+        Content::Action(action) => (v1::EntryKind::Action, serde_json::to_string(action)),
+        Content::Dropped { lines } => (v1::EntryKind::Dropped, Ok(format!("{{\"lines\":{lines}}}"))),
     };
-    Some(EventRecord {
+    let body_json = body.unwrap_or_else(|_| "{}".to_owned());
+    let name = match kind {
+        v1::EntryKind::Start => "start",
+        v1::EntryKind::Dropped => "dropped",
+        // The tag comes first: `{"event":"drain_requested"}`.
+        _ => body_json.split('"').nth(3).unwrap_or_default(),
+    };
+    let time = SystemTime::UNIX_EPOCH + Duration::from_micros(entry.unix_us);
+    Some(v1::JournalEntry {
         sequence: entry.sequence,
-        at: entry.at,
-        time: SystemTime::UNIX_EPOCH + std::time::Duration::from_micros(entry.unix_us),
-        kind,
-        name: crate::journal::name(&entry.content).to_owned(),
+        boot_id: String::new(),
+        at: entry.at.since_start().try_into().ok(),
+        time: Some(time.into()),
+        kind: kind.into(),
+        name: name.to_owned(),
         summary: render(entry),
-        body_json: body.unwrap_or_else(|_| "{}".to_owned()),
+        body_json,
     })
 }
 
@@ -154,16 +166,21 @@ fn record_of(entry: &JournalEntry) -> Option<EventRecord> {
 mod tests {
     use super::*;
 
-    fn record(at: u64, summary: &str) -> EventRecord {
-        EventRecord {
-            sequence: 1,
-            at: Timestamp::from_millis(at),
-            time: SystemTime::UNIX_EPOCH,
-            kind: EventRecordKind::Event,
-            name: "worker_exited".to_owned(),
-            summary: summary.to_owned(),
-            body_json: "{}".to_owned(),
-        }
+    fn record(seconds: i64, summary: &str) -> v1::JournalEntry {
+        let at = prost_types::Duration { seconds, nanos: 0 };
+        v1::JournalEntry { at: Some(at), summary: summary.to_owned(), ..v1::JournalEntry::default() }
+    }
+
+    #[test]
+    fn the_name_of_a_line_is_the_one_that_the_journal_writes() {
+        let name = |content| {
+            let entry =
+                JournalEntry { sequence: 1, boot_id: "a".to_owned(), at: Timestamp::START, unix_us: 0, content };
+            record_of(&entry).map(|record| record.name)
+        };
+        assert_eq!(name(Content::Event(Event::DrainRequested)).as_deref(), Some("drain_requested"));
+        assert_eq!(name(Content::Action(Action::InspectModel)).as_deref(), Some("inspect_model"));
+        assert_eq!(name(Content::Dropped { lines: 2 }).as_deref(), Some("dropped"));
     }
 
     #[test]

@@ -102,6 +102,7 @@ async fn every_refusal_is_what_each_protocol_calls_it() {
 
         let (error, not_handled) = wyoming(&refusal);
         assert!(error.text.starts_with(&text), "{error}");
+        assert_eq!(error.text.contains("(hint: "), refusal.hint().is_some(), "{error}");
         assert!(not_handled.as_ref().is_none_or(|said| *said == text), "{refusal:?}");
         let handled = if not_handled.is_some() { " not-handled" } else { "" };
 

@@ -61,7 +61,6 @@ use crate::{
     telemetry::{self, Collector, LinesDropped, LogFilter, Metrics, OtlpProtocol, Tracer},
     units::Bytes,
     worker::{
-        KernelRoots,
         adopt::{all_visible, survivors},
         orphans::end_orphans,
     },
@@ -310,7 +309,7 @@ async fn settle(control: Arc<ControlHandle>, has_engine: bool) {
 /// Takes over the workers that the run before has left alive and ends what else it has left. Returns them as policy
 /// wants to know them, and their processes.
 async fn adopt(workers: &Workers, inheritance: &Inheritance) -> (Vec<AdoptedWorker>, Vec<u32>) {
-    let roots = KernelRoots::default();
+    let roots = ProbeRoot::default();
     all_visible(&roots).await;
     let mut survivors = survivors(&roots, &workers.specs());
     inheritance.note_readiness(&mut survivors);

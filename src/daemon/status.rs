@@ -10,9 +10,10 @@ use serde_json::Value;
 use super::{control_handle::ControlHandle, engine::CurrentEngine};
 use crate::{
     config::{Config, WorkerRole},
+    emergency,
     http::backend::{ModelInfo, ModelKind, StatusBackend, Usage, Voice},
     policy::snapshot::Snapshot,
-    rpc::{json, supervisor::Supervisor as _},
+    rpc::json,
     telemetry::{LinesDropped, Metrics, Tracer},
     units::Bytes,
 };
@@ -135,8 +136,8 @@ impl StatusBackend for Status {
         self.metrics.set_log_dropped(self.dropped.get());
         let (exported, dropped) = self.tracer.counts();
         self.metrics.set_spans(exported, dropped);
-        let (served, missed) = self.control.emergency_reserve();
-        self.metrics.set_standby(served, missed);
+        let reserve = emergency::counts();
+        self.metrics.set_standby(reserve.served, reserve.missed);
         if let Some(engine) = &self.engine {
             let snapshot = engine.handle().snapshot();
             self.metrics.set_command_gap(snapshot.command_gap_max);

@@ -20,9 +20,9 @@ use crate::{
         lease::LeaseKind,
         snapshot::Snapshot,
     },
+    probe::ProbeRoot,
     rpc::supervisor::Supervisor as _,
     worker::{
-        KernelRoots,
         adopt::Survivor,
         confine::Groups,
         handle::{StartError, WorkerHandle},
@@ -85,7 +85,7 @@ impl Workers {
         let (sender, receiver) = mpsc::channel(REPORT_LIMIT);
         let ends = Ends::default();
         let successor = successor_of(config);
-        let roots = KernelRoots::default();
+        let roots = ProbeRoot::default();
         let groups =
             if config.workers.is_empty() { Groups::none("there are no workers") } else { Groups::open(&roots) };
         let mut workers = Self {
@@ -105,7 +105,7 @@ impl Workers {
         for worker in &config.workers {
             let name = worker.name.clone();
             let spec = supervised(worker, config);
-            let handle = WorkerHandle::with_groups(spec, roots.clone(), groups.clone(), sender.clone());
+            let handle = WorkerHandle::new(spec, roots.clone(), groups.clone(), sender.clone());
             let (orders, waiting) = mpsc::channel(ORDERS_LIMIT);
             control.note_worker(&name, handle.process());
             parts.spawn("a worker's orders", obey(waiting, handle.clone(), Arc::clone(control)));
@@ -324,13 +324,10 @@ async fn forward(mut reports: mpsc::Receiver<WorkerEvent>, control: Arc<ControlH
         ends.insert(worker.to_owned(), end);
     };
     let mut pids = BTreeMap::new();
-    let mut never_ready = BTreeMap::new();
-    let mut sentences = BTreeMap::new();
     while let Some(report) = reports.recv().await {
         let worker = report.worker.to_string();
         let event = match report.kind {
             WorkerEventKind::Starting { pid } => {
-                never_ready.remove(&worker);
                 pids.insert(worker, pid);
                 continue;
             }
@@ -343,29 +340,20 @@ async fn forward(mut reports: mpsc::Receiver<WorkerEvent>, control: Arc<ControlH
                     note(&worker, "not_started");
                     Event::WorkerExited { worker, intended: false, cause: error }
                 }
-                FailureReason::NotReady { waited, last_attempt } => {
-                    let last = last_attempt.map_or_else(String::new, |text| format!(" ({text})"));
-                    let limit = waited.as_secs_f64();
-                    let reason = format!(
-                        "not ready within {limit:.1} s{last}; see its output, or allow more with `ready.timeout`"
-                    );
-                    never_ready.insert(worker, reason);
-                    continue; // it is being stopped; its exit follows
-                }
+                // It is being stopped; its exit follows.
+                FailureReason::NotReady { .. } => continue,
             },
             WorkerEventKind::Died(mut certificate) => {
                 certificate.memory.lease = lease_of(&control.state(), &worker);
                 tell_death(&certificate);
                 control.deaths().push((*certificate).clone());
-                sentences.insert(worker, certificate.verdict.sentence.clone());
                 Event::WorkerDied { certificate }
             }
             WorkerEventKind::Exited(exit) => {
                 note(&worker, end_of(&exit));
-                let sentence = sentences.remove(&worker).unwrap_or_else(|| exit.to_string());
-                let cause = match never_ready.remove(&worker) {
-                    Some(reason) => format!("{exit}: {reason}"),
-                    None => sentence,
+                let cause = match exit.intended_by_us {
+                    Some(Intent::NotReady) => format!("{exit}; see its output, or allow more with `ready.timeout`"),
+                    _ => exit.sentence,
                 };
                 Event::WorkerExited {
                     worker,

@@ -42,8 +42,6 @@ pub struct Counts {
     pub served: u64,
     /// What none was left for, so that the system's allocator was asked.
     pub missed: u64,
-    /// The largest of these, in bytes.
-    pub missed_max: u64,
 }
 
 thread_local! {
@@ -53,7 +51,6 @@ thread_local! {
 static READY: AtomicBool = AtomicBool::new(false);
 static SERVED: AtomicU64 = AtomicU64::new(0);
 static MISSED: AtomicU64 = AtomicU64::new(0);
-static MISSED_MAX: AtomicU64 = AtomicU64::new(0);
 static ENDS: AtomicBool = AtomicBool::new(false);
 
 /// Touches and locks the blocks; from then on [`within`] has them. Returns what was locked.
@@ -116,11 +113,7 @@ fn granted(start: *mut u8) -> *mut u8 {
 /// How often a block was there, and how often not.
 #[must_use]
 pub fn counts() -> Counts {
-    Counts {
-        served: SERVED.load(Ordering::Relaxed),
-        missed: MISSED.load(Ordering::Relaxed),
-        missed_max: MISSED_MAX.load(Ordering::Relaxed),
-    }
+    Counts { served: SERVED.load(Ordering::Relaxed), missed: MISSED.load(Ordering::Relaxed) }
 }
 
 /// Bytes of all blocks that are in use now, in whole blocks.
@@ -147,7 +140,6 @@ fn block(layout: Layout) -> Option<*mut u8> {
         SERVED.fetch_add(1, Ordering::Relaxed);
     } else {
         MISSED.fetch_add(1, Ordering::Relaxed);
-        MISSED_MAX.fetch_max(layout.size() as u64, Ordering::Relaxed);
     }
     block
 }

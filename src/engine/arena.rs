@@ -93,14 +93,6 @@ impl Mapping {
         Some(unsafe { self.start.add(offset) })
     }
 
-    /// `len` bytes from `offset`, or `None` when they are not all inside.
-    #[must_use]
-    pub fn slice(&self, offset: usize, len: usize) -> Option<&[u8]> {
-        let start = self.range(offset, len)?;
-        // SAFETY: inside the mapping, which is borrowed; initialised, as anonymous memory is zero.
-        Some(unsafe { std::slice::from_raw_parts(start.as_ptr(), len) })
-    }
-
     /// All of it, to be written.
     #[must_use]
     pub fn bytes_mut(&mut self) -> &mut [u8] {
@@ -119,13 +111,6 @@ impl Mapping {
         self.range(offset, len)
             .and_then(|start| resident_pages(start.as_ptr(), len))
             .map_or(Bytes::ZERO, |pages| PAGE.saturating_mul(pages))
-    }
-
-    /// Unmaps it and says how much of it had been in memory: nothing where the kernel has not unmapped it.
-    #[must_use]
-    pub fn release(self) -> Bytes {
-        let resident = self.resident();
-        if self.unmap() { resident } else { Bytes::ZERO }
     }
 
     /// Unmaps it; whether the kernel has done so.
@@ -422,7 +407,7 @@ mod tests {
             let mapping = Mapping::new(Bytes::from_mib(mib), Backing::Now).unwrap();
             assert_eq!(mapping.resident(), Bytes::from_mib(mib));
             let (address, len) = (mapping.start.as_ptr(), mapping.len);
-            assert_eq!(mapping.release(), Bytes::from_mib(mib));
+            assert_eq!(SharedMapping::from(mapping).release(), Bytes::from_mib(mib));
             // Nothing is mapped there, unless another test thread was given the address meanwhile.
             if let Some(pages) = resident_pages(address, len) {
                 assert!(PAGE.saturating_mul(pages) <= Bytes::from_mib(mib));

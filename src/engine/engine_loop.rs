@@ -88,10 +88,10 @@ impl Active {
 }
 
 impl EngineLoop {
-    pub(super) const fn new(shared: Arc<Shared>, sink: mpsc::Sender<EngineEvent>) -> Self {
+    pub(super) fn new(shared: Arc<Shared>, sink: mpsc::Sender<EngineEvent>) -> Self {
         Self {
             shared,
-            state: EngineSnapshot::initial(),
+            state: EngineSnapshot::default(),
             active: None,
             sink,
             outbox: VecDeque::new(),

@@ -86,6 +86,12 @@ impl LoadError {
         &self.kind
     }
 
+    /// Whether the file holds another model than its plan was made for.
+    #[must_use]
+    pub const fn is_replaced(&self) -> bool {
+        matches!(self.kind, LoadErrorKind::Replaced)
+    }
+
     /// The remedy, where there is one.
     #[must_use]
     pub fn hint(&self) -> Option<&'static str> {
@@ -272,6 +278,14 @@ pub enum LoadErrorKind {
         /// Architecture of the file.
         architecture: String,
     },
+    /// The tokenizer or the chat template cannot be used.
+    #[error("{message}")]
+    Text {
+        /// The error and its causes.
+        message: String,
+        /// The remedy.
+        hint: &'static str,
+    },
     /// Threads to compute with cannot be started.
     #[error("cannot start the threads that compute")]
     Threads(#[source] io::Error),
@@ -326,6 +340,7 @@ impl LoadErrorKind {
             }
             Self::TensorOverlap { .. } => Some("the file is damaged: fetch it again"),
             Self::TensorType { dtype, .. } => Some(nearest_type(dtype)),
+            Self::Text { hint, .. } => Some(*hint),
             Self::Version { .. } => Some("convert the file with a current llama.cpp"),
             Self::Vocabulary { .. } => Some("give a text in UTF-8, or the number of tokens that stay"),
             Self::Changed { .. } => Some("load it again once the file is complete"),
@@ -447,16 +462,11 @@ pub enum ForwardError {
 }
 
 impl ForwardError {
-    /// Whether the engine has to end: the device has failed, or the file holds another model by now.
+    /// Whether the engine has to end: the device has failed, or the file holds another model by now, see
+    /// [`ReadError::replaced`].
     #[must_use]
     pub const fn is_final(&self) -> bool {
-        matches!(self, Self::Device(_)) || self.is_replaced()
-    }
-
-    /// Whether the file holds another model by now, see [`ReadError::replaced`].
-    #[must_use]
-    pub const fn is_replaced(&self) -> bool {
-        matches!(self, Self::Read(ReadError { replaced: true, .. }))
+        matches!(self, Self::Device(_) | Self::Read(ReadError { replaced: true, .. }))
     }
 }
 
@@ -464,13 +474,7 @@ impl ApplyError {
     /// As [`ForwardError::is_final`].
     #[must_use]
     pub const fn is_final(&self) -> bool {
-        matches!(self, Self::Device(_)) || self.is_replaced()
-    }
-
-    /// Whether the file holds another model by now, see [`ReadError::replaced`].
-    #[must_use]
-    pub const fn is_replaced(&self) -> bool {
-        matches!(self, Self::Read(ReadError { replaced: true, .. }))
+        matches!(self, Self::Device(_) | Self::Read(ReadError { replaced: true, .. }))
     }
 }
 

@@ -15,7 +15,7 @@ use super::{
     language_model::{LanguageModel, Opened},
     model::{Model, ModelOptions, Opening, Scores},
     preemption::{Checkpoint, Flow},
-    protocol::{Expected, Inspected, OpenError},
+    protocol::{Expected, Inspected},
     reader::LoadProgress,
     sayable::Sayable,
     spec,
@@ -44,9 +44,9 @@ pub(super) struct GgufModel {
 
 impl GgufModel {
     /// What a file's model occupies, its text side included; refuses what could not be opened for its header.
-    pub(super) fn inspect(path: &Path, vocabulary: Option<&Sayable>, compute: Compute) -> Result<Inspected, OpenError> {
+    pub(super) fn inspect(path: &Path, vocabulary: Option<&Sayable>, compute: Compute) -> Result<Inspected, LoadError> {
         let (shape, header) = Model::inspect_with(path, vocabulary, compute)?;
-        Tokenizer::check(&header).map_err(|error| OpenError::text(path, error.into()))?;
+        Tokenizer::check(&header).map_err(|error| LoadError::new(path, TextError::from(error).into()))?;
         Ok(Inspected {
             shape: with_text(shape, text_bytes(&header)),
             unused: spec::unused(&header),
@@ -62,9 +62,10 @@ impl GgufModel {
         vocabulary: Option<&Sayable>,
         compute: Compute,
         helper: Option<PathBuf>,
-    ) -> Result<Inspected, OpenError> {
+    ) -> Result<Inspected, LoadError> {
         let (shape, header) = Model::inspect_with(path, vocabulary, compute)?;
-        TextSide::with_helper(&header, shape.context_max, helper).map_err(|error| OpenError::text(path, error))?;
+        TextSide::with_helper(&header, shape.context_max, helper)
+            .map_err(|error| LoadError::new(path, error.into()))?;
         Self::inspect(path, vocabulary, compute)
     }
 
@@ -75,12 +76,12 @@ impl GgufModel {
         options: &ModelOptions,
         expected: &Expected,
         progress: &LoadProgress,
-    ) -> Result<Opened, OpenError> {
+    ) -> Result<Opened, LoadError> {
         let opening = Opening::read(path, options)?.counted_by(progress);
         let (leased, tables) = (text_bytes(opening.header()), tables_bytes(opening.header()));
         let found = with_text(opening.shape().clone(), leased);
         if !expected.is(&found) {
-            return Err(LoadError::new(path, LoadErrorKind::Replaced).into());
+            return Err(LoadError::new(path, LoadErrorKind::Replaced));
         }
         let (model, text) = Self::begin(opening, plan, options.helper.as_ref());
         let mut model = model?;
@@ -89,7 +90,7 @@ impl GgufModel {
             Err(error) => {
                 let left = model.kept();
                 drop(model);
-                return Err(OpenError::text(path, error).leaving(left));
+                return Err(LoadError::new(path, error.into()).leaving(left));
             }
         };
         model.forget_lists();

@@ -17,7 +17,7 @@ use serde_json::Value;
 use super::{
     Engine,
     error::{LoadError, LoadErrorKind},
-    protocol::{Inspected, OpenError},
+    protocol::Inspected,
     spec::Architecture,
     synthetic::{Synthetic, TypeMix},
     tensor_group::{NamedTensor, TensorGroup},
@@ -88,11 +88,11 @@ pub fn read_config_json(path: &Path, types: TypeMix) -> Result<Synthetic, Config
 ///
 /// # Errors
 /// When the engine could not compute with it, or there is no memory for its header.
-pub fn inspect_shape(model: &Synthetic, threads: usize) -> Result<Inspected, OpenError> {
+pub fn inspect_shape(model: &Synthetic, threads: usize) -> Result<Inspected, LoadError> {
     let failed = |source: io::Error| {
         let kind =
             LoadErrorKind::Allocate { what: "the header of a shape".to_owned(), bytes: Bytes::from_mib(32), source };
-        OpenError::from(LoadError::new(Path::new("config.json"), kind))
+        LoadError::new(Path::new("config.json"), kind)
     };
     let file: File =
         memfd_create("cotenant-shape", MFdFlags::MFD_CLOEXEC).map_err(|errno| failed(errno.into()))?.into();

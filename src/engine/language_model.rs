@@ -5,9 +5,8 @@ use std::path::Path;
 use super::{
     breakdown::Breakdown,
     disk::Retained,
-    error::{ApplyError, ApplyReport, ForwardError},
+    error::{ApplyError, ApplyReport, ForwardError, LoadError},
     preemption::Checkpoint,
-    protocol::OpenError,
     text::TextSide,
 };
 use crate::{
@@ -20,7 +19,7 @@ use crate::{
 };
 
 /// Opens a model with a first plan, on the engine's thread.
-pub type Opener = Box<dyn FnMut(&Path, &EnginePlan) -> Result<Opened, OpenError> + Send>;
+pub type Opener = Box<dyn FnMut(&Path, &EnginePlan) -> Result<Opened, LoadError> + Send>;
 
 /// A model and how to talk with it.
 pub struct Opened {

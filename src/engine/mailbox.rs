@@ -278,7 +278,7 @@ impl Shared {
                 lifecycle: Lifecycle::Open,
             }),
             wake: Condvar::new(),
-            state: watch::Sender::new(EngineSnapshot::initial()),
+            state: watch::Sender::new(EngineSnapshot::default()),
             text: OnceLock::new(),
             progress: LoadProgress::default(),
             options,

@@ -1,7 +1,7 @@
 //! Commands, events, results and errors that cross to and from the engine's thread.
 
 use std::{
-    path::{Path, PathBuf},
+    path::PathBuf,
     sync::{Arc, Mutex, PoisonError},
     time::{Duration, Instant},
 };
@@ -9,10 +9,9 @@ use std::{
 use super::{
     breakdown::Breakdown,
     disk::Retained,
-    error::{ApplyError, ApplyReport, LoadError, LoadErrorKind},
+    error::{ApplyError, ApplyReport},
     generate::{FinishReason, GenerateError, RequestId, Usage},
     tensor_group::TensorGroup,
-    text::TextError,
 };
 use crate::{
     causes::in_one_line,
@@ -185,11 +184,12 @@ impl ApplyFailure {
 }
 
 /// What the engine is doing.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum EnginePhase {
     /// It finishes what it has and takes nothing more.
     Draining,
     /// No model was asked for yet, or loading it failed.
+    #[default]
     Empty,
     /// It broke down.
     Failed {
@@ -260,8 +260,9 @@ pub struct WaitingRequest {
     pub waited: Duration,
 }
 
-/// The state of the engine as operators, metrics and tests see it. Published after every token and command.
-#[derive(Clone, Debug)]
+/// The state of the engine as operators, metrics and tests see it. Published after every token and command;
+/// [`Default`] is the one before anything happened.
+#[derive(Clone, Debug, Default)]
 pub struct EngineSnapshot {
     /// What it is doing.
     pub phase: EnginePhase,
@@ -322,32 +323,6 @@ impl EngineSnapshot {
         };
         running.saturating_add(before).saturating_add(prefill)
     }
-
-    /// The state before anything happened.
-    pub(super) const fn initial() -> Self {
-        Self {
-            phase: EnginePhase::Empty,
-            shape: None,
-            plan: None,
-            revision: None,
-            held: None,
-            untouched: Bytes::ZERO,
-            breakdown: None,
-            running: None,
-            last: None,
-            position: Tokens::ZERO,
-            queued: 0,
-            requests_finished: 0,
-            tokens_prefilled: 0,
-            tokens_generated: 0,
-            tokens_per_second: 0.0,
-            prefill_per_second: 0.0,
-            answer_takes: Duration::ZERO,
-            running_since: None,
-            command_gap_max: Duration::ZERO,
-            events_dropped: 0,
-        }
-    }
 }
 
 /// What the thread is asked to do between two tokens.
@@ -382,64 +357,6 @@ pub struct Inspected {
     pub file_bytes: Bytes,
 }
 
-/// Why a model cannot be opened.
-#[derive(Debug, thiserror::Error)]
-pub enum OpenError {
-    /// Its weights cannot be used.
-    #[error(transparent)]
-    Load(#[from] LoadError),
-    /// Its tokenizer or chat template cannot be used.
-    #[error("cannot load model `{path}`")]
-    Text {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        #[source]
-        source: TextError,
-        /// What reads that hang keep of its weights.
-        left: Option<Box<Retained>>,
-    },
-}
-
-impl OpenError {
-    /// An error of the text side of the file at `path`.
-    pub(super) fn text(path: &Path, source: TextError) -> Self {
-        Self::Text { path: path.to_owned(), source, left: None }
-    }
-
-    /// The same, with what reads may keep of a model that was given up; it is looked at once.
-    pub(super) fn leaving(self, kept: Retained) -> Self {
-        match self {
-            Self::Load(error) => Self::Load(error.leaving(kept)),
-            Self::Text { path, source, .. } => Self::Text { path, source, left: kept.hangs().then(|| Box::new(kept)) },
-        }
-    }
-
-    /// Whether the file holds another model than its plan was made for.
-    #[must_use]
-    pub const fn is_replaced(&self) -> bool {
-        matches!(self, Self::Load(error) if matches!(error.kind(), LoadErrorKind::Replaced))
-    }
-
-    /// The remedy, where there is one.
-    #[must_use]
-    pub fn hint(&self) -> Option<&'static str> {
-        match self {
-            Self::Load(error) => error.hint(),
-            Self::Text { source, .. } => Some(source.hint()),
-        }
-    }
-
-    /// What reads that hang keep, where the disk does not answer, see [`LoadError::hung`].
-    #[must_use]
-    pub fn hung(&self) -> Option<&Retained> {
-        match self {
-            Self::Load(error) => error.hung(),
-            Self::Text { left, .. } => left.as_deref(),
-        }
-    }
-}
-
 /// The model for which the next plan to load by was made, as it was inspected: a file that holds another one by then is not
 /// loaded by it. Any model, while nothing is set.
 #[derive(Clone, Debug, Default)]
@@ -468,7 +385,7 @@ mod tests {
     #[test]
     fn an_answer_begins_after_what_is_before_it() {
         let now = Instant::now() + Duration::from_secs(60);
-        let mut state = EngineSnapshot::initial();
+        let mut state = EngineSnapshot::default();
         // Nothing is known: nothing is refused.
         assert_eq!(state.begins_after(Tokens::new(50_000), now), Duration::ZERO);
         state.prefill_per_second = 100.0;

@@ -58,13 +58,7 @@ impl Reserve {
         self.space.populate_part(from, self.open - from)
     }
 
-    /// How much of it is memory.
-    #[must_use]
-    pub const fn open(&self) -> Bytes {
-        Bytes::of_len(self.open)
-    }
-
-    /// How much of that the kernel has in memory now.
+    /// How much of what is open the kernel has in memory now.
     #[must_use]
     pub fn resident(&self) -> Bytes {
         self.space.resident_in(0, self.open)
@@ -120,7 +114,7 @@ mod tests {
             let mut reserve = Reserve::new(Bytes::from_mib(64), granule).unwrap();
             assert!(reserve.range(0, 1).is_none(), "nothing is open");
             reserve.set_open(Bytes::from_mib(16)).unwrap();
-            assert_eq!((reserve.open(), reserve.resident()), (Bytes::from_mib(16), Bytes::ZERO));
+            assert_eq!((Bytes::of_len(reserve.open), reserve.resident()), (Bytes::from_mib(16), Bytes::ZERO));
 
             let start = reserve.range(0, 16 << 20).unwrap();
             for page in 0..2048 {
@@ -129,7 +123,7 @@ mod tests {
             }
             assert_eq!(reserve.resident(), Bytes::from_mib(8));
             assert_eq!(reserve.set_open(Bytes::from_mib(4)).unwrap(), Bytes::from_mib(4));
-            assert_eq!((reserve.open(), reserve.resident()), (Bytes::from_mib(4), Bytes::from_mib(4)));
+            assert_eq!((Bytes::of_len(reserve.open), reserve.resident()), (Bytes::from_mib(4), Bytes::from_mib(4)));
             assert!(reserve.range(4 << 20, 1).is_none(), "closed is closed");
             // SAFETY: open all the time.
             let kept = unsafe { reserve.range(0, 1).unwrap().read() };
@@ -147,6 +141,6 @@ mod tests {
         let mut reserve = Reserve::new(Bytes::from_mib(1), PAGE).unwrap();
         reserve.set_open(Bytes::from_kib(8)).unwrap();
         assert!(reserve.set_open(Bytes::from_mib(2)).is_err());
-        assert_eq!(reserve.open(), Bytes::from_kib(8));
+        assert_eq!(Bytes::of_len(reserve.open), Bytes::from_kib(8));
     }
 }

@@ -24,7 +24,6 @@ pub struct RecurrentState {
 /// A copy of the state at some position of the sequence.
 #[derive(Debug)]
 pub struct Snapshot {
-    branch: u64,
     position: u32,
     memory: Option<Buffer>,
 }
@@ -81,19 +80,19 @@ impl RecurrentState {
     /// When there is none.
     pub fn room(&self, backend: &dyn Backend) -> io::Result<Snapshot> {
         let allocate = |memory: &Buffer| backend.allocate(memory.bytes(), Backing::OnTouch);
-        Ok(Snapshot { branch: 0, position: 0, memory: self.memory.as_ref().map(allocate).transpose()? })
+        Ok(Snapshot { position: 0, memory: self.memory.as_ref().map(allocate).transpose()? })
     }
 
-    /// Copies the state, which belongs to `position` of `branch`, over an earlier copy or into new [room](Self::room); says
-    /// whether the device has failed.
+    /// Copies the state, which belongs to `position`, over an earlier copy or into new [room](Self::room); says whether
+    /// the device has failed.
     pub fn snapshot(
         &self,
         backend: &mut dyn Backend,
         room: Snapshot,
-        (branch, position): (u64, u32),
+        position: u32,
     ) -> (Snapshot, Result<(), DeviceError>) {
         let copied = copy(backend, self.memory.as_ref(), room.memory.as_ref());
-        let snapshot = Snapshot { branch, position, ..room };
+        let snapshot = Snapshot { position, ..room };
         (snapshot, copied)
     }
 
@@ -126,85 +125,13 @@ impl RecurrentState {
     pub fn resident(&self) -> Bytes {
         self.memory.as_ref().map_or(Bytes::ZERO, Buffer::resident)
     }
-
-    /// Bytes of one recurrent layer.
-    #[must_use]
-    pub const fn layer_bytes(&self) -> Bytes {
-        Bytes::of_len(self.layer_len * 4)
-    }
 }
 
 fn copy(backend: &mut dyn Backend, from: Option<&Buffer>, to: Option<&Buffer>) -> Result<(), DeviceError> {
     from.zip(to).map_or(Ok(()), |(from, to)| backend.queue(Operation::Copy { from: from.from(0), to: to.from(0) }))
 }
 
-/// Which earlier positions are still those of the present sequence.
-///
-/// Going back to a snapshot starts a new branch: what the old one appended behind that position is overwritten, so its
-/// later snapshots are void.
-#[derive(Debug)]
-pub struct Lineage {
-    next: u64,
-    /// Branches that the present sequence goes through, each with the position up to which it does.
-    branches: Vec<(u64, u32)>,
-}
-
-impl Lineage {
-    /// A sequence without a past.
-    #[must_use]
-    pub fn new() -> Self {
-        Self { next: 1, branches: vec![(0, u32::MAX)] }
-    }
-
-    /// The branch that tokens are appended to.
-    #[must_use]
-    pub fn current(&self) -> u64 {
-        self.branches.last().map_or(0, |&(branch, _)| branch)
-    }
-
-    /// Forgets everything: another sequence begins.
-    pub fn reset(&mut self) {
-        self.branches.clear();
-        self.branch();
-    }
-
-    /// Goes back to `position` of `branch`, if the present sequence went through it; says whether it did.
-    pub fn go_back(&mut self, branch: u64, position: u32) -> bool {
-        if !self.branches.iter().any(|&(known, end)| known == branch && position <= end) {
-            return false;
-        }
-        for (_, end) in &mut self.branches {
-            *end = (*end).min(position);
-        }
-        if self.branches.len() >= BRANCHES_MAX {
-            self.branches.remove(0);
-        }
-        self.branch();
-        true
-    }
-
-    fn branch(&mut self) {
-        self.branches.push((self.next, u32::MAX));
-        self.next += 1;
-    }
-}
-
-impl Default for Lineage {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
-/// Older branches are forgotten; their snapshots count as void.
-const BRANCHES_MAX: usize = 64;
-
 impl Snapshot {
-    /// Which of the sequence's branches it was taken on.
-    #[must_use]
-    pub const fn branch(&self) -> u64 {
-        self.branch
-    }
-
     /// Tokens of the sequence when it was taken.
     #[must_use]
     pub const fn position(&self) -> u32 {
@@ -227,24 +154,5 @@ impl Snapshot {
     #[must_use]
     pub fn release(self) -> Bytes {
         self.memory.map_or(Bytes::ZERO, Buffer::release)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_snapshots_of_the_present_sequence_can_be_gone_back_to() {
-        let mut lineage = Lineage::new();
-        let first = lineage.current();
-        assert!(lineage.go_back(first, 6));
-        assert!(!lineage.go_back(first, 7), "position 7 was overwritten");
-        let second = lineage.current();
-        assert!(lineage.go_back(second, 20));
-        assert!(lineage.go_back(first, 6));
-        assert!(!lineage.go_back(second, 20));
-        lineage.reset();
-        assert!(!lineage.go_back(first, 6));
     }
 }

@@ -9,7 +9,7 @@ use std::{
 
 use candle_core::quantized::GgmlDType;
 
-use super::{gguf::type_number, spec::Architecture};
+use super::{gguf::type_number, spec::Architecture, tokenizer::byte_symbol};
 
 /// A model whose header can be written.
 #[derive(Clone, Debug, PartialEq)]
@@ -573,16 +573,6 @@ impl Tensor {
         let size = u64::try_from(self.dtype.type_size()).unwrap_or(1);
         u64::from(self.columns) / block * size * u64::from(self.rows)
     }
-}
-
-/// The character that stands for `byte` in byte-level vocabularies (GPT-2's `bytes_to_unicode`).
-fn byte_symbol(byte: u8) -> char {
-    let plain = |byte: u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
-    if plain(byte) {
-        return char::from(byte);
-    }
-    let number = (0..byte).filter(|&before| !plain(before)).count();
-    u32::try_from(number).ok().and_then(|number| char::from_u32(256 + number)).unwrap_or('?')
 }
 
 /// Tokens that local layers see: few, so that short tests see a difference.

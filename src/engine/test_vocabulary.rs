@@ -4,7 +4,7 @@ use std::{fs::File, io::Write};
 
 use candle_core::quantized::gguf_file::{self, Value};
 
-use super::gguf::Header;
+use super::{gguf::Header, tokenizer::byte_symbol};
 
 /// A vocabulary to be changed by a test before it is written.
 pub(super) struct TestVocabulary {
@@ -35,17 +35,7 @@ impl TestVocabulary {
 
     /// The texts of all tokens.
     pub(super) fn texts(&self) -> Vec<String> {
-        let mut texts = Vec::new();
-        let mut next = 0x100u32;
-        for byte in 0..=255u8 {
-            let printable = matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
-            texts.push(if printable {
-                char::from(byte).to_string()
-            } else {
-                next += 1;
-                char::from_u32(next - 1).unwrap().to_string()
-            });
-        }
+        let mut texts: Vec<String> = (0..=u8::MAX).map(|byte| byte_symbol(byte).to_string()).collect();
         texts.extend(self.merges.iter().map(|merge| merge.replace(' ', "")));
         texts.extend(self.control.iter().chain(&self.user_defined).map(|&text| text.to_owned()));
         texts

@@ -8,6 +8,7 @@ use super::{
     answer::{AnswerStyle, THOUGHT, Thoughts},
     chat::{ChatError, ChatTemplate},
     constraint::{self, Client},
+    error::LoadErrorKind,
     generate::{GenerateRequest, Prompt, PromptError},
     gguf::Header,
     helper::{FormPlace, Helper, JobError, Kind, Setup},
@@ -192,5 +193,11 @@ impl TextError {
             Self::Chat(_) => "convert the model again, or take another file of it",
             Self::Tokenizer(error) => error.hint(),
         }
+    }
+}
+
+impl From<TextError> for LoadErrorKind {
+    fn from(error: TextError) -> Self {
+        Self::Text { message: in_one_line(&error), hint: error.hint() }
     }
 }

@@ -35,7 +35,7 @@ use super::{
     language_model::{LanguageModel, Opened, Opener},
     mailbox::{EngineHandle, Queued, Shared, Work},
     model::ModelOptions,
-    protocol::{ApplyFailure, EngineEvent, EngineOptions, EnginePhase, Expected, Inspected, OpenError},
+    protocol::{ApplyFailure, EngineEvent, EngineOptions, EnginePhase, Expected, Inspected},
     sampling::{MaskError, SampleError, Sampler, TokenMask},
     sayable::Sayable,
     stops::{Scan, StopStrings},
@@ -89,7 +89,7 @@ impl Engine {
     ///
     /// # Errors
     /// When the file's header shows that it could not be opened.
-    pub fn inspect(path: &Path, compute: impl Into<Compute>) -> Result<ModelShape, OpenError> {
+    pub fn inspect(path: &Path, compute: impl Into<Compute>) -> Result<ModelShape, LoadError> {
         GgufModel::inspect(path, None, compute.into()).map(|inspected| inspected.shape)
     }
 
@@ -101,7 +101,7 @@ impl Engine {
         path: &Path,
         vocabulary: Option<&Sayable>,
         compute: impl Into<Compute>,
-    ) -> Result<Inspected, OpenError> {
+    ) -> Result<Inspected, LoadError> {
         GgufModel::inspect(path, vocabulary, compute.into())
     }
 
@@ -114,7 +114,7 @@ impl Engine {
         vocabulary: Option<&Sayable>,
         compute: impl Into<Compute>,
         helper: Option<PathBuf>,
-    ) -> Result<Inspected, OpenError> {
+    ) -> Result<Inspected, LoadError> {
         GgufModel::check(path, vocabulary, compute.into(), helper)
     }
 
@@ -260,7 +260,7 @@ impl Worker {
             let what = "what an earlier load has asked for".into();
             let stalled = DiskTimeout::default().stalled(self.left.hung(), &what);
             let error = LoadError::new(&path, stalled.into()).leaving(self.left.clone());
-            self.load_failed(path, &error.into());
+            self.load_failed(path, &error);
             return;
         }
         self.engine_loop.state.phase = EnginePhase::Loading { path: path.clone() };
@@ -289,7 +289,7 @@ impl Worker {
         }
     }
 
-    fn load_failed(&mut self, path: PathBuf, error: &OpenError) {
+    fn load_failed(&mut self, path: PathBuf, error: &LoadError) {
         self.left = error.hung().cloned().unwrap_or_default();
         self.note_left();
         self.engine_loop.state.phase = EnginePhase::Empty;

@@ -46,8 +46,6 @@ pub struct RequestMeta {
     ///
     /// What cannot begin within that time should be refused at once.
     pub patience: Option<Duration>,
-    /// How often the caller has tried before, as it says in `x-stainless-retry-count`.
-    pub retries: u32,
     /// Who it is by its key; `None` where no key is needed.
     pub client: Option<Arc<Client>>,
     /// The span that this is a part of: at first the caller's, from its header `traceparent`.

@@ -425,7 +425,6 @@ const STOP_TEXTS_MAX: usize = 4;
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
     use serde_json::json;
 
     use super::*;
@@ -582,71 +581,5 @@ mod tests {
         assert!(matches!(schema, Some(AnswerForm::JsonSchema { schema, .. }) if schema == json!({"type": "null"})));
         let tools = r#""tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none""#;
         assert_eq!(request(&format!("{{{user}, {tools}}}")).unwrap().prompt.tools(), &[] as &[Value]);
-    }
-
-    fn any_json() -> impl Strategy<Value = Value> {
-        let leaf = prop_oneof![
-            Just(Value::Null),
-            any::<bool>().prop_map(Value::from),
-            any::<i64>().prop_map(Value::from),
-            any::<f64>().prop_map(Value::from),
-            "[a-z\\u{0}-\\u{ff}]{0,8}".prop_map(Value::from),
-            Just(Value::from("text")),
-        ];
-        leaf.prop_recursive(3, 24, 4, |inner| {
-            prop_oneof![
-                prop::collection::vec(inner.clone(), 0..4).prop_map(Value::from),
-                prop::collection::btree_map(
-                    prop_oneof![
-                        Just("role".to_owned()),
-                        Just("content".to_owned()),
-                        Just("type".to_owned()),
-                        Just("text".to_owned()),
-                        Just("function".to_owned()),
-                        Just("tool_calls".to_owned()),
-                        Just("name".to_owned()),
-                        "[a-z]{1,4}"
-                    ],
-                    inner,
-                    0..4
-                )
-                .prop_map(|map| Value::Object(map.into_iter().collect())),
-            ]
-        })
-    }
-
-    proptest! {
-        #[test]
-        fn any_values_in_known_fields_are_read_or_refused(
-            fields in prop::collection::btree_map(
-                prop::sample::select(vec![
-                    "model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens",
-                    "temperature", "top_p", "seed", "stop", "n", "tools", "tool_choice", "response_format",
-                    "frequency_penalty", "logit_bias", "logprobs", "chat_template_kwargs", "unknown",
-                ]),
-                any_json(),
-                0..8,
-            ),
-            user in any::<bool>(),
-        ) {
-            let mut map: Map<String, Value> = fields.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
-            if user {
-                map.insert("messages".to_owned(), json!([{"role": "user", "content": "hi"}]));
-            }
-            let body = Value::Object(map).to_string();
-            if let Ok(wire) = parse_json::<WireRequest>(body.as_bytes()) {
-                let _names = wire.ignored();
-                if let Ok(request) = wire.into_request(RequestMeta::default(), "m".to_owned()) {
-                    prop_assert!(!request.prompt.messages().is_empty());
-                    prop_assert!(request.temperature.is_none_or(|t| (0.0..=2.0).contains(&t)));
-                    prop_assert!(request.top_p.is_none_or(|p| p > 0.0 && p <= 1.0));
-                }
-            }
-        }
-
-        #[test]
-        fn any_bytes_are_read_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..64)) {
-            let _read = parse_json::<WireRequest>(&bytes).map(|wire| wire.into_request(RequestMeta::default(), "m".to_owned()));
-        }
     }
 }

@@ -374,8 +374,6 @@ fn text_of(field: &str, content: Value) -> Result<String, Fault> {
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
-
     use super::*;
     use crate::{http::body::parse_json, units::Tokens};
 
@@ -470,22 +468,5 @@ mod tests {
         })
         .collect();
         insta::assert_snapshot!(errors.join("\n"));
-    }
-
-    proptest! {
-        #[test]
-        fn any_blocks_are_read_or_refused(
-            kind in prop::sample::select(vec!["text", "tool_use", "tool_result", "thinking", "image", ""]),
-            keys in prop::collection::btree_map(
-                prop::sample::select(vec!["text", "id", "name", "input", "tool_use_id", "content", "thinking"]),
-                prop::sample::select(vec![json!("x"), json!({}), json!([]), json!(7), json!([{"type": "text"}])]),
-                0..5,
-            ),
-            role in prop::sample::select(vec!["user", "assistant", "system"]),
-        ) {
-            let mut block: Map<String, Value> = keys.into_iter().map(|(key, value)| (key.to_owned(), value)).collect();
-            block.insert("type".to_owned(), json!(kind));
-            let _read = request(&json!({"model": "m", "max_tokens": 1, "messages": [{"role": role, "content": [block]}]}));
-        }
     }
 }

@@ -213,7 +213,6 @@ fn request_meta(api: &Api, headers: &HeaderMap) -> RequestMeta {
             .and_then(|seconds| seconds.trim().parse().ok())
             .filter(|seconds: &f64| *seconds > 0.0)
             .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()),
-        retries: text(&RETRY_COUNT).and_then(|count| count.trim().parse().ok()).unwrap_or(0),
         client: None,
         trace: text(&TRACEPARENT).and_then(SpanContext::parse),
     }
@@ -280,7 +279,6 @@ const READ_TIMEOUT: HeaderName = HeaderName::from_static("x-stainless-read-timeo
 const FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
 /// The caller's span, as W3C Trace Context has it.
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
-const RETRY_COUNT: HeaderName = HeaderName::from_static("x-stainless-retry-count");
 /// Our choice: three UUIDs; it goes into logs.
 const REQUEST_ID_MAX: usize = 128;
 /// Recorded when the client has gone before the answer: nginx's "client closed request".

@@ -20,74 +20,6 @@ use crate::{
     units::{Bytes, TimeSpan},
 };
 
-/// Which event or action a line has, as the journal writes it: `sampled`, `apply_plan`.
-#[must_use]
-pub const fn name(content: &Content) -> &'static str {
-    match content {
-        Content::Start(_) => "start",
-        Content::Checkpoint(_) => "checkpoint",
-        Content::Dropped { .. } => "dropped",
-        Content::Event(event) => match event {
-            Event::Sampled(_) => "sampled",
-            Event::Measured { .. } => "measured",
-            Event::LeaseRequested { .. } => "lease_requested",
-            Event::LeaseRequestCancelled { .. } => "lease_request_cancelled",
-            Event::LeaseRenewed { .. } => "lease_renewed",
-            Event::LeaseResizeRequested { .. } => "lease_resize_requested",
-            Event::LeaseReleased { .. } => "lease_released",
-            Event::TargetAnswered { .. } => "target_answered",
-            Event::HolderLost { .. } => "holder_lost",
-            Event::EngineInspected { .. } => "engine_inspected",
-            Event::EngineApplied { .. } => "engine_applied",
-            Event::EngineApplyFailed { .. } => "engine_apply_failed",
-            Event::EngineFailed { .. } => "engine_failed",
-            Event::EngineActivity { .. } => "engine_activity",
-            Event::EngineCalibrated(_) => "engine_calibrated",
-            Event::EngineTimed(_) => "engine_timed",
-            Event::WorkerReady { .. } => "worker_ready",
-            Event::WorkerDied { .. } => "worker_died",
-            Event::WorkerExited { .. } => "worker_exited",
-            Event::PeakMeasured { .. } => "peak_measured",
-            Event::WorkerActivity { .. } => "worker_activity",
-            Event::WorkerWanted { .. } => "worker_wanted",
-            Event::WorkerResizeRequested { .. } => "worker_resize_requested",
-            Event::WorkerResized { .. } => "worker_resized",
-            Event::WorkerUnresponsive { .. } => "worker_unresponsive",
-            Event::CapacityWanted { .. } => "capacity_wanted",
-            Event::OperatorShed { .. } => "operator_shed",
-            Event::OperatorRegrow { .. } => "operator_regrow",
-            Event::OperatorKvType { .. } => "operator_kv_type",
-            Event::OperatorWorker { .. } => "operator_worker",
-            Event::Recovered { .. } => "recovered",
-            Event::DrainRequested => "drain_requested",
-            Event::DrainCancelled => "drain_cancelled",
-            Event::OperatorLoad { .. } => "operator_load",
-            Event::Reconfigured { .. } => "reconfigured",
-            Event::DeadlineReached => "deadline_reached",
-        },
-        Content::Action(action) => match action {
-            Action::Answer { .. } => "answer",
-            Action::SetTarget { .. } => "set_target",
-            Action::EndLease { .. } => "end_lease",
-            Action::LoadEngine { .. } => "load_engine",
-            Action::ApplyPlan { .. } => "apply_plan",
-            Action::StartWorker { .. } => "start_worker",
-            Action::StopWorker { .. } => "stop_worker",
-            Action::AbortWorker { .. } => "abort_worker",
-            Action::ResizeWorker { .. } => "resize_worker",
-            Action::Measure { .. } => "measure",
-            Action::EmptyPagePool { .. } => "empty_page_pool",
-            Action::SampleAfter { .. } => "sample_after",
-            Action::LevelChanged { .. } => "level_changed",
-            Action::InspectModel => "inspect_model",
-            Action::StorePeaks { .. } => "store_peaks",
-            Action::Weighed { .. } => "weighed",
-            Action::Decided { .. } => "decided",
-            Action::Explain { .. } => "explain",
-        },
-    }
-}
-
 /// The line in words, without its number and time.
 #[must_use]
 pub fn render(entry: &JournalEntry) -> String {
@@ -265,7 +197,6 @@ pub fn render_action(action: &Action) -> String {
         Action::StorePeaks { peaks } => format!("keep {} learned peaks", peaks.iter().count()),
         Action::Weighed { weighing } => weighing.to_string(),
         Action::Decided { decision } => render_decision(decision),
-        Action::Explain { message } => message.clone(),
     }
 }
 
@@ -323,35 +254,14 @@ fn or_unknown(bytes: Option<Bytes>) -> String {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
     use crate::{
-        policy::{
-            lease::Ticket,
-            pressure::{MemoryReading, StallReading},
-        },
+        policy::pressure::{MemoryReading, StallReading},
         units::Timestamp,
     };
 
     fn entry(content: Content) -> JournalEntry {
         JournalEntry { sequence: 1, boot_id: "a".into(), at: Timestamp::START, unix_us: 0, content }
-    }
-
-    #[test]
-    fn the_name_of_a_line_is_the_one_that_the_journal_writes() {
-        for content in [
-            Content::Event(Event::Sampled(Sample::default())),
-            Content::Event(Event::OperatorRegrow { ticket: Ticket(1) }),
-            Content::Event(Event::DrainRequested),
-            Content::Action(Action::SampleAfter { wait: Duration::from_secs(1) }),
-            Content::Action(Action::Explain { message: "x".into() }),
-        ] {
-            let written = serde_json::to_value(entry(content.clone())).unwrap();
-            let body = &written["body"];
-            let tag = body.get("event").or_else(|| body.get("action")).unwrap();
-            assert_eq!(tag, name(&content));
-        }
     }
 
     #[test]
@@ -369,39 +279,5 @@ mod tests {
             render(&entry(Content::Event(Event::Sampled(sample)))),
             "3 GiB of 16 GiB available, stalled 12.05 %"
         );
-    }
-
-    #[test]
-    fn actions_of_an_older_version_are_read_with_their_sentences() {
-        let words = "of an older version";
-        for line in [
-            r#"{"action":"explain","message":"@"}"#,
-            r#"{"action":"set_target","lease":1,"nonce":1,"bytes":9,"deadline":5,"reason":"@"}"#,
-            r#"{"action":"stop_worker","worker":"tts","reason":"@"}"#,
-            r#"{"action":"level_changed","from":"normal","to":"critical","reason":"@"}"#,
-            r#"{"action":"apply_plan","revision":1,"reason":"@",
-                "plan":{"resident":[],"kv_capacity":512,"prefill_chunk":128,"kv_type":"f16"}}"#,
-            r#"{"action":"answer","ticket":1,"answer":{"result":"done","message":"@"}}"#,
-            r#"{"action":"answer","ticket":1,"answer":{"result":"denied","retry_after":null,"denial":
-                {"denial":"insufficient_memory","tenant":"a","asked":1,"free":0,"reclaimable":0,"budget":9,"holders":"@"}}}"#,
-            r#"{"action":"answer","ticket":1,"answer":{"result":"denied","retry_after":null,"denial":
-                {"denial":"invalid","tenant":"a","field":"min","value":"0 B","problem":"@"}}}"#,
-            r#"{"action":"answer","ticket":1,"answer":{"result":"denied","retry_after":null,"denial":
-                {"denial":"not_holder","lease":"a#1","uid":7,"problem":"@"}}}"#,
-            r#"{"action":"answer","ticket":1,"answer":{"result":"denied","retry_after":null,"denial":
-                {"denial":"quota_exceeded","tenant":"a","what":"@","limit":3}}}"#,
-            r#"{"action":"weighed","weighing":{"reason":"for a test","need":1,"reclaimable":1,"mode":null,"candidates":[
-                {"source":"worker_told","worker":"tts","class":"batch","bytes":1,"weight":1,"score":1,"chosen":null,
-                "cost":{"free_us":1,"now_us":1,"undo_us":1}}],"spared":[{"holder":"b#2","held":9,"why":"@"}]}}"#,
-            r#"{"action":"decided","decision":{"worker":{"changing":{"worker":"asr","variant":"small",
-                "cause":{"room":{"reason":"@"}}}}}}"#,
-            r#"{"action":"decided","decision":{"admission":{"start_out_of_reach":{"worker":"asr","wait":
-                {"needs":9,"configured":9,"free":0,"most":1,"keepers":"@"}}}}}"#,
-        ] {
-            let action: Action = serde_json::from_str(&line.replace('@', words)).unwrap();
-            let shown = render_action(&action);
-            assert!(shown.contains(words), "{shown}");
-            assert!(serde_json::to_string(&action).unwrap().contains(words), "kept as it was");
-        }
     }
 }

@@ -2,14 +2,10 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use super::{Content, JournalEntry};
-use crate::{
-    policy::{
-        arbiter::{Arbiter, Checkpoint},
-        event::{Action, Event},
-        params::Params,
-    },
-    units::Timestamp,
+use super::{Content, JournalEntry, rebuilt::begun};
+use crate::policy::{
+    arbiter::{Arbiter, Checkpoint},
+    event::{Action, Event},
 };
 
 /// The result of one run of the supervisor.
@@ -84,42 +80,6 @@ pub struct Difference {
 /// next one. The last event's actions may be missing from its end, since a supervisor may die between writing two lines.
 #[must_use]
 pub fn replay(entries: &[JournalEntry]) -> Vec<Run> {
-    replay_with(entries, &begin_arbiter)
-}
-
-/// The start of a replay, or of its continuation.
-#[derive(Clone, Copy, Debug)]
-enum Begin<'a> {
-    Start(&'a Params),
-    Checkpoint(&'a Checkpoint),
-}
-
-/// Anything that decides.
-trait Decide {
-    fn decide(&mut self, now: Timestamp, event: Event) -> Vec<Action>;
-
-    /// Whether it is in this state.
-    fn is_at(&self, checkpoint: &Checkpoint) -> bool;
-}
-
-impl Decide for Arbiter {
-    fn decide(&mut self, now: Timestamp, event: Event) -> Vec<Action> {
-        self.handle(now, event)
-    }
-
-    fn is_at(&self, checkpoint: &Checkpoint) -> bool {
-        Checkpoint::of(self) == *checkpoint
-    }
-}
-
-fn begin_arbiter(begin: Begin<'_>) -> Result<Arbiter, String> {
-    match begin {
-        Begin::Start(params) => Arbiter::new(params.clone()).map_err(|error| error.to_string()),
-        Begin::Checkpoint(checkpoint) => checkpoint.clone().resume().map_err(|error| error.to_string()),
-    }
-}
-
-fn replay_with<D: Decide>(entries: &[JournalEntry], begin: &impl Fn(Begin<'_>) -> Result<D, String>) -> Vec<Run> {
     entries
         .chunk_by(|one, next| one.boot_id == next.boot_id)
         .map(|entries| {
@@ -132,7 +92,7 @@ fn replay_with<D: Decide>(entries: &[JournalEntry], begin: &impl Fn(Begin<'_>) -
                 skipped: 0,
                 outcome: Outcome::Same,
             };
-            if let Err(outcome) = run.replay(entries, begin) {
+            if let Err(outcome) = run.replay(entries) {
                 run.outcome = outcome;
             }
             run
@@ -141,20 +101,16 @@ fn replay_with<D: Decide>(entries: &[JournalEntry], begin: &impl Fn(Begin<'_>) -
 }
 
 impl Run {
-    fn replay<D: Decide>(
-        &mut self,
-        mut rest: &[JournalEntry],
-        begin: &impl Fn(Begin<'_>) -> Result<D, String>,
-    ) -> Result<(), Outcome> {
+    fn replay(&mut self, mut rest: &[JournalEntry]) -> Result<(), Outcome> {
         let Some(first) = rest.first() else { return Ok(()) };
         let nothing = Outcome::NoStart { sequence: first.sequence };
-        let mut decider = None;
+        let mut arbiter = None;
         // Whether a checkpoint is taken for what it says: right at the start, where a state may have been restored.
         let mut fresh = false;
         let mut last = first.sequence.saturating_sub(1);
         while let Some((entry, after)) = rest.split_first() {
-            if decider.is_none() || entry.sequence != last + 1 {
-                if decider.take().is_some() {
+            if arbiter.is_none() || entry.sequence != last + 1 {
+                if arbiter.take().is_some() {
                     self.gaps += 1;
                 }
                 let next =
@@ -167,29 +123,23 @@ impl Run {
                 let Some((entry, after)) = resumed.split_first() else {
                     break;
                 };
-                let from = match &entry.content {
-                    Content::Start(start) => Begin::Start(&start.params),
-                    Content::Checkpoint(checkpoint) => Begin::Checkpoint(checkpoint),
-                    _ => return Err(gap),
-                };
-                fresh = matches!(from, Begin::Start(_));
-                decider = Some(begin(from).map_err(|reason| Outcome::NoArbiter { reason })?);
+                fresh = matches!(entry.content, Content::Start(_));
+                arbiter = begin(entry)?;
                 last = entry.sequence;
                 rest = after;
                 continue;
             }
-            let Some(decide) = &mut decider else { break };
+            let Some(decider) = &mut arbiter else { break };
             match &entry.content {
                 Content::Event(event) => {
-                    let (next, at) = self.compare(decide, entry, event, after)?;
+                    let (next, at) = self.compare(decider, entry, event, after)?;
                     (rest, last, fresh) = (next, at, false);
                 }
                 Content::Checkpoint(checkpoint) => {
-                    if decide.is_at(checkpoint) {
+                    if Checkpoint::of(decider) == **checkpoint {
                         self.checkpoints += 1;
                     } else if fresh {
-                        let again = begin(Begin::Checkpoint(checkpoint));
-                        *decide = again.map_err(|reason| Outcome::NoArbiter { reason })?;
+                        arbiter = begin(entry)?;
                     } else {
                         return Err(Outcome::StateDiffers { sequence: entry.sequence });
                     }
@@ -205,7 +155,7 @@ impl Run {
     /// Feeds one event, compares the actions that follow it, and returns the rest with the number of the last of them.
     fn compare<'a>(
         &mut self,
-        decide: &mut impl Decide,
+        arbiter: &mut Arbiter,
         entry: &JournalEntry,
         event: &Event,
         after: &'a [JournalEntry],
@@ -222,7 +172,7 @@ impl Run {
                 _ => None,
             })
             .collect();
-        let replayed = catch_unwind(AssertUnwindSafe(|| decide.decide(entry.at, event.clone())))
+        let replayed = catch_unwind(AssertUnwindSafe(|| arbiter.handle(entry.at, event.clone())))
             .map_err(|panic| Outcome::Panicked { sequence: entry.sequence, message: panic_message(&*panic) })?;
         self.events += 1;
         let (_, next) = after.split_at(recorded.len());
@@ -242,6 +192,11 @@ impl Run {
     }
 }
 
+/// The arbiter to go on with from a line that has a whole state.
+fn begin(entry: &JournalEntry) -> Result<Option<Arbiter>, Outcome> {
+    begun(&entry.content).transpose().map_err(|reason| Outcome::NoArbiter { reason })
+}
+
 fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
     panic
         .downcast_ref::<String>()
@@ -252,64 +207,75 @@ fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
     use crate::{
-        journal::Start,
-        policy::{lease::LeaseId, params::Scope},
-        units::Bytes,
+        policy::{
+            book::{Book, LastNumbers},
+            decision::AdmissionDecision,
+            lease::{Class, LeaseRequest, Peer, Ticket},
+            params::{Params, Scope},
+        },
+        units::{Bytes, Timestamp},
     };
+
+    fn params() -> Params {
+        Params::for_budget(Bytes::from_gib(1), Bytes::from_mib(128), Scope::Machine)
+    }
 
     fn line(sequence: u64, content: Content) -> JournalEntry {
         JournalEntry { sequence, boot_id: "a".into(), at: Timestamp::from_millis(sequence), unix_us: 0, content }
     }
 
+    /// A run with these events, as an arbiter decides them.
+    fn run_of(events: Vec<Event>) -> Vec<JournalEntry> {
+        let mut arbiter = Arbiter::new(params()).unwrap();
+        let mut lines = vec![line(1, Content::start(params()))];
+        for event in events {
+            let entry = line(next(&lines), Content::Event(event.clone()));
+            let actions = arbiter.handle(entry.at, event);
+            lines.push(entry);
+            for action in actions {
+                lines.push(line(next(&lines), Content::Action(action)));
+            }
+        }
+        lines
+    }
+
+    fn next(lines: &[JournalEntry]) -> u64 {
+        lines.last().unwrap().sequence + 1
+    }
+
     /// A run of one event with one action, and another event without.
     fn lines() -> Vec<JournalEntry> {
-        let params = Params::for_budget(Bytes::from_gib(1), Bytes::from_mib(128), Scope::Machine);
-        let contents = [
-            Content::Start(Box::new(Start { version: "0".into(), params })),
-            Content::Event(Event::DrainRequested),
-            Content::Action(Action::Explain { message: "one".into() }),
-            Content::Event(Event::DeadlineReached),
-        ];
-        (1..).zip(contents).map(|(sequence, content)| line(sequence, content)).collect()
+        let lines = run_of(vec![Event::DrainRequested, Event::DeadlineReached]);
+        assert!(matches!(lines[2].content, Content::Action(_)) && lines.len() == 4, "{lines:?}");
+        lines
+    }
+
+    fn decided(decision: AdmissionDecision) -> Content {
+        Content::Action(Action::Decided { decision: decision.into() })
+    }
+
+    fn only_run(entries: &[JournalEntry]) -> Run {
+        replay(entries).remove(0)
     }
 
     fn outcome(entries: &[JournalEntry]) -> Outcome {
-        replay_counting(entries).outcome
-    }
-
-    /// Says one word to an event of one kind; is in every state.
-    struct Parrot;
-
-    impl Decide for Parrot {
-        fn decide(&mut self, _now: Timestamp, event: Event) -> Vec<Action> {
-            match event {
-                Event::DrainRequested => vec![Action::Explain { message: "one".into() }],
-                Event::HolderLost { .. } => panic!("held exceeds the budget"),
-                _ => Vec::new(),
-            }
-        }
-
-        fn is_at(&self, _checkpoint: &Checkpoint) -> bool {
-            true
-        }
-    }
-
-    fn replay_counting(entries: &[JournalEntry]) -> Run {
-        replay_with(entries, &|_| Ok(Parrot)).remove(0)
+        only_run(entries).outcome
     }
 
     #[test]
     fn the_same_decisions_are_the_same() {
-        let run = replay_counting(&lines());
+        let run = only_run(&lines());
         assert_eq!((run.events, run.actions, run.outcome), (2, 1, Outcome::Same));
     }
 
     #[test]
     fn another_action_is_reported_with_its_event() {
         let mut lines = lines();
-        lines[2].content = Content::Action(Action::Explain { message: "two".into() });
+        lines[2].content = decided(AdmissionDecision::DrainEnded);
         match outcome(&lines) {
             Outcome::Differs(difference) => {
                 assert_eq!(difference.event.sequence, 2);
@@ -341,23 +307,37 @@ mod tests {
 
     #[test]
     fn a_panic_of_the_arbiter_is_an_outcome() {
-        let mut lines = lines();
-        lines[3].content = Content::Event(Event::HolderLost { lease: LeaseId(1), pid: None });
-        assert_eq!(outcome(&lines), Outcome::Panicked { sequence: 4, message: "held exceeds the budget".into() });
+        // A book with the last number that there is, and a lease that needs one more.
+        let book = Book { last: LastNumbers { lease: u64::MAX, ..LastNumbers::default() }, ..Book::default() };
+        let mut lines = run_of(vec![Event::Recovered { book, adopted: Vec::new() }]);
+        let request = LeaseRequest {
+            tenant: "a".into(),
+            request_id: String::new(),
+            peer: Peer::default(),
+            class: Class::Batch,
+            min: Bytes::from_mib(1),
+            max: Bytes::from_mib(1),
+            term: Duration::from_secs(30),
+            wait: Duration::ZERO,
+            validate_only: false,
+        };
+        let sequence = next(&lines);
+        lines.push(line(sequence, Content::Event(Event::LeaseRequested { ticket: Ticket(1), request })));
+        let message = "attempt to add with overflow".into();
+        assert_eq!(outcome(&lines), Outcome::Panicked { sequence, message });
     }
 
     fn checkpoint() -> Content {
-        let params = Params::for_budget(Bytes::from_gib(1), Bytes::from_mib(128), Scope::Machine);
-        Content::Checkpoint(Box::new(Checkpoint::of(&Arbiter::new(params).unwrap())))
+        Content::Checkpoint(Box::new(Checkpoint::of(&Arbiter::new(params()).unwrap())))
     }
 
     #[test]
     fn a_file_that_begins_in_the_middle_is_replayed_from_its_checkpoint() {
         let mut lines = lines();
         lines.remove(0);
-        lines[0].content = Content::Action(Action::Explain { message: "of before".into() });
+        lines[0].content = decided(AdmissionDecision::DrainEnded);
         lines[1].content = checkpoint();
-        let run = replay_counting(&lines);
+        let run = only_run(&lines);
         assert_eq!((run.events, run.skipped, run.gaps, run.outcome), (1, 1, 0, Outcome::Same));
     }
 
@@ -368,8 +348,8 @@ mod tests {
         lines.push(line(8, Content::Event(Event::DrainRequested)));
         lines.push(line(9, checkpoint()));
         lines.push(line(10, Content::Event(Event::DrainRequested)));
-        lines.push(line(11, Content::Action(Action::Explain { message: "one".into() })));
-        let run = replay_counting(&lines);
+        lines.push(line(11, decided(AdmissionDecision::DrainBegun)));
+        let run = only_run(&lines);
         assert_eq!((run.events, run.actions), (3, 2));
         assert_eq!((run.skipped, run.gaps, run.outcome), (2, 1, Outcome::Same));
         lines.truncate(6);

@@ -1,6 +1,6 @@
 //! Explanation of one decision: event, known state, choice, outcome.
 
-use super::{Content, JournalEntry};
+use super::{Content, JournalEntry, Rebuilt};
 use crate::{
     policy::{
         arbiter::Arbiter,
@@ -130,23 +130,13 @@ pub fn why(entries: &[JournalEntry], sequence: u64) -> Result<Why, WhyError> {
 /// The arbiter as it was after the last of these lines, from the last state that they have.
 fn state_before(past: &[JournalEntry]) -> Option<Arbiter> {
     let begin = past.iter().rposition(|entry| matches!(entry.content, Content::Start(_) | Content::Checkpoint(_)))?;
-    let (first, rest) = past.split_at(begin).1.split_first()?;
-    let mut arbiter = match &first.content {
-        Content::Start(start) => Arbiter::new(start.params.clone()).ok()?,
-        Content::Checkpoint(checkpoint) => (**checkpoint).clone().resume().ok()?,
-        _ => return None,
-    };
-    let mut last = first.sequence;
-    for entry in rest {
-        if entry.sequence != last + 1 {
-            return None;
-        }
-        last = entry.sequence;
-        if let Content::Event(event) = &entry.content {
+    let mut rebuilt = Rebuilt::default();
+    for entry in past.split_at(begin).1 {
+        if let Some((arbiter, event)) = rebuilt.at(entry) {
             let _ = arbiter.handle(entry.at, event.clone());
         }
     }
-    Some(arbiter)
+    rebuilt.arbiter
 }
 
 fn chosen(entry: &JournalEntry, before: Option<&Snapshot>, later: &[JournalEntry]) -> Chosen {

@@ -84,7 +84,6 @@ pub struct Arbiter {
     #[serde(flatten)]
     record: Record,
     /// Until when there is nothing to do by the clock; `None` when that is not known.
-    #[serde(default)]
     idle_until: Option<Timestamp>,
 }
 

@@ -13,7 +13,7 @@ use super::{
     lease_table::{Lease, Phase},
     pressure::PressureLevel,
     reason::{Share, SpareReason},
-    shedding::{Candidate, Cost, Source, Spared, micros, reclaimable},
+    shedding::{Candidate, Source, Spared, micros, reclaimable},
     state::State,
     stop_or_shed::{Purpose, Urgency, offer, why_kept},
     worker::Worker,
@@ -86,17 +86,12 @@ impl State {
             Purpose::Pressure(_) => self.ledger.used_by(&lease.holder).map_or(held, |used| used.min(held)),
         };
         let bytes = used.saturating_sub(lease.min);
-        let free_us = micros(self.params.shed.deadlines.of(lease.class));
-        let cost = Cost {
-            free_us,
-            // It gives up what it has some use for, and waits for that as long as it may take over it.
-            now_us: free_us / 2,
-            undo_us: self.engine.speed().reading_us(bytes),
-            ..Cost::default()
-        };
+        // It gives up what it has some use for, and waits for that as long as it may take over it.
+        let waiting_us = micros(self.params.shed.deadlines.of(lease.class)) / 2;
+        let cost_us = waiting_us.saturating_add(self.engine.speed().reading_us(bytes));
         let source = Source::Tenant { lease: id, tenant: lease.tenant.clone() };
         let units = u32::try_from(bytes.get().div_ceil(TENANT_UNIT.get())).unwrap_or(u32::MAX);
-        let mut candidate = Candidate::even(source, lease.class, TENANT_UNIT, units, cost);
+        let mut candidate = Candidate::even(source, lease.class, TENANT_UNIT, units, cost_us);
         // The last unit may not be a whole one.
         for step in &mut candidate.steps {
             step.bytes = step.bytes.min(bytes);
@@ -177,7 +172,7 @@ impl State {
             free: self.available(class, true),
             reclaimable: self.reclaimable_for(class),
             budget: self.ledger.budget(),
-            holders: Holders::Shares { class, shares: shares.collect(), unaccounted: self.ledger.unaccounted() },
+            holders: Holders { class, shares: shares.collect(), unaccounted: self.ledger.unaccounted() },
         }
     }
 
@@ -220,8 +215,8 @@ impl State {
         stopped.sort_by_key(|worker| Reverse((worker.params.class, worker.params.start.start_order)));
         let stopped = stopped.into_iter().map(|Worker { params, .. }| {
             let source = Source::WorkerStop { worker: params.name.clone() };
-            let cost = Cost { undo_us: micros(params.start.reload), ..Cost::default() };
-            Candidate::whole(source, params.class, self.worker_peak(&params.name, None), cost)
+            let peak = self.worker_peak(&params.name, None);
+            Candidate::whole(source, params.class, peak, micros(params.start.reload))
         });
         let stopped = stopped.filter(|gain| gain.bytes() <= room.min(self.ledger.free()));
         let variants = self.workers.values().filter_map(|worker| self.variant_return(worker));
@@ -235,21 +230,16 @@ impl State {
         let variant = worker.run()?.before_shed.clone().filter(|_| worker.is_settled())?;
         let (name, reload) = (&worker.params.name, micros(worker.params.start.reload));
         let peak = self.worker_peak(name, Some(&variant));
-        let cost = Cost { now_us: reload / 2, undo_us: reload, ..Cost::default() };
         let source = Source::WorkerVariant { worker: name.clone(), variant };
         let more = peak.saturating_sub(self.worker_held(name));
-        Some(Candidate::whole(source, worker.params.class, more, cost))
+        Some(Candidate::whole(source, worker.params.class, more, reload.saturating_add(reload / 2)))
     }
 
     fn notified_return(&self, worker: &Worker) -> Option<Candidate> {
         let more = self.notified_lacks(worker)?;
-        let cost = Cost {
-            now_us: micros(worker.params.start.reload) / 4,
-            undo_us: self.engine.speed().reading_us(more),
-            ..Cost::default()
-        };
+        let cost_us = (micros(worker.params.start.reload) / 4).saturating_add(self.engine.speed().reading_us(more));
         let source = Source::WorkerNotified { worker: worker.params.name.clone() };
-        Some(Candidate::whole(source, worker.params.class, more, cost))
+        Some(Candidate::whole(source, worker.params.class, more, cost_us))
     }
 
     /// What is left of the room for a running worker when those have theirs that come back and are as urgent.

@@ -159,7 +159,6 @@ classes! {
     /// We ended it.
     KilledByUs = "killed_by_us",
     /// A signal ended it that neither we nor, as far as can be seen, the kernel's killer sent.
-    #[serde(alias = "killed_by_stranger")]
     KilledExternally = "killed_externally",
     /// The kernel killed it since its control group had no memory left.
     MemcgOom = "memcg_oom",

@@ -1,6 +1,6 @@
 //! Denials: why a request was not granted, with the figures that every API renders in its own protocol.
 //!
-//! `journal/render` makes the sentences. `Text` is what a journal of an older version has in place of a reason.
+//! `journal/render` makes the sentences.
 #![expect(missing_docs, reason = "fields are named by what they hold")]
 
 use std::time::Duration;
@@ -74,15 +74,11 @@ pub enum Denial {
 
 /// The holders of what is missing.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(untagged)]
-pub enum Holders {
-    Shares {
-        class: Class,
-        shares: Vec<Share>,
-        /// Used and held by no tenant.
-        unaccounted: Bytes,
-    },
-    Text(String),
+pub struct Holders {
+    pub class: Class,
+    pub shares: Vec<Share>,
+    /// Used and held by no tenant.
+    pub unaccounted: Bytes,
 }
 
 /// A limit that is reached.
@@ -99,8 +95,6 @@ pub enum Quota {
     LeasesOf {
         uid: u32,
     },
-    #[serde(untagged)]
-    Text(String),
 }
 
 /// Why a peer may not act on a lease.
@@ -122,8 +116,6 @@ pub enum NotHolder {
     Awaited {
         pid: Option<u32>,
     },
-    #[serde(untagged)]
-    Text(String),
 }
 
 /// The fault of a value.
@@ -186,6 +178,7 @@ pub enum Problem {
         cause: String,
     },
     Stopping(Box<StopReason>),
+    /// A fault of settings, in the words of their check.
     #[serde(untagged)]
     Text(String),
 }

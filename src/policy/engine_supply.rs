@@ -10,7 +10,7 @@ use super::{
     lease::Class,
     params::ResidencyMode,
     residency::{EnginePlan, ModelShape, PlanLimits},
-    shedding::{Candidate, Cost, Source, Step},
+    shedding::{Candidate, Source, Step},
 };
 use crate::units::{Bytes, Tokens};
 
@@ -76,26 +76,13 @@ impl EngineSupply<'_> {
             let touched = blocks.saturating_sub(unpriced);
             in_us(TOUCH_NS_PER_MIB, shape.kv.blocks_bytes(touched, goal.kv_type))
         };
-        let free = |blocks: u32| in_us(UNMAP_NS_PER_MIB, shape.kv.blocks_bytes(blocks, goal.kv_type));
-        let cost = |from: Tokens, blocks: u32, now_us: u64| Cost {
-            free_us: free(blocks),
-            now_us,
-            undo_us: undo(blocks),
-            milli_tokens_per_s: 0,
-            context: Tokens::new(from.get().saturating_sub(after(blocks).get())),
-        };
         let beyond = |blocks: u32| {
             let to = after(blocks.max(unpriced));
             worth.context_us(after(unpriced), to, kept.min(to))
         };
-        let mut unused_kv = Candidate::graded(
-            Source::UnusedKv,
-            Class::LlmElastic,
-            unit,
-            unused,
-            cost(has, unused, beyond(unused)),
-            |blocks| beyond(blocks).saturating_add(undo(blocks)),
-        );
+        let mut unused_kv = Candidate::graded(Source::UnusedKv, Class::LlmElastic, unit, unused, |blocks| {
+            beyond(blocks).saturating_add(undo(blocks))
+        });
         // A sequence that has lost its end can be cut back to what is left of it, unless it has a recurrent state, which cannot
         // be taken back: then it has to be read again as a whole.
         let prefix = all - unused;
@@ -107,20 +94,9 @@ impl EngineSupply<'_> {
             };
             worth.context_us(kept, left, kept)
         };
-        let mut prefix_kv = Candidate::graded(
-            Source::PrefixKv,
-            Class::LlmElastic,
-            unit,
-            prefix,
-            Cost {
-                free_us: free(prefix),
-                now_us: lost(prefix),
-                undo_us: undo(prefix),
-                milli_tokens_per_s: 0,
-                context: kept,
-            },
-            |blocks| lost(blocks).saturating_add(undo(blocks)),
-        );
+        let mut prefix_kv = Candidate::graded(Source::PrefixKv, Class::LlmElastic, unit, prefix, |blocks| {
+            lost(blocks).saturating_add(undo(blocks))
+        });
         for step in &mut unused_kv.steps {
             step.bytes = gives(step.units);
         }
@@ -144,27 +120,15 @@ impl EngineSupply<'_> {
         let kinds = std::iter::successors(goal.kv_type.smaller(), |kind| kind.smaller());
         let kinds = kinds.take_while(|kind| *kind >= limits.kv_type_least);
         let steps: Vec<Step> = (1..)
-            .zip(kinds.clone())
+            .zip(kinds)
             .map(|(units, kind)| Step {
                 units,
                 bytes: now.saturating_sub(shape.kv.capacity_bytes(capacity, kind)),
                 cost_us: lost(kind).saturating_add(converting.saturating_mul(2)),
             })
             .collect();
-        let most = steps.last()?.bytes;
-        Some(Candidate {
-            source: Source::KvType,
-            class: Class::LlmElastic,
-            cost: Cost {
-                free_us: in_us(UNMAP_NS_PER_MIB, most).saturating_add(converting),
-                now_us: converting.saturating_add(lost(kinds.last()?)),
-                undo_us: converting,
-                milli_tokens_per_s: 0,
-                context: Tokens::ZERO,
-            },
-            steps,
-            unit: Bytes::ZERO,
-        })
+        let candidate = Candidate { source: Source::KvType, class: Class::LlmElastic, steps, unit: Bytes::ZERO };
+        (!candidate.steps.is_empty()).then_some(candidate)
     }
 
     /// The oldest KV blocks of the running answer, of which `droppable` tokens may be lost.
@@ -195,21 +159,10 @@ impl EngineSupply<'_> {
             .map(|step| step.cost_us)
             .fold(BEHIND_OTHERS_US, u64::saturating_add);
         let moving = |blocks: u32| in_us(COPY_NS_PER_MIB, shape.kv.blocks_bytes(blocks, goal.kv_type));
-        let mut candidate = Candidate::graded(
-            Source::OldestKv,
-            Class::LlmElastic,
-            shape.kv.blocks_bytes(1, kind),
-            blocks,
-            Cost {
-                free_us: in_us(UNMAP_NS_PER_MIB, shape.kv.blocks_bytes(blocks, goal.kv_type))
-                    .saturating_add(moving(blocks)),
-                now_us: moving(blocks).saturating_add(lost(blocks)),
-                undo_us: 0,
-                milli_tokens_per_s: 0,
-                context: Tokens::new(tokens(blocks)),
-            },
-            |blocks| before.saturating_add(moving(blocks)).saturating_add(lost(blocks)),
-        );
+        let unit = shape.kv.blocks_bytes(1, kind);
+        let mut candidate = Candidate::graded(Source::OldestKv, Class::LlmElastic, unit, blocks, |blocks| {
+            before.saturating_add(moving(blocks)).saturating_add(lost(blocks))
+        });
         for step in &mut candidate.steps {
             step.bytes = without(free).saturating_sub(without(free.saturating_add(step.units)));
         }
@@ -235,29 +188,8 @@ impl EngineSupply<'_> {
                 }
             })
             .collect();
-        let most = gives.last()?.saturating_add(ring);
-        let streamed: Bytes = shape
-            .layers
-            .iter()
-            .zip(0u32..)
-            .filter(|(_, index)| !goal.resident.contains(index))
-            .map(|(layer, _)| layer.resident_bytes)
-            .sum();
-        let before = speed.milli_tokens_per_s(worth.weights(), streamed);
-        let after = speed.milli_tokens_per_s(worth.weights(), streamed.saturating_add(most));
-        Some(Candidate {
-            source: Source::Layers,
-            class: Class::LlmElastic,
-            cost: Cost {
-                free_us: in_us(UNMAP_NS_PER_MIB, most),
-                now_us: worth.streaming_us(most),
-                undo_us: speed.reading_us(most),
-                milli_tokens_per_s: before.saturating_sub(after),
-                context: Tokens::ZERO,
-            },
-            steps,
-            unit: Bytes::ZERO,
-        })
+        let candidate = Candidate { source: Source::Layers, class: Class::LlmElastic, steps, unit: Bytes::ZERO };
+        (!candidate.steps.is_empty()).then_some(candidate)
     }
 
     /// Workspace of a chunk that is larger than that of every other plan, as a whole.
@@ -267,13 +199,10 @@ impl EngineSupply<'_> {
         let worth = shape.worth(limits);
         let streamed = shape.bytes_without(&goal.resident);
         let slower = worth.prompts_us(streamed, limits.prefill_chunk);
-        let cost = Cost {
-            free_us: in_us(UNMAP_NS_PER_MIB, bytes),
-            now_us: slower.saturating_sub(worth.prompts_us(streamed, goal.prefill_chunk)),
-            undo_us: in_us(TOUCH_NS_PER_MIB, bytes),
-            ..Cost::default()
-        };
-        let candidate = || Candidate::whole(Source::PrefillChunk, Class::LlmElastic, bytes, cost);
+        let cost_us = slower
+            .saturating_sub(worth.prompts_us(streamed, goal.prefill_chunk))
+            .saturating_add(in_us(TOUCH_NS_PER_MIB, bytes));
+        let candidate = || Candidate::whole(Source::PrefillChunk, Class::LlmElastic, bytes, cost_us);
         (bytes > Bytes::ZERO).then(candidate)
     }
 }
@@ -282,8 +211,6 @@ const fn in_us(ns_per_mib: u64, bytes: Bytes) -> u64 {
     ns_per_mib.saturating_mul(bytes.get() / 1024) / 1024 / 1000
 }
 
-/// Unmapping 1 GiB took 151 ms in small pages.
-const UNMAP_NS_PER_MIB: u64 = 147_000;
 /// Mapping and touching takes about 0.4 ms for each MiB, as measured on the engine's KV cache.
 const TOUCH_NS_PER_MIB: u64 = 400_000;
 /// Converting KV reads and writes it once: 0.35 to 1.5 ms for each MiB of `f16` with two threads of a busy machine.

@@ -74,7 +74,6 @@ pub enum Event {
         lease: LeaseId,
         /// The process that ended. Only the end of the one that is measured says that its memory is back; a journal of
         /// an older version has none.
-        #[serde(default)]
         pid: Option<u32>,
     },
     /// The model's header was read; nothing is loaded yet.
@@ -105,7 +104,7 @@ pub enum Event {
         /// What reads keep that hang, where the disk does not answer. The model's header is read again when they have
         /// returned, and comes as [`Self::EngineInspected`]; nothing is loaded before. A journal of an older version
         /// has none.
-        #[serde(default, skip_serializing_if = "Option::is_none")]
+        #[serde(skip_serializing_if = "Option::is_none")]
         left: Option<Bytes>,
     },
     /// The engine began or finished generating.
@@ -158,7 +157,7 @@ pub enum Event {
     WorkerWanted {
         worker: String,
         /// Whose request it is, where clients have keys. A journal of before has none.
-        #[serde(default, skip_serializing_if = "Option::is_none")]
+        #[serde(skip_serializing_if = "Option::is_none")]
         client: Option<String>,
     },
     /// A client wants a worker in another variant (ASR from grammar to open vocabulary).
@@ -183,7 +182,7 @@ pub enum Event {
         /// Tokens that it would like the KV cache to hold.
         wanted: Tokens,
         /// Whose request it is, where clients have keys. A journal of before has none.
-        #[serde(default, skip_serializing_if = "Option::is_none")]
+        #[serde(skip_serializing_if = "Option::is_none")]
         client: Option<String>,
         /// Whether its answer is being written, and ends without it.
         #[serde(default)]
@@ -260,11 +259,8 @@ pub enum Answer {
     },
     /// The outcome of an operator's shed.
     Shed(ShedOutcome),
-    /// Done. `message` is its name in a journal of an older version, which has it in words.
-    Done {
-        #[serde(alias = "message")]
-        done: Done,
-    },
+    /// Done, as `done` says.
+    Done { done: Done },
     /// Not done.
     Denied {
         denial: Denial,
@@ -349,9 +345,6 @@ pub enum Done {
     },
     /// The configuration was read again.
     Reconfigured(ChangedKeys),
-    /// In words, as a journal of an older version has it.
-    #[serde(untagged)]
-    Text(String),
 }
 
 /// The outcome of a command to a worker.
@@ -412,6 +405,4 @@ pub enum Action {
     Weighed { weighing: Weighing },
     /// A decision with its figures that needs nothing done.
     Decided { decision: Decision },
-    /// As [`Self::Decided`], as a sentence: only in journals of older versions.
-    Explain { message: String },
 }

@@ -18,7 +18,7 @@ use super::{
     pressure::PressureLevel,
     reason::{PlanChange, PlanReason},
     residency::{EnginePlan, FloorError, ModelShape, PlanLimits},
-    shedding::{Candidate, Cost, Source},
+    shedding::{Candidate, Source},
     state::State,
 };
 use crate::units::{Bytes, Tokens};
@@ -135,7 +135,7 @@ impl EngineGrowth<'_> {
             return Ok(Some(EngineStep {
                 plan: full.clone(),
                 bytes: self.held,
-                gain: Candidate::whole(Source::Layers, Class::LlmElastic, Bytes::new(1), Cost::default()),
+                gain: Candidate::whole(Source::Layers, Class::LlmElastic, Bytes::new(1), 0),
                 kind: StepKind::FullForNothing,
             }));
         }
@@ -202,13 +202,13 @@ impl EngineGrowth<'_> {
         EngineStep {
             plan,
             bytes: bytes.max(self.held),
-            gain: Candidate::whole(Source::PrefillChunk, Class::LlmElastic, taken, Cost::default()),
+            gain: Candidate::whole(Source::PrefillChunk, Class::LlmElastic, taken, 0),
             kind: StepKind::Chunk,
         }
     }
 
-    /// What being without the step costs. Capacity that no token has touched yet costs nothing, as in a shed.
-    fn cost_of(&self, plan: &EnginePlan, gained: Bytes, limits: &PlanLimits) -> Cost {
+    /// What being without the step costs, µs. Capacity that no token has touched yet costs nothing, as in a shed.
+    fn cost_of(&self, plan: &EnginePlan, gained: Bytes, limits: &PlanLimits) -> u64 {
         let (shape, goal) = (self.shape, self.goal);
         let worth = shape.worth(limits);
         let kept = self.kept.min(goal.kv_capacity);
@@ -221,11 +221,8 @@ impl EngineGrowth<'_> {
         let kv = shape.kv.capacity_bytes(plan.kv_capacity, plan.kv_type);
         let kv_now = shape.kv.capacity_bytes(goal.kv_capacity, goal.kv_type);
         let layers = gained.saturating_sub(kv.saturating_sub(kv_now));
-        Cost {
-            now_us: context.saturating_add(precision).saturating_add(worth.streaming_us(layers)),
-            undo_us: worth.speed().reading_us(layers),
-            ..Cost::default()
-        }
+        let streaming = worth.streaming_us(layers).saturating_add(worth.speed().reading_us(layers));
+        context.saturating_add(precision).saturating_add(streaming)
     }
 }
 
@@ -460,7 +457,6 @@ mod tests {
     use crate::{
         policy::params::{EngineParams, Params, Scope},
         policy::pressure::{MemoryReading, Sample},
-        policy::residency::small_model,
         units::Timestamp,
     };
 
@@ -489,19 +485,5 @@ mod tests {
         assert!(matches!(next(&state), Err(GrowthWait::Dwell { .. })));
         state.draining = true;
         assert_eq!(next(&state), Err(GrowthWait::Draining));
-    }
-
-    #[test]
-    fn the_load_takes_the_full_plan_or_says_what_is_missing() {
-        let mut state = state();
-        state.engine.inspected(small_model(), state.now);
-        assert_eq!(load(&state), None, "without a sample it is not known what there is");
-        see(&mut state, 1);
-        assert!(matches!(load(&state), Some(Load::Fits { .. })));
-        state.ledger.set_budget(Bytes::from_mib(1), Bytes::ZERO);
-        let Some(Load::Lacks { error, missing, .. }) = load(&state) else {
-            panic!("it does not fit");
-        };
-        assert_eq!(missing, Some(error.floor.saturating_sub(Bytes::from_mib(1))));
     }
 }

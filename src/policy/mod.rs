@@ -36,6 +36,7 @@ pub mod refusal;
 pub mod rehearsal;
 pub mod residency;
 pub mod restart;
+pub mod roles;
 pub mod shedding;
 pub mod sinks;
 pub mod snapshot;

@@ -307,7 +307,6 @@ pub struct WorkerParams {
     pub variants: Vec<VariantParams>,
     /// What it comes down to when it is notified that memory is short; `None` when it cannot be notified, or keeps what
     /// it has.
-    #[serde(default)]
     pub shrinks_to: Option<Bytes>,
     /// When and how it is started.
     #[serde(flatten)]
@@ -324,7 +323,6 @@ pub struct WorkerParams {
     #[serde(flatten)]
     pub rest: RestParams,
     /// What it runs, as a name that another program or model does not have: what was learned of its peak is of this one.
-    #[serde(default)]
     pub model: Option<String>,
 }
 
@@ -353,13 +351,10 @@ pub struct StartParams {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RestParams {
     /// Time without work after which it is asked into its smallest variant.
-    #[serde(default)]
     pub idle_shrink_after: Option<Duration>,
     /// Time without work after which it is stopped, to be started by the next request.
-    #[serde(default)]
     pub idle_stop_after: Option<Duration>,
     /// Measured memory above which it winds down and is started again.
-    #[serde(default)]
     pub recycle_above: Option<Bytes>,
 }
 

@@ -21,7 +21,7 @@ pub struct LearnedPeak {
     /// Lives in which it was seen to come up.
     pub lives: u32,
     /// What it ran then, as a name; `None` where that is not known, and then it counts whatever it runs.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub model: Option<String>,
 }
 

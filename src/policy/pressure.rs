@@ -102,7 +102,7 @@ pub struct Sample {
     #[serde(skip)]
     pub zram_store: Option<Bytes>,
     /// The largest free block of memory.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub largest_free: Option<Bytes>,
     /// Memory used by all processes that share the budget, where the budget is for a session and not for the machine.
     pub scope_used: Option<Bytes>,
@@ -114,10 +114,8 @@ pub struct Sample {
     pub counters: KernelCounters,
     /// Memory of the supervisor's own process beyond what the LLM holds. No lease covers it: the reserve does, and what
     /// exceeds that is unaccounted.
-    #[serde(default)]
     pub own_used: Option<Bytes>,
     /// How stalls are watched.
-    #[serde(default)]
     pub stall_watch: Option<StallWatch>,
 }
 
@@ -139,7 +137,7 @@ pub struct MemoryReading {
     /// `MemFree`.
     pub mem_free: Bytes,
     /// The control group around us that has the least left.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub group: Option<GroupRoom>,
 }
 
@@ -151,10 +149,10 @@ pub struct GpuReading {
     /// Pages that the nvmap pool keeps for the next GPU allocation.
     pub nvmap_pool: Option<Bytes>,
     /// What the GPU holds, of a board whose GPU has the memory of the processor.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub gpu_used: Option<GpuUse>,
     /// The part of it that no process holds, at most 10 s old.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub gpu_orphaned: Option<Bytes>,
 }
 
@@ -183,7 +181,7 @@ pub struct KernelCounters {
     /// `oom_kill` so far.
     pub oom_kills: Option<u64>,
     /// `cma_alloc_fail` so far: what cameras and displays asked of CMA in vain.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub cma_failures: Option<u64>,
 }
 
@@ -239,7 +237,6 @@ pub struct Pressure {
     #[serde(default)]
     rose_at: Timestamp,
     /// Since when every sample shows file pages that are read again.
-    #[serde(default)]
     refaulting_since: Option<Timestamp>,
     /// Samples in a row that show allocations that stalled.
     #[serde(default)]

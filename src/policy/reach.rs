@@ -17,7 +17,7 @@ use super::{
     params::{ENGINE_TENANT, Scope},
     pressure_level::PressureLevel,
     residency::FloorError,
-    snapshot::{Keepers, WorkerWait},
+    snapshot::WorkerWait,
     state::State,
     worker::Worker,
 };
@@ -194,7 +194,7 @@ impl State {
             configured: worker.params.peak_of(None),
             free: self.available(class, false),
             most: self.reach(name, class, Whose::Ours),
-            keepers: Keepers::Of(keepers.map(|(keeper, bytes)| (keeper.to_owned(), bytes)).collect()),
+            keepers: keepers.map(|(keeper, bytes)| (keeper.to_owned(), bytes)).collect(),
         })
     }
 

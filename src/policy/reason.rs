@@ -1,7 +1,6 @@
 //! Reasons with their figures: why memory is reclaimed, a plan or a level changes, a worker stops, a holder is spared.
 //!
-//! A reason is a value; `journal/render` makes its sentence. `Text` is what a journal of an older version has in its
-//! place.
+//! A reason is a value; `journal/render` makes its sentence.
 #![expect(missing_docs, reason = "fields are named by what they hold")]
 
 use std::time::Duration;
@@ -46,8 +45,6 @@ pub enum ReclaimReason {
         missing: Bytes,
         wanted: Bytes,
     },
-    #[serde(untagged)]
-    Text(String),
 }
 
 /// A plan in figures that do not need its model's shape.
@@ -126,8 +123,6 @@ pub enum PlanReason {
     Confirm,
     /// It was asked for before and not answered.
     Unanswered,
-    #[serde(untagged)]
-    Text(String),
 }
 
 /// Why a worker is stopped.
@@ -171,8 +166,6 @@ pub enum StopReason {
     },
     /// The run before this one had asked it to stop.
     AskedBefore,
-    #[serde(untagged)]
-    Text(String),
 }
 
 /// A worker that was notified that memory is short, and has not come down.
@@ -203,8 +196,6 @@ pub enum LevelReason {
     Below { headroom: Bytes, watermark: Bytes, by: Confirmation },
     /// Above the watermark of the level for longer than the dwell.
     Above { headroom: Bytes, lasted: Duration, dwell: Duration },
-    #[serde(untagged)]
-    Text(String),
 }
 
 /// Why one sample below a watermark is believed.
@@ -279,8 +270,6 @@ pub enum SpareReason {
     Recovered,
     /// A worker that could be stopped; others give what is missing now.
     OthersSuffice,
-    #[serde(untagged)]
-    Text(String),
 }
 
 /// A holder, what it holds, and what of that can be reclaimed.

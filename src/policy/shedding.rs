@@ -1,10 +1,10 @@
 //! Choice of the cheapest set of candidates that is enough.
 //!
-//! Each candidate says how many bytes it can give and in which steps, how long that takes, and what it costs the user,
-//! now and until it is undone, in microseconds of waiting, weighed by class. Among all sets of steps that give
-//! enough, the one with the least cost is taken; of equal ones the one that asks fewer holders, and then the one that
-//! takes fewer bytes. The search is exact: a partial set is only dropped when another one costs no more and gives no
-//! less. Costs are added in 128 bits, so that no byte passes through a float.
+//! Each candidate says how many bytes it can give, in which steps, and what each costs the user, now and until it is
+//! undone, in microseconds of waiting, weighed by class. Among all sets of steps that give enough, the one with the least
+//! cost is taken; of equal ones the one that asks fewer holders, and then the one that takes fewer bytes. The search is
+//! exact: a partial set is only dropped when another one costs no more and gives no less. Costs are added in 128 bits, so
+//! that no byte passes through a float.
 #![expect(missing_docs, reason = "fields are named by what they hold")]
 
 use std::{cmp::Ordering, time::Duration};
@@ -16,7 +16,7 @@ use super::{
     params::ResidencyMode,
     reason::{ReclaimReason, SpareReason},
 };
-use crate::units::{Bytes, Tokens};
+use crate::units::Bytes;
 
 /// Who could give memory back, and how.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -43,7 +43,6 @@ pub enum Source {
     /// A worker, by stopping it.
     WorkerStop { worker: String },
     /// A worker that comes down when it is notified that memory is short.
-    #[serde(alias = "worker_told")]
     WorkerNotified { worker: String },
 }
 
@@ -53,23 +52,6 @@ impl Source {
     pub const fn stops(&self) -> bool {
         matches!(self, Self::WorkerStop { .. })
     }
-}
-
-/// What a candidate costs if it gives all that it can.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Cost {
-    /// Until the bytes are back, µs.
-    pub free_us: u64,
-    /// What the user waits for it from now on, µs.
-    pub now_us: u64,
-    /// What undoing it takes, µs.
-    pub undo_us: u64,
-    /// Tokens per second that the engine loses, in thousandths.
-    #[serde(default)]
-    pub milli_tokens_per_s: u64,
-    /// Context that is lost.
-    #[serde(default)]
-    pub context: Tokens,
 }
 
 /// A part of what a candidate can give.
@@ -87,7 +69,6 @@ pub struct Step {
 pub struct Candidate {
     pub source: Source,
     pub class: Class,
-    pub cost: Cost,
     /// What it can give, the least first; each step holds those before it, so neither bytes nor costs fall.
     pub steps: Vec<Step>,
     /// Bytes of the unit in which less than a step can be given; zero where only whole steps can.
@@ -97,43 +78,30 @@ pub struct Candidate {
 impl Candidate {
     /// Something that is given as a whole.
     #[must_use]
-    pub fn whole(source: Source, class: Class, bytes: Bytes, cost: Cost) -> Self {
-        Self {
-            steps: vec![Step { units: 1, bytes, cost_us: cost.now_us.saturating_add(cost.undo_us) }],
-            source,
-            class,
-            cost,
-            unit: Bytes::ZERO,
-        }
+    pub fn whole(source: Source, class: Class, bytes: Bytes, cost_us: u64) -> Self {
+        Self { steps: vec![Step { units: 1, bytes, cost_us }], source, class, unit: Bytes::ZERO }
     }
 
-    /// Something that is given in any number of `units` of the same size, each at the same cost.
+    /// Something that is given in any number of `units` of the same size, each at the same part of `cost_us`.
     #[must_use]
-    pub fn even(source: Source, class: Class, unit: Bytes, units: u32, cost: Cost) -> Self {
-        let all = u128::from(cost.now_us.saturating_add(cost.undo_us));
+    pub fn even(source: Source, class: Class, unit: Bytes, units: u32, cost_us: u64) -> Self {
+        let all = u128::from(cost_us);
         let cost_of = |taken: u32| {
             let part = all * u128::from(taken) / u128::from(units.max(1));
             u64::try_from(part).unwrap_or(u64::MAX)
         };
-        Self::graded(source, class, unit, units, cost, cost_of)
+        Self::graded(source, class, unit, units, cost_of)
     }
 
     /// Something that is given in any number of `units` of the same size, at a cost that grows as `cost_of` says.
     #[must_use]
-    pub fn graded(
-        source: Source,
-        class: Class,
-        unit: Bytes,
-        units: u32,
-        cost: Cost,
-        cost_of: impl Fn(u32) -> u64,
-    ) -> Self {
+    pub fn graded(source: Source, class: Class, unit: Bytes, units: u32, cost_of: impl Fn(u32) -> u64) -> Self {
         let stride = units.div_ceil(STEPS_MAX).max(1);
         let steps = (1..=units.div_ceil(stride))
             .map(|step| step.saturating_mul(stride).min(units))
             .map(|taken| Step { units: taken, bytes: unit.saturating_mul(u64::from(taken)), cost_us: cost_of(taken) })
             .collect();
-        Self { source, class, cost, steps, unit }
+        Self { source, class, steps, unit }
     }
 
     /// The most that it can give.
@@ -284,7 +252,6 @@ pub struct Weighed {
     pub class: Class,
     /// The most that it can give.
     pub bytes: Bytes,
-    pub cost: Cost,
     /// By how much its cost counts.
     pub weight: u64,
     /// Its weighed cost for each MiB, µs: the less, the sooner it is asked.
@@ -318,7 +285,6 @@ impl Weighing {
                     source: candidate.source.clone(),
                     class: candidate.class,
                     bytes: candidate.bytes(),
-                    cost: candidate.cost,
                     weight: candidate.weight(),
                     score: u64::try_from(score).unwrap_or(u64::MAX),
                     chosen: choice.iter().find(|chosen| chosen.source == candidate.source).map(|chosen| chosen.bytes),
@@ -466,22 +432,17 @@ mod tests {
         Bytes::from_mib(mib)
     }
 
-    fn cost(undo_us: u64) -> Cost {
-        Cost { undo_us, ..Cost::default() }
-    }
-
     fn tenant(lease: u64) -> Source {
         Source::Tenant { lease: LeaseId(lease), tenant: format!("t{lease}") }
     }
 
     fn layers(count: u32, each_us: u64) -> Candidate {
-        let whole = cost(each_us * u64::from(count));
-        Candidate::even(Source::Layers, Class::LlmElastic, mib(10), count, whole)
+        Candidate::even(Source::Layers, Class::LlmElastic, mib(10), count, each_us * u64::from(count))
     }
 
-    fn stop(name: &str, class: Class, size: u64, undo_us: u64) -> Candidate {
+    fn stop(name: &str, class: Class, size: u64, cost_us: u64) -> Candidate {
         let worker = name.to_owned();
-        Candidate::whole(Source::WorkerStop { worker }, class, mib(size), cost(undo_us))
+        Candidate::whole(Source::WorkerStop { worker }, class, mib(size), cost_us)
     }
 
     #[test]
@@ -494,35 +455,18 @@ mod tests {
     }
 
     #[test]
-    fn one_large_process_is_stopped_rather_than_a_small_and_a_large_one() {
-        let small = stop("small", Class::Batch, 40, 1000);
-        let large = stop("large", Class::Batch, 2000, 100_000_000);
-        let chosen = choose(&[small, large], mib(1000));
-        assert_eq!(chosen.len(), 1);
-        assert!(matches!(&chosen[0].source, Source::WorkerStop { worker } if worker == "large"));
-    }
-
-    #[test]
     fn the_lower_class_gives_first() {
-        let even = |lease, class| Candidate::even(tenant(lease), class, mib(1), 100, cost(10_000));
+        let even = |lease, class| Candidate::even(tenant(lease), class, mib(1), 100, 10_000);
         let chosen = choose(&[even(1, Class::Interactive), even(2, Class::Batch)], mib(120));
         let given: Vec<_> = chosen.iter().map(|chosen| (&chosen.source, chosen.bytes)).collect();
         assert_eq!(given, [(&tenant(2), mib(100)), (&tenant(1), mib(20))]);
     }
 
     #[test]
-    fn what_cost_nothing_goes_first_and_what_costs_most_is_spared() {
-        let unused = Candidate::even(Source::UnusedKv, Class::LlmElastic, mib(2), 10, cost(0));
-        let chosen = choose(&[layers(8, 30_000), unused], mib(40));
-        let given: Vec<_> = chosen.iter().map(|chosen| (&chosen.source, chosen.units)).collect();
-        assert_eq!(given, [(&Source::UnusedKv, 10), (&Source::Layers, 2)]);
-    }
-
-    #[test]
     fn the_balance_shows_winners_and_losers_with_their_scores() {
         let candidates = [layers(8, 30_000), stop("indexer", Class::Batch, 50, 1_000_000)];
         let weighing = Weighing::new(
-            ReclaimReason::Text("a test".to_owned()),
+            ReclaimReason::Operator { asked: mib(20) },
             mib(20),
             &candidates,
             &choose(&candidates, mib(20)),
@@ -537,7 +481,7 @@ mod tests {
         let candidates: Vec<Candidate> = (1..=64)
             .map(|lease| {
                 let units = 100 + u32::try_from(lease * lease % 97).unwrap();
-                Candidate::even(tenant(lease), Class::Batch, Bytes::new(997 + lease), units, cost(lease * 7919))
+                Candidate::even(tenant(lease), Class::Batch, Bytes::new(997 + lease), units, lease * 7919)
             })
             .collect();
         let need = reclaimable(&candidates).per_mille(618);
@@ -584,7 +528,6 @@ mod tests {
                     Candidate {
                         source: if stops { Source::WorkerStop { worker } } else { tenant(lease) },
                         class,
-                        cost: Cost::default(),
                         steps,
                         unit: Bytes::ZERO,
                     }
@@ -624,15 +567,15 @@ mod tests {
         ) {
             let candidates: Vec<Candidate> = (1..)
                 .zip(drawn)
-                .map(|(lease, (size, undo_us, stops, class))| {
+                .map(|(lease, (size, cost_us, stops, class))| {
                     let class = [Class::AudioRealtime, Class::Interactive, Class::LlmElastic, Class::Batch]
                         [usize::from(class)];
                     let worker = format!("w{lease}");
                     let source = if stops { Source::WorkerStop { worker } } else { tenant(lease) };
-                    Candidate::whole(source, class, mib(size), cost(undo_us))
+                    Candidate::whole(source, class, mib(size), cost_us)
                 })
                 .collect();
-            let weighing = Weighing::new(ReclaimReason::Text("a test".to_owned()), Bytes::ZERO, &candidates, &[]);
+            let weighing = Weighing::new(ReclaimReason::Operator { asked: Bytes::ZERO }, Bytes::ZERO, &candidates, &[]);
             let mut back = candidates;
             back.sort_by(|one, other| other.by_cost_of_a_byte(one));
             let scores = |source: &Source| {
@@ -640,30 +583,6 @@ mod tests {
             };
             for pair in back.windows(2) {
                 prop_assert!(scores(&pair[0].source) >= scores(&pair[1].source));
-            }
-        }
-
-        #[test]
-        fn a_choice_suffices_if_anything_does_and_nothing_in_it_is_superfluous(
-            sizes in prop::collection::vec((0u64..500, any::<bool>(), 0u64..5000), 0..8),
-            need in 1u64..2000,
-        ) {
-            let candidates: Vec<Candidate> = (1..)
-                .zip(sizes)
-                .map(|(lease, (size, divisible, undo_us))| if divisible {
-                    let units = u32::try_from(size).unwrap();
-                    Candidate::even(tenant(lease), Class::Batch, mib(1), units, cost(undo_us))
-                } else {
-                    Candidate::whole(tenant(lease), Class::Batch, mib(size), cost(undo_us))
-                })
-                .collect();
-            let need = mib(need);
-            let all = reclaimable(&candidates);
-            let chosen = choose(&candidates, need);
-            let sum: Bytes = chosen.iter().map(|chosen| chosen.bytes).sum();
-            prop_assert!(sum >= need.min(all));
-            for one in &chosen {
-                prop_assert!(all < need || sum.saturating_sub(one.bytes) < need);
             }
         }
     }

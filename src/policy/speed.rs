@@ -84,21 +84,6 @@ impl Speed {
         learned
     }
 
-    /// Time for one token of an answer while `streamed` of `weights` are read for it, µs.
-    #[must_use]
-    pub const fn token_us(&self, weights: Bytes, streamed: Bytes) -> u64 {
-        let computing = in_us(self.decode_ns_per_mib, weights);
-        let reading = self.reading_us(streamed);
-        if reading > computing { reading } else { computing }
-    }
-
-    /// Tokens per second, in thousandths, while `streamed` of `weights` are read for each.
-    #[must_use]
-    pub const fn milli_tokens_per_s(&self, weights: Bytes, streamed: Bytes) -> u64 {
-        let token = self.token_us(weights, streamed);
-        1_000_000_000 / if token == 0 { 1 } else { token }
-    }
-
     /// Time to read so much of the weights once, µs.
     #[must_use]
     pub const fn reading_us(&self, bytes: Bytes) -> u64 {
@@ -156,12 +141,6 @@ impl Worth {
     #[must_use]
     pub const fn speed(&self) -> Speed {
         self.speed
-    }
-
-    /// All weights of the model.
-    #[must_use]
-    pub const fn weights(&self) -> Bytes {
-        self.weights
     }
 
     /// The cost of streaming so much more, µs: each token until the shed is likely undone has to read it.
@@ -298,10 +277,10 @@ mod tests {
         // Qwen3-8B Q4_K_M: 4.68 GiB, 11.14 tokens per second, prompts at 353.7.
         let speed = Speed::default();
         let weights = Bytes::from_mib(4792);
-        assert_eq!(speed.milli_tokens_per_s(weights, Bytes::ZERO) / 10, 1115);
+        assert_eq!(100_000_000 / in_us(speed.decode_ns_per_mib, weights), 1115);
         assert_eq!(1_000_000_000 / speed.prefill_token_ns(weights), 353);
         // With all of 2.5 GB streamed at 2 GiB/s, nearly a second of reading for each token.
-        assert_eq!(speed.milli_tokens_per_s(weights, Bytes::from_mib(2048)) / 10, 100);
+        assert_eq!(100_000_000 / speed.reading_us(Bytes::from_mib(2048)), 100);
     }
 
     #[test]

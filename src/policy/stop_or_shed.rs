@@ -15,7 +15,7 @@ use super::{
     lease_table::Phase,
     pressure::PressureLevel,
     reason::SpareReason,
-    shedding::{Candidate, Cost, Source, choose, micros},
+    shedding::{Candidate, Source, choose, micros},
     state::State,
     worker::Worker,
 };
@@ -91,15 +91,14 @@ pub(super) fn offer(state: &State, worker: &Worker, purpose: Purpose) -> Option<
         && let Some(smaller) = worker.smaller_variant(held)
     {
         let bytes = held.saturating_sub(worker.params.steady_of(Some(smaller)));
-        let cost = Cost { free_us: reload, now_us: reload / 2, undo_us: reload, ..Cost::default() };
         let variant = Source::WorkerVariant { worker: name, variant: smaller.to_owned() };
-        return Some(Candidate::whole(variant, class, bytes, cost));
+        return Some(Candidate::whole(variant, class, bytes, reload.saturating_add(reload / 2)));
     }
     if state.workers.is_any_stopping() {
         return None;
     }
-    let cost = stop_cost(worker, state.now.saturating_since(worker.idle_since));
-    Some(Candidate::whole(Source::WorkerStop { worker: name }, class, held, cost))
+    let cost_us = stop_cost(worker, state.now.saturating_since(worker.idle_since));
+    Some(Candidate::whole(Source::WorkerStop { worker: name }, class, held, cost_us))
 }
 
 /// The share of a worker that is notified: of its use under pressure, of its lease for a request.
@@ -121,27 +120,19 @@ fn notification(state: &State, worker: &Worker, purpose: Purpose) -> Option<Cand
         _ => held,
     };
     let bytes = has.saturating_sub(least);
-    let cost = Cost {
-        free_us: micros(state.notified_deadline(class)),
-        // The memory that it can spare is of some use to it: less than a smaller variant would cost.
-        now_us: micros(worker.params.start.reload) / 4,
-        undo_us: state.engine.speed().reading_us(bytes),
-        ..Cost::default()
-    };
+    // The memory that it can spare is of some use to it: less than a smaller variant would cost.
+    let now_us = micros(worker.params.start.reload) / 4;
+    let cost_us = now_us.saturating_add(state.engine.speed().reading_us(bytes));
     let source = Source::WorkerNotified { worker: name.clone() };
-    (bytes > Bytes::ZERO).then(|| Candidate::whole(source, class, bytes, cost))
+    (bytes > Bytes::ZERO).then(|| Candidate::whole(source, class, bytes, cost_us))
 }
 
-/// The cost of stopping a worker to its user.
-fn stop_cost(worker: &Worker, idle: Duration) -> Cost {
-    let start = &worker.params.start;
-    Cost {
-        free_us: micros(worker.params.stop_grace),
-        now_us: if worker.requests > 0 { BUSY_STOP_US } else { 0 },
-        // One that has been idle for long is not likely to be missed soon.
-        undo_us: micros(start.reload).saturating_mul(1 + IDLE_LONG_S / (1 + idle.as_secs())),
-        ..Cost::default()
-    }
+/// The cost of stopping a worker to its user, µs.
+fn stop_cost(worker: &Worker, idle: Duration) -> u64 {
+    let now_us = if worker.requests > 0 { BUSY_STOP_US } else { 0 };
+    // One that has been idle for long is not likely to be missed soon.
+    let undo_us = micros(worker.params.start.reload).saturating_mul(1 + IDLE_LONG_S / (1 + idle.as_secs()));
+    now_us.saturating_add(undo_us)
 }
 
 /// Leaves only those stops among the candidates that are chosen for what is `owed`, what is missing below the watermark.

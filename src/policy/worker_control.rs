@@ -107,14 +107,9 @@ impl WorkerControl {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::params::StartParams;
 
-    fn worker(name: &str, start_order: u32) -> WorkerParams {
-        WorkerParams {
-            name: name.to_owned(),
-            start: StartParams { start_order, ..StartParams::default() },
-            ..WorkerParams::default()
-        }
+    fn worker(name: &str) -> WorkerParams {
+        WorkerParams { name: name.to_owned(), ..WorkerParams::default() }
     }
 
     fn comes_up(workers: &mut WorkerControl, name: &str, now: Timestamp) {
@@ -125,36 +120,8 @@ mod tests {
     }
 
     #[test]
-    fn workers_start_one_after_the_other_and_around_the_engine() {
-        let first =
-            WorkerParams { start: StartParams { before_engine: true, ..worker("vad", 9).start }, ..worker("vad", 9) };
-        let after = WorkerParams {
-            start: StartParams { after: vec!["tts".to_owned(), "llm".to_owned()], ..worker("asr", 1).start },
-            ..worker("asr", 1)
-        };
-        let by_hand = WorkerParams {
-            start: StartParams { autostart: false, ..worker("indexer", 0).start },
-            ..worker("indexer", 0)
-        };
-        let mut workers = WorkerControl::new(&[after, worker("tts", 2), first, by_hand]);
-        let now = Timestamp::from_millis(1);
-        assert_eq!(workers.next_to_start(false, now), Some("vad"));
-        assert!(!workers.first_are_up(now));
-        comes_up(&mut workers, "vad", now);
-        assert!(workers.first_are_up(now));
-        assert_eq!(workers.next_to_start(false, now), None, "the engine is next");
-        assert_eq!(workers.next_to_start(true, now), Some("tts"), "before the one that waits for it");
-        workers.get_mut("tts").unwrap().want(now);
-        assert_eq!(workers.next_to_start(true, now), None);
-        let late = Timestamp::from_millis(60_001);
-        assert_eq!(workers.next_to_start(true, late), Some("asr"), "it has had its time");
-        comes_up(&mut workers, "asr", late);
-        assert_eq!(workers.next_to_start(true, late), None);
-    }
-
-    #[test]
     fn each_worker_is_looked_at_once_in_the_order_of_names() {
-        let mut workers = WorkerControl::new(&[worker("a", 0), worker("b", 0)]);
+        let mut workers = WorkerControl::new(&[worker("a"), worker("b")]);
         let now = Timestamp::from_millis(1);
         for name in ["a", "b"] {
             comes_up(&mut workers, name, now);

@@ -34,8 +34,6 @@ pub struct CgroupMemory {
     pub used: Option<Bytes>,
     /// What it may use; `None` without a limit.
     pub limit: Option<Bytes>,
-    /// What it has swapped out.
-    pub swap_used: Option<Bytes>,
     /// Processes of it that the kernel killed for want of memory.
     pub oom_kills: Option<u64>,
     /// How often it ran against its limit.
@@ -85,7 +83,7 @@ impl Cgroup {
     }
 
     fn at(root: &ProbeRoot, membership: &Path) -> Option<Self> {
-        let membership = Membership::parse(&read_optional(membership)?);
+        let membership = Membership::read(membership)?;
         let mounts = [
             (CgroupVersion::V2, "fs/cgroup", membership.v2.as_deref()),
             (CgroupVersion::V2, "fs/cgroup/unified", membership.v2.as_deref()),
@@ -102,6 +100,14 @@ impl Cgroup {
             })
         })
     }
+}
+
+/// Path of the group that charges the memory of a process (`self` or its id), also where its folder cannot be seen: a
+/// container may show the paths of the host.
+#[must_use]
+pub fn path_of(root: &ProbeRoot, process: &str) -> Option<String> {
+    let membership = Membership::read(&root.proc(process).join("cgroup"))?;
+    membership.v1_memory.or(membership.v2)
 }
 
 /// The room in the control groups around this process, with their files kept open: a sample reads them, and a limit may
@@ -168,6 +174,10 @@ struct Membership {
 }
 
 impl Membership {
+    fn read(path: &Path) -> Option<Self> {
+        read_optional(path).map(|text| Self::parse(&text))
+    }
+
     fn parse(text: &[u8]) -> Self {
         let mut membership = Self::default();
         for (_, line) in lines(text) {
@@ -206,21 +216,15 @@ fn read_memory(version: CgroupVersion, folder: &Path) -> CgroupMemory {
         CgroupVersion::V2 => CgroupMemory {
             used: bytes("memory.current"),
             limit: bytes("memory.max"),
-            swap_used: bytes("memory.swap.current"),
             oom_kills: keyed("memory.events", b"oom_kill"),
             limit_hits: keyed("memory.events", b"max"),
         },
-        CgroupVersion::V1 => {
-            let used = bytes("memory.usage_in_bytes");
-            let with_swap = bytes("memory.memsw.usage_in_bytes");
-            CgroupMemory {
-                used,
-                limit: bytes("memory.limit_in_bytes").filter(|limit| *limit < V1_UNLIMITED),
-                swap_used: with_swap.zip(used).map(|(both, used)| both.saturating_sub(used)),
-                oom_kills: keyed("memory.oom_control", b"oom_kill"),
-                limit_hits: read_number(&folder.join("memory.failcnt")),
-            }
-        }
+        CgroupVersion::V1 => CgroupMemory {
+            used: bytes("memory.usage_in_bytes"),
+            limit: bytes("memory.limit_in_bytes").filter(|limit| *limit < V1_UNLIMITED),
+            oom_kills: keyed("memory.oom_control", b"oom_kill"),
+            limit_hits: read_number(&folder.join("memory.failcnt")),
+        },
     }
 }
 
@@ -272,7 +276,6 @@ mod tests {
         let memory = group.memory();
         assert_eq!((memory.used, memory.limit), (Some(Bytes::from_mib(1)), None));
         assert_eq!((memory.oom_kills, memory.limit_hits), (Some(2), Some(7)));
-        assert_eq!(memory.swap_used, None);
         assert_eq!(group.tightest_limit(), Some(Bytes::new(4_194_304_000)));
     }
 
@@ -286,7 +289,6 @@ mod tests {
                 ("memory/a/memory.usage_in_bytes", "2\n"),
                 ("memory/a/b/memory.limit_in_bytes", "9223372036854771712\n"),
                 ("memory/a/b/memory.usage_in_bytes", "1024\n"),
-                ("memory/a/b/memory.memsw.usage_in_bytes", "1524\n"),
                 ("memory/a/b/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n"),
                 ("memory/a/b/memory.failcnt", "9\n"),
             ],
@@ -295,7 +297,7 @@ mod tests {
         assert_eq!(group.version(), CgroupVersion::V1);
         let memory = group.memory();
         assert_eq!((memory.used, memory.limit), (Some(Bytes::new(1024)), None));
-        assert_eq!((memory.swap_used, memory.oom_kills), (Some(Bytes::new(500)), Some(5)));
+        assert_eq!((memory.oom_kills, memory.limit_hits), (Some(5), Some(9)));
         assert_eq!(group.tightest_limit(), Some(Bytes::from_mib(256)));
     }
 

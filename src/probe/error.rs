@@ -23,12 +23,6 @@ impl ProbeError {
     pub(super) fn parse(path: &Path, error: ParseError) -> Self {
         Self { what: error.what, path: path.to_owned(), kind: ProbeErrorKind::Parse(error) }
     }
-
-    /// Why not.
-    #[must_use]
-    pub fn kind(&self) -> &ProbeErrorKind {
-        &self.kind
-    }
 }
 
 /// Why a reading could not be taken.

@@ -28,8 +28,6 @@ pub struct Meminfo {
     pub anon_pages: Option<Bytes>,
     /// `Mlocked`.
     pub mlocked: Option<Bytes>,
-    /// `Shmem`.
-    pub shmem: Option<Bytes>,
     /// `Slab`.
     pub slab: Option<Bytes>,
     /// `PageTables`.
@@ -40,10 +38,6 @@ pub struct Meminfo {
     pub vmalloc_used: Option<Bytes>,
     /// `Percpu`.
     pub percpu: Option<Bytes>,
-    /// `SwapTotal`.
-    pub swap_total: Option<Bytes>,
-    /// `SwapFree`.
-    pub swap_free: Option<Bytes>,
     /// `CmaTotal`: absent on kernels without CMA, zero where it is switched off.
     pub cma_total: Option<Bytes>,
     /// `CmaFree`: counted as available, though the GPU can never have it. Zero on a healthy board.
@@ -92,14 +86,11 @@ impl Meminfo {
                 b"SwapCached" => &mut info.swap_cached,
                 b"AnonPages" => &mut info.anon_pages,
                 b"Mlocked" => &mut info.mlocked,
-                b"Shmem" => &mut info.shmem,
                 b"Slab" => &mut info.slab,
                 b"PageTables" => &mut info.page_tables,
                 b"KernelStack" => &mut info.kernel_stack,
                 b"VmallocUsed" => &mut info.vmalloc_used,
                 b"Percpu" => &mut info.percpu,
-                b"SwapTotal" => &mut info.swap_total,
-                b"SwapFree" => &mut info.swap_free,
                 b"CmaTotal" => &mut info.cma_total,
                 b"CmaFree" => &mut info.cma_free,
                 b"NvMapMemUsed" => &mut info.nvmap_used,

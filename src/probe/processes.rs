@@ -70,8 +70,6 @@ pub struct ProcessMemory {
     pub rss: Bytes,
     /// Pages without a file behind them, shared ones in full.
     pub anonymous: Bytes,
-    /// Pages in swap, shared ones in part.
-    pub swap_pss: Bytes,
     /// Pages of shared memory, those shared with others in part; `None` before Linux 5.3.
     pub shared_pss: Option<Bytes>,
 }
@@ -96,7 +94,6 @@ impl ProcessMemory {
             pss: kib(text, b"Pss:")?,
             rss: kib(text, b"Rss:")?,
             anonymous: kib(text, b"Anonymous:").unwrap_or_default(),
-            swap_pss: kib(text, b"SwapPss:").or_else(|| kib(text, b"Swap:")).unwrap_or_default(),
             shared_pss: kib(text, b"Pss_Shmem:"),
         })
     }
@@ -166,12 +163,6 @@ impl ProcessTable {
     #[must_use]
     pub fn family(&self, leader: u32) -> BTreeSet<u32> {
         self.descendants(|process| process.pid == leader || process.group == leader)
-    }
-
-    /// The processes of a session and all that descend from them, also where they began a session of their own.
-    #[must_use]
-    pub fn session(&self, session: u32) -> BTreeSet<u32> {
-        self.descendants(|process| process.session == session)
     }
 
     /// The processes for which `is_root` holds, and all that descend from them.
@@ -405,7 +396,6 @@ mod tests {
             pss: Bytes::from_mib(1),
             rss: Bytes::from_mib(2),
             anonymous: Bytes::from_kib(512),
-            swap_pss: Bytes::from_kib(4),
             shared_pss: None,
         };
         assert_eq!(ProcessMemory::parse(ROLLUP.as_bytes()), Some(expected));
@@ -413,21 +403,20 @@ mod tests {
     }
 
     #[test]
-    fn a_session_takes_in_children_that_left_it_and_a_family_members_whose_parent_has_ended() {
+    fn a_family_takes_in_children_that_left_its_group_and_members_whose_parent_has_ended() {
         let table = ProcessTable {
             processes: vec![
                 process(10, 1, 10, 10),
                 process(11, 10, 10, 10),
-                // A worker with a session of its own, and its child, listed before its parent.
+                // A worker with a group of its own, and its child, listed before its parent.
                 process(12, 14, 14, 14),
                 process(14, 11, 14, 14),
                 process(20, 1, 20, 20),
-                // Adopted by init after its parent ended: still of the session, and of the group.
+                // Adopted by init after its parent ended: still of the group.
                 process(30, 1, 10, 10),
                 process(31, 30, 31, 31),
             ],
         };
-        assert_eq!(Vec::from_iter(table.session(10)), [10, 11, 12, 14, 30, 31]);
         assert_eq!(Vec::from_iter(table.tree(11)), [11, 12, 14]);
         assert_eq!(Vec::from_iter(table.family(10)), [10, 11, 12, 14, 30, 31]);
         assert!(table.tree(99).is_empty() && table.family(99).is_empty());

@@ -14,17 +14,14 @@ use std::{
     fs::{File, OpenOptions},
     io::{self, Write},
     os::{
-        fd::{AsFd, AsRawFd, BorrowedFd, RawFd},
+        fd::{AsRawFd, RawFd},
         unix::fs::OpenOptionsExt,
     },
     path::Path,
     time::Duration,
 };
 
-use nix::{
-    poll::{PollFd, PollFlags, PollTimeout, poll},
-    sys::statfs::{CGROUP2_SUPER_MAGIC, PROC_SUPER_MAGIC, fstatfs},
-};
+use nix::sys::statfs::{CGROUP2_SUPER_MAGIC, PROC_SUPER_MAGIC, fstatfs};
 use tokio::io::{Interest, unix::AsyncFd};
 
 use super::{
@@ -38,10 +35,6 @@ use crate::units::TimeSpan;
 pub struct Stall {
     /// Share of the last 10 s in which tasks stalled, in hundredths of a percent: 61.42 is 6142.
     pub avg10: u32,
-    /// The same for 60 s.
-    pub avg60: u32,
-    /// The same for 300 s.
-    pub avg300: u32,
     /// Stalled time since boot, µs.
     pub total_us: u64,
 }
@@ -190,28 +183,6 @@ impl PsiTrigger {
             written => Err(io::Error::other(format!("the kernel took {written} of {} bytes", text.len()))),
         }
     }
-
-    /// Waits in this thread for a notification; `false` when `timeout` ran out first.
-    ///
-    /// # Errors
-    /// When the trigger is gone: its control group was removed.
-    pub fn wait(&self, timeout: Duration) -> io::Result<bool> {
-        let mut fds = [PollFd::new(self.file.as_fd(), PollFlags::POLLPRI)];
-        let timeout = PollTimeout::try_from(timeout).unwrap_or(PollTimeout::MAX);
-        poll(&mut fds, timeout)?;
-        let [fd] = &fds;
-        let events = fd.revents().unwrap_or(PollFlags::empty());
-        if events.contains(PollFlags::POLLERR) {
-            return Err(gone());
-        }
-        Ok(events.contains(PollFlags::POLLPRI))
-    }
-}
-
-impl AsFd for PsiTrigger {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.file.as_fd()
-    }
 }
 
 impl AsRawFd for PsiTrigger {
@@ -251,15 +222,10 @@ impl PsiAlarm {
         guard.clear_ready();
         // Asking once more by poll would be wrong: each look takes the notification away, and epoll has looked.
         if ready.is_error() {
-            return Err(gone());
+            return Err(io::Error::new(io::ErrorKind::BrokenPipe, "the trigger is gone"));
         }
         Ok(())
     }
-}
-
-/// The group whose pressure it was is no more.
-fn gone() -> io::Error {
-    io::Error::new(io::ErrorKind::BrokenPipe, "the trigger is gone")
 }
 
 /// Whether an error means that the kernel has no such thing.
@@ -277,19 +243,18 @@ fn stall<'a>(line: usize, words: impl Iterator<Item = &'a [u8]>) -> Result<Stall
         };
         let (key, value) = word.split_at(equals);
         let value = value.strip_prefix(b"=").unwrap_or(value);
-        let slot = match key {
-            b"avg10" => &mut stall.avg10,
-            b"avg60" => &mut stall.avg60,
-            b"avg300" => &mut stall.avg300,
+        match key {
+            b"avg10" => {
+                stall.avg10 =
+                    hundredths(value).ok_or_else(|| ParseError::value("`avg10`", line, value, "a percentage"))?;
+            }
             b"total" => {
                 stall.total_us =
                     number(value).ok_or_else(|| ParseError::value("`total`", line, value, "a number of µs"))?;
                 has_total = true;
-                continue;
             }
-            _ => continue,
-        };
-        *slot = hundredths(value).ok_or_else(|| ParseError::value("`avg`", line, value, "a percentage"))?;
+            _ => {}
+        }
     }
     if has_total { Ok(stall) } else { Err(ParseError::value("`total`", line, b"", "a number of µs")) }
 }
@@ -332,10 +297,10 @@ mod tests {
         let thrash = fixture!("memory_thrash.RECONSTRUCTED").unwrap();
         assert_eq!(thrash.some.avg10, 6142);
         assert_eq!(thrash.some.total_us, 948_211_340);
-        assert_eq!(thrash.full.unwrap().avg300, 902);
+        assert_eq!(thrash.full.unwrap().avg10, 4405);
         assert_eq!(fixture!("memory_zero").unwrap().some, Stall::default());
         assert_eq!(fixture!("io_loaded").unwrap().full.unwrap().total_us, 2_334_731);
-        assert_eq!(fixture!("memory_upstream-doc-format").unwrap().some.avg300, 111);
+        assert_eq!(fixture!("memory_upstream-doc-format").unwrap().some.avg10, 22);
     }
 
     #[test]

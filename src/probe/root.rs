@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-/// The folders that stand for `/proc`, `/sys`, `/etc`, `/var` and `/lib`.
+/// The folders that stand for `/proc`, `/sys`, `/dev`, `/etc`, `/var` and `/lib`.
 ///
 /// ```
 /// use cotenant::probe::ProbeRoot;
@@ -15,6 +15,8 @@ pub struct ProbeRoot {
     pub proc: PathBuf,
     /// Stands for `/sys`.
     pub sys: PathBuf,
+    /// Stands for `/dev`, where the kernel's log is.
+    pub dev: PathBuf,
     /// Stands for `/etc`.
     pub etc: PathBuf,
     /// Stands for `/var`.
@@ -24,11 +26,12 @@ pub struct ProbeRoot {
 }
 
 impl ProbeRoot {
-    /// A tree with `proc`, `sys`, `etc`, `var` and `lib` (or `usr/lib`) below `root`; any of them may be missing.
+    /// A tree with `proc`, `sys`, `dev`, `etc`, `var` and `lib` (or `usr/lib`) below `root`; any of them may be missing.
     #[must_use]
     pub fn at(root: &Path) -> Self {
         let lib = Some(root.join("lib")).filter(|lib| lib.is_dir()).unwrap_or_else(|| root.join("usr/lib"));
-        Self { proc: root.join("proc"), sys: root.join("sys"), etc: root.join("etc"), var: root.join("var"), lib }
+        let [proc, sys, dev, etc, var] = ["proc", "sys", "dev", "etc", "var"].map(|name| root.join(name));
+        Self { proc, sys, dev, etc, var, lib }
     }
 
     /// A path below `/proc`.

@@ -237,7 +237,6 @@ impl Sampler {
             pool: pages(&mut self.pool_available).map(|available_pages| PagePool {
                 available_pages,
                 to_zero_pages: pages(&mut self.pool_to_zero).unwrap_or(0),
-                big_pages: 0,
             }),
             scope: match &mut self.session {
                 Some(session) => Some(session.read(Instant::now())?),

@@ -11,20 +11,12 @@ pub struct Vmstat {
     /// `workingset_refault_file`, or `workingset_refault` of kernels before 5.9: pages read again soon after they were
     /// dropped. The earliest sign of thrash.
     pub refaults_file: Option<u64>,
-    /// `workingset_refault_anon`.
-    pub refaults_anon: Option<u64>,
-    /// `pgscan_kswapd`: pages looked at in the background.
-    pub pgscan_kswapd: Option<u64>,
     /// `pgscan_direct`: pages looked at by a process that wanted memory.
     pub pgscan_direct: Option<u64>,
     /// Sum of `allocstall_*` over all zones: how often a process had to wait for memory.
     pub allocstalls: Option<u64>,
     /// `pswpin`, pages.
     pub swap_ins: Option<u64>,
-    /// `pswpout`, pages. Cheap and early with zram, so no sign of harm.
-    pub swap_outs: Option<u64>,
-    /// `pgmajfault`.
-    pub major_faults: Option<u64>,
     /// `oom_kill`: processes that the kernel killed for want of memory.
     pub oom_kills: Option<u64>,
     /// `cma_alloc_fail`, since Linux 5.13: contiguous memory that was refused.
@@ -53,12 +45,8 @@ impl Vmstat {
             let (key, value) = line.split_at(blank);
             let slot = match key {
                 b"workingset_refault_file" | b"workingset_refault" => &mut stat.refaults_file,
-                b"workingset_refault_anon" => &mut stat.refaults_anon,
-                b"pgscan_kswapd" => &mut stat.pgscan_kswapd,
                 b"pgscan_direct" => &mut stat.pgscan_direct,
                 b"pswpin" => &mut stat.swap_ins,
-                b"pswpout" => &mut stat.swap_outs,
-                b"pgmajfault" => &mut stat.major_faults,
                 b"oom_kill" => &mut stat.oom_kills,
                 b"cma_alloc_fail" => &mut stat.cma_failures,
                 _ if key.starts_with(b"allocstall") => {
@@ -87,7 +75,6 @@ mod tests {
             "../../tests/fixtures/jetson/vmstat/vmstat_selected_5.15_thrash.RECONSTRUCTED.txt"
         ));
         assert_eq!(stat.refaults_file, Some(64_000_000_000));
-        assert_eq!(stat.refaults_anon, Some(4_120_334));
         assert_eq!(stat.pgscan_direct, Some(44_120_331));
         assert_eq!(stat.allocstalls, Some(120_331 + 402_118));
         assert_eq!(stat.swap_ins, Some(4_402_118));
@@ -98,7 +85,6 @@ mod tests {
     fn an_older_kernel_has_one_refault_counter() {
         let stat = Vmstat::parse(b"workingset_refault 17\npgscan_direct_throttle 9\nallocstall 5\n");
         assert_eq!(stat.refaults_file, Some(17));
-        assert_eq!(stat.refaults_anon, None);
         assert_eq!(stat.pgscan_direct, None);
         assert_eq!(stat.allocstalls, Some(5));
     }

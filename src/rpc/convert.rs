@@ -4,7 +4,7 @@ use std::time::{Duration, SystemTime};
 
 use super::{
     status::{CallError, shorten},
-    supervisor::{EventRecord, EventRecordKind, Supervisor},
+    supervisor::Supervisor,
     v1,
 };
 use crate::{
@@ -111,27 +111,14 @@ pub const fn class(class: Class) -> v1::LeaseClass {
     }
 }
 
-/// The state in one message, with what the supervisor adds to it.
+/// The state in one message, with what [`Supervisor::complete`] adds to it.
 pub(super) fn full_status(supervisor: &dyn Supervisor) -> v1::GetStatusResponse {
     // Read before the state, so that no event after it is missing from the state.
     let last_sequence = *supervisor.events().last_sequence().borrow();
     let snapshot = supervisor.snapshot().borrow().clone();
     let clock = Clock::new(supervisor.now());
     let mut status = status(&snapshot, supervisor.boot_id(), last_sequence, clock);
-    status.locked = supervisor.locked();
-    status.next_shed = supervisor.next_shed();
-    (status.standby_served, status.standby_missed) = supervisor.emergency_reserve();
-    if let Some(engine) = &mut status.engine {
-        let gap = supervisor.command_gap_max().filter(|gap| !gap.is_zero());
-        engine.command_gap_max = gap.and_then(|gap| gap.try_into().ok());
-        engine.sequences = supervisor.sequences();
-        if let Some((read, whole)) = supervisor.loading() {
-            (engine.load_read_bytes, engine.load_bytes) = (read.get(), whole.get());
-        }
-    }
-    for worker in &mut status.workers {
-        worker.confinement = supervisor.confinement(&worker.name);
-    }
+    supervisor.complete(&mut status);
     status
 }
 
@@ -192,10 +179,6 @@ fn status(snapshot: &Snapshot, boot_id: &str, last_sequence: u64, clock: Clock) 
         leases: snapshot.leases.iter().map(|view| lease(view, boot_id, clock)).collect(),
         waiting_requests: snapshot.waiting,
         draining: snapshot.draining,
-        locked: Vec::new(),
-        standby_served: 0,
-        standby_missed: 0,
-        next_shed: String::new(),
         reboot_advised: snapshot.reboot.iter().map(ToString::to_string).collect(),
         learned_peaks: snapshot
             .peaks
@@ -207,6 +190,7 @@ fn status(snapshot: &Snapshot, boot_id: &str, last_sequence: u64, clock: Clock) 
                 lives: peak.lives,
             })
             .collect(),
+        ..v1::GetStatusResponse::default()
     }
 }
 
@@ -255,12 +239,9 @@ fn engine(snapshot: &Snapshot) -> v1::Engine {
         kv_dropped_tokens: kv.dropped.get(),
         kv_untouched_bytes: kv.untouched.get(),
         prefill_chunk_tokens: in_force.as_ref().map_or(0, |plan| plan.prefill_chunk.get()),
-        command_gap_max: None,
         growth_waits: waits.map_or_else(String::new, |wait| wait.to_string()),
-        sequences: Vec::new(),
-        load_read_bytes: 0,
-        load_bytes: 0,
         kv_block_tokens: shape.as_ref().map_or(0, |shape| shape.kv.block_tokens.get()),
+        ..v1::Engine::default()
     }
 }
 
@@ -301,11 +282,11 @@ fn worker(view: &WorkerView) -> v1::Worker {
         last_exit: view.last_exit.clone().unwrap_or_default(),
         resting: view.rest.map(|rest| rest.word().to_owned()).unwrap_or_default(),
         winding_up: view.winding_up,
-        confinement: Vec::new(),
         death_class: death.map_or_else(String::new, |death| death.class.name().to_owned()),
         needs_operator: death.is_some_and(|death| death.needs_operator),
         remedy: death.and_then(|death| death.remedy.clone()).unwrap_or_default(),
         waits_for: view.waits.as_ref().map(ToString::to_string).unwrap_or_default(),
+        ..v1::Worker::default()
     }
 }
 
@@ -330,24 +311,9 @@ pub(super) fn death(certificate: &DeathCertificate) -> v1::DeathCertificate {
     }
 }
 
-/// A line of the journal.
-pub(super) fn journal_entry(record: &EventRecord, boot_id: &str) -> v1::JournalEntry {
-    v1::JournalEntry {
-        sequence: record.sequence,
-        boot_id: boot_id.to_owned(),
-        at: Some(duration(record.at.since_start())),
-        time: Some(prost_types::Timestamp::from(record.time)),
-        kind: match record.kind {
-            EventRecordKind::Start => v1::EntryKind::Start,
-            EventRecordKind::Event => v1::EntryKind::Event,
-            EventRecordKind::Action => v1::EntryKind::Action,
-            EventRecordKind::Dropped => v1::EntryKind::Dropped,
-        }
-        .into(),
-        name: record.name.clone(),
-        summary: record.summary.clone(),
-        body_json: record.body_json.clone(),
-    }
+/// A line of the event log, as it is sent.
+pub(super) fn journal_entry(record: &v1::JournalEntry, boot_id: &str) -> v1::JournalEntry {
+    v1::JournalEntry { boot_id: boot_id.to_owned(), ..record.clone() }
 }
 
 /// The urgency that a request names.

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use super::{convert, supervisor::Supervisor, v1};
 
@@ -44,208 +44,167 @@ fn time(time: &prost_types::Timestamp) -> Value {
     Value::String(time.to_string())
 }
 
-/// Leaves out what is not there, as proto3 JSON does.
-fn object(fields: impl IntoIterator<Item = (&'static str, Option<Value>)>) -> Value {
-    let fields: Map<_, _> = fields.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?))).collect();
-    Value::Object(fields)
+/// A message as an object: its fields by their names in proto3 JSON, some with a value of their own. What is null or an
+/// empty text is left out, as proto3 JSON does.
+macro_rules! object {
+    (@value $message:ident $field:ident) => { json!($message.$field) };
+    (@value $message:ident $field:ident $value:expr) => { json!($value) };
+    ($message:ident; $($field:ident $(= $value:expr)?),+ $(,)?) => {
+        object([$((stringify!($field), object!(@value $message $field $($value)?))),+])
+    };
 }
 
-fn text(text: &str) -> Option<Value> {
-    (!text.is_empty()).then(|| json!(text))
+fn object<const N: usize>(fields: [(&str, Value); N]) -> Value {
+    let present = fields.into_iter().filter(|(_, value)| !value.is_null() && value.as_str() != Some(""));
+    present.map(|(name, value)| (camel_case(name), value)).collect()
+}
+
+/// A field's name in proto3 JSON: `ended_unix_us` becomes `endedUnixUs`.
+#[must_use]
+pub fn camel_case(field: &str) -> String {
+    let mut words = field.split('_');
+    let mut name = words.next().unwrap_or_default().to_owned();
+    for word in words {
+        let mut letters = word.chars();
+        name.extend(letters.next().map(|letter| letter.to_ascii_uppercase()));
+        name.push_str(letters.as_str());
+    }
+    name
 }
 
 /// A lease.
 #[must_use]
 pub fn lease(lease: &v1::Lease) -> Value {
-    object([
-        ("name", Some(json!(lease.name))),
-        ("tenant", Some(json!(lease.tenant))),
-        ("kind", Some(json!(lease.kind().as_str_name()))),
-        ("leaseClass", Some(json!(lease.lease_class().as_str_name()))),
-        ("state", Some(json!(lease.state().as_str_name()))),
-        ("bootId", Some(json!(lease.boot_id))),
-        ("generation", Some(json!(lease.generation))),
-        ("heldBytes", Some(json!(lease.held_bytes))),
-        ("minBytes", Some(json!(lease.min_bytes))),
-        ("maxBytes", Some(json!(lease.max_bytes))),
-        ("usedBytes", lease.used_bytes.map(|used| json!(used))),
-        ("measureTime", lease.measure_time.as_ref().map(time)),
-        (
-            "target",
-            lease.target.as_ref().map(|target| {
-                object([
-                    ("nonce", Some(json!(target.nonce))),
-                    ("targetBytes", Some(json!(target.target_bytes))),
-                    ("revokeDeadline", target.revoke_deadline.as_ref().map(time)),
-                    ("deadlineIn", target.deadline_in.as_ref().map(seconds)),
-                    ("reason", text(&target.reason)),
-                ])
-            }),
-        ),
-        ("grantTime", lease.grant_time.as_ref().map(time)),
-        ("expireTime", lease.expire_time.as_ref().map(time)),
-        ("expiresIn", lease.expires_in.as_ref().map(seconds)),
-        ("ownerUid", Some(json!(lease.owner_uid))),
-    ])
+    object!(lease;
+        name, tenant,
+        kind = lease.kind().as_str_name(),
+        lease_class = lease.lease_class().as_str_name(),
+        state = lease.state().as_str_name(),
+        boot_id, generation, held_bytes, min_bytes, max_bytes, used_bytes,
+        measure_time = lease.measure_time.as_ref().map(time),
+        target = lease.target.as_ref().map(target_json),
+        grant_time = lease.grant_time.as_ref().map(time),
+        expire_time = lease.expire_time.as_ref().map(time),
+        expires_in = lease.expires_in.as_ref().map(seconds),
+        owner_uid,
+    )
+}
+
+fn target_json(target: &v1::Target) -> Value {
+    object!(target;
+        nonce, target_bytes,
+        revoke_deadline = target.revoke_deadline.as_ref().map(time),
+        deadline_in = target.deadline_in.as_ref().map(seconds),
+        reason,
+    )
 }
 
 /// The state.
 #[must_use]
 pub fn status(status: &v1::GetStatusResponse) -> Value {
-    object([
-        ("version", Some(json!(status.version))),
-        ("bootId", Some(json!(status.boot_id))),
-        ("uptime", status.uptime.as_ref().map(seconds)),
-        ("snapshotTime", status.snapshot_time.as_ref().map(time)),
-        ("lastSequence", Some(json!(status.last_sequence))),
-        (
-            "budget",
-            status.budget.as_ref().map(|budget| {
-                json!({
-                    "budgetBytes": budget.budget_bytes,
-                    "heldBytes": budget.held_bytes,
-                    "usedBytes": budget.used_bytes,
-                    "unaccountedBytes": budget.unaccounted_bytes,
-                    "supervisorBytes": budget.supervisor_bytes,
-                    "freeBytes": budget.free_bytes,
-                })
-            }),
-        ),
-        ("pressure", status.pressure.as_ref().map(pressure_json)),
-        ("engine", status.engine.as_ref().map(engine_json)),
-        ("workers", Some(status.workers.iter().map(worker_json).collect())),
-        ("leases", Some(status.leases.iter().map(lease).collect())),
-        ("waitingRequests", Some(json!(status.waiting_requests))),
-        ("draining", Some(json!(status.draining))),
-        ("learnedPeaks", Some(status.learned_peaks.iter().map(peak_json).collect())),
-        ("locked", (!status.locked.is_empty()).then(|| json!(status.locked))),
-        ("standbyServed", Some(json!(status.standby_served))),
-        ("standbyMissed", Some(json!(status.standby_missed))),
-        ("nextShed", text(&status.next_shed)),
-        ("rebootAdvised", (!status.reboot_advised.is_empty()).then(|| json!(status.reboot_advised))),
-    ])
+    object!(status;
+        version, boot_id,
+        uptime = status.uptime.as_ref().map(seconds),
+        snapshot_time = status.snapshot_time.as_ref().map(time),
+        last_sequence,
+        budget = status.budget.as_ref().map(budget_json),
+        pressure = status.pressure.as_ref().map(pressure_json),
+        engine = status.engine.as_ref().map(engine_json),
+        workers = status.workers.iter().map(worker_json).collect::<Value>(),
+        leases = status.leases.iter().map(lease).collect::<Value>(),
+        waiting_requests, draining,
+        learned_peaks = status.learned_peaks.iter().map(peak_json).collect::<Value>(),
+        locked = (!status.locked.is_empty()).then_some(&status.locked),
+        standby_served, standby_missed, next_shed,
+        reboot_advised = (!status.reboot_advised.is_empty()).then_some(&status.reboot_advised),
+    )
+}
+
+fn budget_json(budget: &v1::Budget) -> Value {
+    // Not by `object!`: what the supervisor takes is shown as null while it is unknown.
+    json!({
+        "budgetBytes": budget.budget_bytes,
+        "heldBytes": budget.held_bytes,
+        "usedBytes": budget.used_bytes,
+        "unaccountedBytes": budget.unaccounted_bytes,
+        "supervisorBytes": budget.supervisor_bytes,
+        "freeBytes": budget.free_bytes,
+    })
 }
 
 fn peak_json(peak: &v1::LearnedPeak) -> Value {
-    object([
-        ("holder", Some(json!(peak.holder))),
-        ("variant", text(&peak.variant)),
-        ("peakBytes", Some(json!(peak.peak_bytes))),
-        ("lives", Some(json!(peak.lives))),
-    ])
+    object!(peak; holder, variant, peak_bytes, lives)
 }
 
 fn pressure_json(pressure: &v1::Pressure) -> Value {
-    let number = |value: Option<u64>| value.map(|value| json!(value));
-    object([
-        ("level", Some(json!(pressure.level().as_str_name()))),
-        ("headroomBytes", number(pressure.headroom_bytes)),
-        ("elevatedBelowBytes", Some(json!(pressure.elevated_below_bytes))),
-        ("criticalBelowBytes", Some(json!(pressure.critical_below_bytes))),
-        ("memTotalBytes", number(pressure.mem_total_bytes)),
-        ("memAvailableBytes", number(pressure.mem_available_bytes)),
-        ("cmaFreeBytes", number(pressure.cma_free_bytes)),
-        ("someAvg10Ratio", pressure.some_avg10_ratio.map(|ratio| json!(ratio))),
-        ("scopeUsedBytes", number(pressure.scope_used_bytes)),
-        ("oomKills", number(pressure.oom_kills)),
-        ("freeWithoutReclaimBytes", number(pressure.free_without_reclaim_bytes)),
-        ("nvmapPoolBytes", number(pressure.nvmap_pool_bytes)),
-        ("gpuUsedBytes", number(pressure.gpu_used_bytes)),
-        ("gpuUsedIsInferred", pressure.gpu_used_bytes.map(|_| json!(pressure.gpu_used_is_inferred))),
-        ("zramStoreBytes", number(pressure.zram_store_bytes)),
-        ("largestFreeBlockBytes", number(pressure.largest_free_block_bytes)),
-        ("releasedToPoolBytes", number(pressure.released_to_pool_bytes)),
-        ("releasedToOsBytes", number(pressure.released_to_os_bytes)),
-        ("cmaFailures", number(pressure.cma_failures)),
-        ("losingBytesPerSecond", Some(json!(pressure.losing_bytes_per_second))),
-        ("exhaustedIn", pressure.exhausted_in.as_ref().map(seconds)),
-        ("stallWatch", text(&pressure.stall_watch)),
-    ])
+    object!(pressure;
+        level = pressure.level().as_str_name(),
+        headroom_bytes, elevated_below_bytes, critical_below_bytes, mem_total_bytes, mem_available_bytes,
+        cma_free_bytes, some_avg10_ratio, scope_used_bytes, oom_kills, free_without_reclaim_bytes,
+        nvmap_pool_bytes, gpu_used_bytes,
+        gpu_used_is_inferred = pressure.gpu_used_bytes.map(|_| pressure.gpu_used_is_inferred),
+        zram_store_bytes, largest_free_block_bytes, released_to_pool_bytes, released_to_os_bytes,
+        cma_failures, losing_bytes_per_second,
+        exhausted_in = pressure.exhausted_in.as_ref().map(seconds),
+        stall_watch,
+    )
 }
 
 fn engine_json(engine: &v1::Engine) -> Value {
-    object([
-        ("state", Some(json!(engine.state().as_str_name()))),
-        ("model", text(&engine.model)),
-        ("architecture", text(&engine.architecture)),
-        ("layersTotal", Some(json!(engine.layers_total))),
-        ("layersResident", Some(json!(engine.layers_resident))),
-        ("kvCapacityTokens", Some(json!(engine.kv_capacity_tokens))),
-        ("kvCapacityFullTokens", Some(json!(engine.kv_capacity_full_tokens))),
-        ("weightsResidentBytes", Some(json!(engine.weights_resident_bytes))),
-        ("kvCapacityBytes", Some(json!(engine.kv_capacity_bytes))),
-        ("kvType", text(&word(engine.kv_type().as_str_name(), "KV_TYPE_"))),
-        ("kvUsedTokens", Some(json!(engine.kv_used_tokens))),
-        ("kvKeptTokens", Some(json!(engine.kv_kept_tokens))),
-        ("kvDroppedTokens", Some(json!(engine.kv_dropped_tokens))),
-        ("kvUntouchedBytes", Some(json!(engine.kv_untouched_bytes))),
-        ("prefillChunkTokens", Some(json!(engine.prefill_chunk_tokens))),
-        ("commandGapMaxMs", command_gap_ms(engine).map(|ms| json!(ms))),
-        ("planBytes", Some(json!(engine.plan_bytes))),
-        ("fullPlanBytes", Some(json!(engine.full_plan_bytes))),
-        ("changing", Some(json!(engine.changing))),
-        ("milliTokensPerSecond", (engine.milli_tokens_per_second > 0).then(|| json!(engine.milli_tokens_per_second))),
-        ("growthWaits", text(&engine.growth_waits)),
-        ("loadReadBytes", (engine.load_bytes > 0).then(|| json!(engine.load_read_bytes))),
-        ("loadBytes", (engine.load_bytes > 0).then(|| json!(engine.load_bytes))),
-        ("kvBlockTokens", Some(json!(engine.kv_block_tokens))),
-        ("sequences", Some(engine.sequences.iter().map(sequence_json).collect())),
-        ("failure", text(&engine.failure)),
-        ("sheds", Some(json!(engine.sheds))),
-        ("shedBytes", Some(json!(engine.shed_bytes))),
-        ("regrownBytes", Some(json!(engine.regrown_bytes))),
-    ])
+    let is_loading = engine.load_bytes > 0;
+    object!(engine;
+        state = engine.state().as_str_name(),
+        model, architecture, layers_total, layers_resident, kv_capacity_tokens, kv_capacity_full_tokens,
+        weights_resident_bytes, kv_capacity_bytes,
+        kv_type = word(engine.kv_type().as_str_name(), "KV_TYPE_"),
+        kv_used_tokens, kv_kept_tokens, kv_dropped_tokens, kv_untouched_bytes, prefill_chunk_tokens,
+        command_gap_max_ms = command_gap_ms(engine),
+        plan_bytes, full_plan_bytes, changing,
+        milli_tokens_per_second = Some(engine.milli_tokens_per_second).filter(|speed| *speed > 0),
+        growth_waits,
+        load_read_bytes = is_loading.then_some(engine.load_read_bytes),
+        load_bytes = is_loading.then_some(engine.load_bytes),
+        kv_block_tokens,
+        sequences = engine.sequences.iter().map(sequence_json).collect::<Value>(),
+        failure, sheds, shed_bytes, regrown_bytes,
+    )
 }
 
 fn sequence_json(sequence: &v1::Sequence) -> Value {
-    object([
-        ("id", Some(json!(sequence.id))),
-        ("state", Some(json!(sequence.state().as_str_name()))),
-        ("client", text(&sequence.client)),
-        ("class", text(&word(sequence.lease_class().as_str_name(), "LEASE_CLASS_"))),
-        ("promptTokens", Some(json!(sequence.prompt_tokens))),
-        ("reusedTokens", Some(json!(sequence.reused_tokens))),
-        ("generatedTokens", Some(json!(sequence.generated_tokens))),
-        ("kvTokens", Some(json!(sequence.kv_tokens))),
-        ("kvBytes", Some(json!(sequence.kv_bytes))),
-        ("kvBlocks", Some(json!(sequence.kv_blocks))),
-        ("waited", sequence.waited.as_ref().map(seconds)),
-    ])
+    object!(sequence;
+        id,
+        state = sequence.state().as_str_name(),
+        client,
+        class = word(sequence.lease_class().as_str_name(), "LEASE_CLASS_"),
+        prompt_tokens, reused_tokens, generated_tokens, kv_tokens, kv_bytes, kv_blocks,
+        waited = sequence.waited.as_ref().map(seconds),
+    )
 }
 
 fn worker_json(worker: &v1::Worker) -> Value {
-    object([
-        ("name", Some(json!(worker.name))),
-        ("state", Some(json!(worker.state().as_str_name()))),
-        ("pid", worker.pid.map(|pid| json!(pid))),
-        ("variant", text(&worker.variant)),
-        ("starts", Some(json!(worker.starts))),
-        ("failures", Some(json!(worker.failures))),
-        ("lastExit", text(&worker.last_exit)),
-        ("deathClass", text(&worker.death_class)),
-        ("needsOperator", worker.needs_operator.then(|| json!(true))),
-        ("remedy", text(&worker.remedy)),
-        ("waitsFor", text(&worker.waits_for)),
-        ("resting", text(&worker.resting)),
-        ("windingUp", worker.winding_up.then(|| json!(true))),
-        ("confinement", (!worker.confinement.is_empty()).then(|| json!(worker.confinement))),
-    ])
+    object!(worker;
+        name,
+        state = worker.state().as_str_name(),
+        pid, variant, starts, failures, last_exit, death_class,
+        needs_operator = worker.needs_operator.then_some(true),
+        remedy, waits_for, resting,
+        winding_up = worker.winding_up.then_some(true),
+        confinement = (!worker.confinement.is_empty()).then_some(&worker.confinement),
+    )
 }
 
 /// An event.
 #[must_use]
 pub fn entry(entry: &v1::JournalEntry) -> Value {
-    object([
-        ("sequence", Some(json!(entry.sequence))),
-        ("bootId", Some(json!(entry.boot_id))),
-        ("at", entry.at.as_ref().map(seconds)),
-        ("time", entry.time.as_ref().map(time)),
-        ("kind", Some(json!(entry.kind().as_str_name()))),
-        ("name", Some(json!(entry.name))),
-        ("summary", text(&entry.summary)),
+    object!(entry;
+        sequence, boot_id,
+        at = entry.at.as_ref().map(seconds),
+        time = entry.time.as_ref().map(time),
+        kind = entry.kind().as_str_name(),
+        name, summary,
         // As a document of its own rather than as text in a text; what cannot be read is left out.
-        ("body", serde_json::from_str(&entry.body_json).ok()),
-    ])
+        body = serde_json::from_str::<Value>(&entry.body_json).ok(),
+    )
 }
 
 /// The longest time in which the engine could take no command, ms.

@@ -41,6 +41,7 @@ mod slots;
 pub mod status;
 pub mod supervisor;
 
+pub use crate::policy::roles::Bounds;
 pub use client::Endpoint;
 pub use convert::class as lease_class;
 pub use deaths::DeathLog;
@@ -48,8 +49,7 @@ pub use health::Health;
 pub use llm::{GenerateEvent, GenerateRequest, Generator};
 pub use roles::{Role, Roles};
 pub use server::{Limits, Server, Sockets};
-pub use slots::Bounds;
-pub use supervisor::{EventLog, EventRecord, Notice, Supervisor};
+pub use supervisor::{EventLog, Notice, Supervisor};
 
 /// Messages, clients and servers of `cotenant.v1`, generated from `proto/cotenant/v1`.
 #[expect(

@@ -13,8 +13,9 @@ use tracing::{debug, warn};
 use super::{
     connection::{ACCEPT_AGAIN_AFTER, Connection},
     roles::Role,
-    slots::{Bounds, Slots},
+    slots::Slots,
 };
+use crate::policy::roles::Bounds;
 
 /// A listener for other machines, bound and not served yet.
 #[derive(Debug)]

@@ -3,19 +3,7 @@
 use std::fmt;
 
 use super::peer::PeerInfo;
-
-/// What a peer is to the supervisor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Role {
-    /// Does everything.
-    Operator,
-    /// Has leases of its own, generates, and reads.
-    Tenant,
-    /// Reads.
-    Viewer,
-    /// Reads, and intervenes when memory is short: sheds, drains, recycles workers.
-    Watchdog,
-}
+pub use crate::policy::roles::{Ids, Role};
 
 /// A kind of call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,17 +33,6 @@ impl Role {
     }
 }
 
-impl fmt::Display for Role {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Operator => "operator",
-            Self::Tenant => "tenant",
-            Self::Viewer => "viewer",
-            Self::Watchdog => "watchdog",
-        })
-    }
-}
-
 impl fmt::Display for Permission {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
@@ -66,15 +43,6 @@ impl fmt::Display for Permission {
             Self::Operate => "operate",
         })
     }
-}
-
-/// Users and groups.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Ids {
-    /// User ids.
-    pub uids: Vec<u32>,
-    /// Group ids; the peer's supplementary groups count too.
-    pub gids: Vec<u32>,
 }
 
 impl Ids {

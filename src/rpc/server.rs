@@ -38,7 +38,7 @@ use super::{
     peer::{PeerInfo, Process},
     remote::{self, Remote},
     roles::Roles,
-    slots::{Bounds, Slot, Slots},
+    slots::{Slot, Slots},
     status::CallError,
     supervisor::Supervisor,
     v1::{
@@ -46,7 +46,10 @@ use super::{
         operator_service_server::OperatorServiceServer,
     },
 };
-use crate::{policy::lease::LeaseId, probe::processes::boot_ticks};
+use crate::{
+    policy::{lease::LeaseId, roles::Bounds},
+    probe::processes::boot_ticks,
+};
 
 /// What a server allows.
 #[derive(Clone, Debug, PartialEq, Eq)]

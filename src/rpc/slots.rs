@@ -5,6 +5,8 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
+use crate::policy::roles::Bounds;
+
 /// A user, and the process where it is known.
 pub(super) type Key = (u32, Option<u32>);
 
@@ -13,17 +15,6 @@ pub(super) type Key = (u32, Option<u32>);
 pub(super) struct Slots {
     open: Arc<Mutex<BTreeMap<Key, u64>>>,
     bounds: Bounds,
-}
-
-/// How many of something may be open.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Bounds {
-    /// By one process.
-    pub per_process: u64,
-    /// By all processes of one user.
-    pub per_user: u64,
-    /// In all.
-    pub total: u64,
 }
 
 /// One that is open; closed when dropped.

@@ -3,7 +3,7 @@
 use std::{
     collections::VecDeque,
     sync::{Arc, Mutex, PoisonError},
-    time::{Duration, SystemTime},
+    time::SystemTime,
 };
 
 use tokio::sync::{broadcast, oneshot, watch};
@@ -68,41 +68,9 @@ pub trait Supervisor: Send + Sync + 'static {
         None
     }
 
-    /// What of the supervisor itself is kept in memory whatever happens, and what is not, one line each.
-    fn locked(&self) -> Vec<String> {
-        Vec::new()
-    }
-
-    /// How often a shed found what it needed set aside, and how often not.
-    fn emergency_reserve(&self) -> (u64, u64) {
-        (0, 0)
-    }
-
-    /// The longest time, while the engine worked, in which it could take no command; `None` while there is no engine.
-    fn command_gap_max(&self) -> Option<Duration> {
-        None
-    }
-
-    /// What the load of a model has read, and of how much; `None` while nothing is loaded.
-    fn loading(&self) -> Option<(Bytes, Bytes)> {
-        None
-    }
-
-    /// The sequences of the LLM: the running or the kept one, then those that wait.
-    fn sequences(&self) -> Vec<v1::Sequence> {
-        Vec::new()
-    }
-
-    /// What would be shed first, and why, in words; empty while that is not known.
-    fn next_shed(&self) -> String {
-        String::new()
-    }
-
-    /// What a worker is confined by since its last start, and what could not be put into force, one line each.
-    fn confinement(&self, worker: &str) -> Vec<String> {
-        let _ = worker;
-        Vec::new()
-    }
+    /// Fills in what the snapshot does not have: what is locked in memory, the counts of the emergency reserve, what
+    /// would be shed first, the engine's load, sequences and command gap, and what each worker is confined by.
+    fn complete(&self, _status: &mut v1::GetStatusResponse) {}
 }
 
 /// Why a process cannot have a lease by some name, whatever is free.
@@ -168,47 +136,10 @@ impl Notice {
     }
 }
 
-/// Whether a line of the journal is an event or an action.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum EventRecordKind {
-    /// The supervisor started.
-    Start,
-    /// Something happened.
-    Event,
-    /// Something was to be done about it.
-    Action,
-    /// Lines are missing here.
-    Dropped,
-}
-
-/// A line of the journal, ready to be sent.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct EventRecord {
-    /// Its number in this run, from 1; rises by at least one.
-    pub sequence: u64,
-    /// When.
-    pub at: Timestamp,
-    /// The same by the wall clock.
-    pub time: SystemTime,
-    /// Event or action.
-    pub kind: EventRecordKind,
-    /// Which one: `sampled`, `apply_plan`.
-    pub name: String,
-    /// In one line, for people.
-    pub summary: String,
-    /// The body, JSON.
-    pub body_json: String,
-}
-
-impl EventRecord {
-    const fn text_bytes(&self) -> usize {
-        self.name.len() + self.summary.len() + self.body_json.len()
-    }
-}
-
 /// The last lines of the journal in memory, for any number of readers at their own pace.
 ///
-/// A reader costs nothing while it does not read: it remembers a number, and learns how many lines it has missed.
+/// A reader costs nothing while it does not read: it remembers a number, and learns how many lines it has missed. The
+/// lines are kept without the run's `boot_id`, which is added when they are sent.
 #[derive(Debug)]
 pub struct EventLog {
     kept: Mutex<Kept>,
@@ -220,7 +151,7 @@ pub struct EventLog {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Page {
     /// The lines, in order.
-    pub records: Vec<Arc<EventRecord>>,
+    pub records: Vec<Arc<v1::JournalEntry>>,
     /// Lines between the number asked for and the first of `records` that are not kept any more.
     pub missed: u64,
 }
@@ -228,7 +159,7 @@ pub struct Page {
 /// The lines that are kept, and where they begin.
 #[derive(Debug, Default)]
 struct Kept {
-    records: VecDeque<Arc<EventRecord>>,
+    records: VecDeque<Arc<v1::JournalEntry>>,
     /// What their texts take.
     bytes: usize,
     /// Number of the last line that made place for another one.
@@ -243,14 +174,14 @@ impl EventLog {
     }
 
     /// Adds a line; the oldest one makes place for it.
-    pub fn push(&self, record: EventRecord) {
+    pub fn push(&self, record: v1::JournalEntry) {
         let sequence = record.sequence;
         {
             let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-            kept.bytes += record.text_bytes();
+            kept.bytes += text_bytes(&record);
             while kept.records.len() >= self.capacity || kept.bytes > BYTES_MAX {
                 let Some(oldest) = kept.records.pop_front() else { break };
-                kept.bytes -= oldest.text_bytes();
+                kept.bytes -= text_bytes(&oldest);
                 kept.gone_up_to = oldest.sequence;
             }
             kept.records.push_back(Arc::new(record));
@@ -277,6 +208,10 @@ impl EventLog {
     }
 }
 
+const fn text_bytes(record: &v1::JournalEntry) -> usize {
+    record.name.len() + record.summary.len() + record.body_json.len()
+}
+
 /// What the texts of all lines may take: a line has some 500 bytes, and one with a whole book of leases some 100 KiB.
 const BYTES_MAX: usize = 4 << 20;
 
@@ -288,27 +223,24 @@ mod tests {
     fn long_lines_make_place_for_each_other() {
         let log = EventLog::new(1000);
         for sequence in 1..=100 {
-            log.push(EventRecord { body_json: "x".repeat(100 << 10), ..record(sequence) });
+            log.push(v1::JournalEntry { body_json: "x".repeat(100 << 10), ..record(sequence) });
         }
         let page = log.after(0, 1000);
         assert!((30..=40).contains(&page.records.len()), "{}", page.records.len());
         assert_eq!(page.missed, 100 - page.records.len() as u64);
         // One that is larger than all of it is kept alone.
-        log.push(EventRecord { body_json: "x".repeat(5 << 20), ..record(101) });
+        log.push(v1::JournalEntry { body_json: "x".repeat(5 << 20), ..record(101) });
         assert_eq!(log.after(0, 1000).records.len(), 1);
         log.push(record(102));
         assert_eq!(log.after(0, 1000).records.len(), 1);
     }
 
-    fn record(sequence: u64) -> EventRecord {
-        EventRecord {
+    fn record(sequence: u64) -> v1::JournalEntry {
+        v1::JournalEntry {
             sequence,
-            at: Timestamp::from_millis(sequence),
-            time: SystemTime::UNIX_EPOCH,
-            kind: EventRecordKind::Event,
             name: "drain_requested".into(),
-            summary: String::new(),
             body_json: "{}".into(),
+            ..v1::JournalEntry::default()
         }
     }
 

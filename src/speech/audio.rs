@@ -566,26 +566,6 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_audio_or_an_error(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
-            let _ = parse_wav(&bytes, MINUTE);
-        }
-
-        #[test]
-        fn any_change_of_a_header_gives_audio_or_an_error(
-            changes in proptest::collection::vec((0usize..60, any::<u8>()), 1..6),
-            cut in 0usize..120,
-        ) {
-            let mut file = wav(spec(2, 16, SampleFormat::Int), &[1i16; 40]);
-            for (at, byte) in changes {
-                file[at] = byte;
-            }
-            file.truncate(file.len().saturating_sub(cut));
-            if let Ok(audio) = parse_wav(&file, MINUTE) {
-                prop_assert!(audio.duration() <= MINUTE);
-            }
-        }
-
-        #[test]
         fn a_file_holds_what_was_put_in(samples in proptest::collection::vec(any::<i16>(), 0..300)) {
             let audio = MonoAudio::new(22_050, samples);
             prop_assert_eq!(parse_wav(&audio.to_wav().unwrap(), MINUTE).unwrap(), audio);

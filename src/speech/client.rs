@@ -168,19 +168,11 @@ impl WyomingClient {
         .await
     }
 
-    /// What is said in `audio`; empty when nothing was heard.
+    /// What is said in `audio`, where the server is set to expect `language`; an empty text when nothing was heard. A
+    /// server that tells the text in pieces is passed on to `pieces` while it does.
     ///
     /// # Errors
     /// As [`describe`](Self::describe), and when the server refuses.
-    pub async fn transcribe(&self, audio: &MonoAudio) -> Result<String, ClientError> {
-        Ok(self.hear(audio, None, None).await?.text)
-    }
-
-    /// What is said in `audio`, where the server is set to expect `language`. A server that tells the text in pieces is
-    /// passed on to `pieces` while it does.
-    ///
-    /// # Errors
-    /// As [`transcribe`](Self::transcribe).
     pub async fn hear(
         &self,
         audio: &MonoAudio,

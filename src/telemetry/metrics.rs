@@ -13,7 +13,7 @@ use std::{
 };
 
 use prometheus_client::{
-    encoding::{EncodeLabelSet, text::encode},
+    encoding::text::encode,
     metrics::{
         counter::Counter,
         family::Family,
@@ -51,36 +51,36 @@ pub struct Metrics {
     gpu_used: Known,
     page_pool: Known,
     zram_store: Known,
-    leases: Family<State, Size>,
-    lease_held: Family<Holder, Size>,
-    lease_used: Family<Tenant, Size>,
-    lease_target: Family<Tenant, Size>,
-    lease_denied: Family<Reason, Counter>,
+    leases: Family<Labels<1>, Size>,
+    lease_held: Family<Labels<2>, Size>,
+    lease_used: Family<Labels<1>, Size>,
+    lease_target: Family<Labels<1>, Size>,
+    lease_denied: Family<Labels<1>, Counter>,
     reclaim: Histogram,
-    reclaim_missed: Family<Tenant, Counter>,
-    layers: Family<State, Size>,
+    reclaim_missed: Family<Labels<1>, Counter>,
+    layers: Family<Labels<1>, Size>,
     weights_resident: Size,
     kv_capacity: Size,
     kv_used: Size,
     prefill_chunk: Size,
     command_gap: Gauge<f64, AtomicU64>,
-    shed_events: Family<Level, Counter>,
-    shed_bytes: Family<What, Counter>,
+    shed_events: Family<Labels<1>, Counter>,
+    shed_bytes: Family<Labels<2>, Counter>,
     regrow_bytes: Counter,
     pressure_level: Size,
     safe_profile: Size,
-    reboot_advised: Family<Reason, Size>,
-    pressure_some: Family<Window, Gauge<f64, AtomicU64>>,
-    pressure_stall: Family<Kind, Counter<f64, AtomicU64>>,
-    worker_deaths: Family<Death, Counter>,
-    worker_restarts: Family<Restart, Counter>,
-    worker_memory: Family<WorkerMemory, Size>,
+    reboot_advised: Family<Labels<1>, Size>,
+    pressure_some: Family<Labels<1>, Gauge<f64, AtomicU64>>,
+    pressure_stall: Family<Labels<1>, Counter<f64, AtomicU64>>,
+    worker_deaths: Family<Labels<2>, Counter>,
+    worker_restarts: Family<Labels<2>, Counter>,
+    worker_memory: Family<Labels<2>, Size>,
     oom_kills: Counter,
-    request: Family<Route, Histogram, fn() -> Histogram>,
+    request: Family<Labels<2>, Histogram, fn() -> Histogram>,
     first_token: Histogram,
     first_audio: Histogram,
-    tokens: Family<Kind, Counter>,
-    heartbeat_age: Family<Component, Gauge<f64, AtomicU64>>,
+    tokens: Family<Labels<1>, Counter>,
+    heartbeat_age: Family<Labels<1>, Gauge<f64, AtomicU64>>,
     journal_lost: Counter,
     log_dropped: Counter,
     spans_exported: Counter,
@@ -186,8 +186,7 @@ impl Metrics {
         self.safe_profile.set(u64::from(safe_profile(snapshot).is_some()));
         for reason in RebootReason::WORDS {
             let advised = snapshot.reboot.iter().any(|known| known.word() == reason);
-            let reason = reason.to_owned();
-            self.reboot_advised.get_or_create(&Reason { reason }).set(advised.into());
+            self.reboot_advised.get_or_create(&labels([("reason", reason)])).set(advised.into());
         }
         self.pressure_level.set(match snapshot.pressure.level {
             PressureLevel::Normal => 0,
@@ -201,8 +200,7 @@ impl Metrics {
 
     /// A request for a lease was denied.
     pub fn lease_denied(&self, reason: &str) {
-        let reason = reason.to_owned();
-        self.lease_denied.get_or_create(&Reason { reason }).inc();
+        self.lease_denied.get_or_create(&labels([("reason", reason)])).inc();
     }
 
     /// Reclaimed memory was verified to be back.
@@ -212,21 +210,18 @@ impl Metrics {
 
     /// A holder did not reach its target by the deadline.
     pub fn reclaim_missed(&self, tenant: &str) {
-        let tenant = tenant.to_owned();
-        self.reclaim_missed.get_or_create(&Tenant { tenant }).inc();
+        self.reclaim_missed.get_or_create(&labels([("tenant", tenant)])).inc();
     }
 
     /// Something was shed and verified; `level` led to it.
     pub fn shed(&self, level: PressureLevel) {
-        let level = level.to_string().to_lowercase();
-        self.shed_events.get_or_create(&Level { level }).inc();
+        self.shed_events.get_or_create(&[("level", level.to_string().to_lowercase())]).inc();
     }
 
     /// What a shed gave back: `kv`, `layers`, `workspace`, `worker`, `tenant`; and why it was asked for: `lease`,
     /// `operator`, `pressure`.
     pub fn shed_bytes(&self, what: &str, reason: &str, bytes: Bytes) {
-        let what = What { what: what.to_owned(), reason: reason.to_owned() };
-        self.shed_bytes.get_or_create(&what).inc_by(bytes.get());
+        self.shed_bytes.get_or_create(&labels([("what", what), ("reason", reason)])).inc_by(bytes.get());
     }
 
     /// What sequences hold in the KV cache.
@@ -236,19 +231,17 @@ impl Metrics {
 
     /// A worker was started again after an unexpected end: `exited`, `killed`, `not_ready`.
     pub fn worker_restarted(&self, worker: &str, reason: &str) {
-        let restart = Restart { worker: worker.to_owned(), reason: reason.to_owned() };
-        self.worker_restarts.get_or_create(&restart).inc();
+        self.worker_restarts.get_or_create(&labels([("worker", worker), ("reason", reason)])).inc();
     }
 
     /// A worker died, or could not be started: `memcg_oom`, `exec_failed`.
     pub fn worker_died(&self, worker: &str, class: &str) {
-        let death = Death { worker: worker.to_owned(), class: class.to_owned() };
-        self.worker_deaths.get_or_create(&death).inc();
+        self.worker_deaths.get_or_create(&labels([("worker", worker), ("class", class)])).inc();
     }
 
     /// What a worker uses, by kind: `pss`, `rss`, `cgroup`. `None` when it has ended, or that is not known.
     pub fn set_worker_memory(&self, worker: &str, kind: &str, bytes: Option<Bytes>) {
-        let labels = WorkerMemory { worker: worker.to_owned(), kind: kind.to_owned() };
+        let labels = labels([("worker", worker), ("kind", kind)]);
         match bytes {
             Some(bytes) => set(&self.worker_memory.get_or_create(&labels), bytes),
             None => {
@@ -259,8 +252,8 @@ impl Metrics {
 
     /// A request was answered.
     pub fn request(&self, route: &str, code: u16, took: Duration) {
-        let route = Route { route: route.to_owned(), code: u64::from(code) };
-        self.request.get_or_create(&route).observe(took.as_secs_f64());
+        let labels = [("route", route.to_owned()), ("code", code.to_string())];
+        self.request.get_or_create(&labels).observe(took.as_secs_f64());
     }
 
     /// The first token of an answer came.
@@ -275,14 +268,12 @@ impl Metrics {
 
     /// Tokens were read (`prompt`) or written (`completion`).
     pub fn tokens(&self, kind: &str, count: u64) {
-        let kind = kind.to_owned();
-        self.tokens.get_or_create(&Kind { kind }).inc_by(count);
+        self.tokens.get_or_create(&labels([("kind", kind)])).inc_by(count);
     }
 
     /// Time since a loop last advanced.
     pub fn set_heartbeat_age(&self, component: &str, age: Duration) {
-        let component = component.to_owned();
-        self.heartbeat_age.get_or_create(&Component { component }).set(age.as_secs_f64());
+        self.heartbeat_age.get_or_create(&labels([("component", component)])).set(age.as_secs_f64());
     }
 
     /// Lines of the journal lost so far.
@@ -335,21 +326,19 @@ impl Metrics {
             raise(&self.oom_kills, kills);
         }
         if let Some(hundredths) = sample.stalls.psi_some_avg10 {
-            let window = "10s".to_owned();
-            self.pressure_some.get_or_create(&Window { window }).set(f64::from(hundredths) / 10_000.0);
+            self.pressure_some.get_or_create(&labels([("window", "10s")])).set(f64::from(hundredths) / 10_000.0);
         }
         for (kind, total_us) in [("some", sample.stalls.psi_some_total_us), ("full", sample.stalls.psi_full_total_us)] {
             if let Some(total_us) = total_us {
-                let kind = kind.to_owned();
                 let seconds = Duration::from_micros(total_us).as_secs_f64();
-                self.pressure_stall.get_or_create(&Kind { kind }).inner().set(seconds);
+                self.pressure_stall.get_or_create(&labels([("kind", kind)])).inner().set(seconds);
             }
         }
     }
 
     fn observe_leases(&self, snapshot: &Snapshot) {
         for state in ["requested", "granted", "revoking"] {
-            self.leases.get_or_create(&State::new(state)).set(0);
+            self.leases.get_or_create(&labels([("state", state)])).set(0);
         }
         // What has ended must vanish; a scrape waits meanwhile.
         self.lease_held.clear();
@@ -363,17 +352,14 @@ impl Metrics {
                 LeaseState::Revoking => "revoking",
                 LeaseState::Gone => continue,
             };
-            self.leases.get_or_create(&State::new(state)).inc();
-            let tenant = Tenant { tenant: lease.tenant.clone() };
-            let holder = Holder {
-                tenant: lease.tenant.clone(),
-                kind: match lease.kind {
-                    LeaseKind::Engine => "engine",
-                    LeaseKind::Tenant => "tenant",
-                    LeaseKind::Worker => "worker",
-                }
-                .to_owned(),
+            self.leases.get_or_create(&labels([("state", state)])).inc();
+            let tenant = labels([("tenant", &lease.tenant)]);
+            let kind = match lease.kind {
+                LeaseKind::Engine => "engine",
+                LeaseKind::Tenant => "tenant",
+                LeaseKind::Worker => "worker",
             };
+            let holder = labels([("tenant", &lease.tenant), ("kind", kind)]);
             // A tenant may have several leases.
             self.lease_held.get_or_create(&holder).inc_by(lease.memory.held.get());
             // One reading of its process, however many leases that has.
@@ -405,8 +391,8 @@ impl Metrics {
             weights = weights.saturating_add(shape.fixed_bytes);
             capacity = shape.kv.capacity_bytes(plan.kv_capacity, plan.kv_type);
         }
-        self.layers.get_or_create(&State::new("resident")).set(resident);
-        self.layers.get_or_create(&State::new("streamed")).set(streamed);
+        self.layers.get_or_create(&labels([("state", "resident")])).set(resident);
+        self.layers.get_or_create(&labels([("state", "streamed")])).set(streamed);
         set(&self.weights_resident, weights);
         set(&self.kv_capacity, capacity);
     }
@@ -436,7 +422,14 @@ impl Table {
 type Size = Gauge<u64, AtomicU64>;
 
 /// The same, left out while it is unknown: unknown is not zero.
-type Known = Family<[(String, String); 0], Size>;
+type Known = Family<Labels<0>, Size>;
+
+/// Labels of a series, in the order in which they are written.
+type Labels<const N: usize> = [(&'static str, String); N];
+
+fn labels<const N: usize>(labels: [(&'static str, &str); N]) -> Labels<N> {
+    labels.map(|(name, value)| (name, value.to_owned()))
+}
 
 fn set_known(gauge: &Known, bytes: Option<Bytes>) {
     match bytes {
@@ -458,83 +451,6 @@ fn raise(counter: &Counter, total: u64) {
 
 fn request_histogram() -> Histogram {
     Histogram::new(exponential_buckets(0.01, 2.0, 14))
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct State {
-    state: String,
-}
-
-impl State {
-    fn new(state: &str) -> Self {
-        Self { state: state.to_owned() }
-    }
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Holder {
-    tenant: String,
-    kind: String,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Tenant {
-    tenant: String,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Reason {
-    reason: String,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Level {
-    level: String,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct What {
-    what: String,
-    reason: String,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Window {
-    window: String,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Kind {
-    kind: String,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Death {
-    worker: String,
-    class: String,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Restart {
-    worker: String,
-    reason: String,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct WorkerMemory {
-    worker: String,
-    kind: String,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Route {
-    route: String,
-    code: u64,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Component {
-    component: String,
 }
 
 #[cfg(test)]

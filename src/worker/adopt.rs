@@ -13,12 +13,14 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use super::{
-    KernelRoots,
     mark::{SUPERVISOR_VARIABLE, SupervisorMark, WORKER_VARIABLE},
     spec::WorkerSpec,
 };
 use crate::{
-    probe::processes::{self, ProcessStat},
+    probe::{
+        ProbeRoot,
+        processes::{self, ProcessStat},
+    },
     speech::client::Endpoint,
 };
 
@@ -104,7 +106,7 @@ impl Survivor {
 /// The living workers that supervisors of the place of `specs` have left behind, and that are as `specs` want them: at
 /// most one of each. To be called when no supervisor of this place runs.
 #[must_use]
-pub fn survivors(roots: &KernelRoots, specs: &[WorkerSpec]) -> Vec<Survivor> {
+pub fn survivors(roots: &ProbeRoot, specs: &[WorkerSpec]) -> Vec<Survivor> {
     let proc = &roots.proc;
     let us = nix::unistd::geteuid().as_raw();
     let mut found: Vec<Survivor> = Vec::new();
@@ -160,7 +162,7 @@ pub fn survivors(roots: &KernelRoots, specs: &[WorkerSpec]) -> Vec<Survivor> {
 
 /// Waits until processes that have just become a program have an environment, by which they could be recognised: the
 /// kernel lets it be seen an instant after the lock of the place is gone.
-pub async fn all_visible(roots: &KernelRoots) {
+pub async fn all_visible(roots: &ProbeRoot) {
     let proc = &roots.proc;
     let us = nix::unistd::geteuid().as_raw();
     let end = Instant::now() + VISIBLE_PATIENCE;
@@ -230,7 +232,7 @@ mod tests {
     }
 
     /// A folder in place of `/proc` with one process of a supervisor that is gone, and our own.
-    fn proc_with(pid: u32, group: u32, record: &LaunchRecord) -> (tempfile::TempDir, KernelRoots) {
+    fn proc_with(pid: u32, group: u32, record: &LaunchRecord) -> (tempfile::TempDir, ProbeRoot) {
         let dir = tempfile::tempdir().unwrap();
         let us = std::process::id();
         let namespace = fs::read_link("/proc/self/ns/pid").unwrap();
@@ -253,7 +255,7 @@ mod tests {
             fs::write(folder.join("environ"), environment).unwrap();
             std::os::unix::fs::symlink(&namespace, folder.join("ns/pid")).unwrap();
         }
-        let roots = KernelRoots { proc: dir.path().to_owned(), ..KernelRoots::default() };
+        let roots = ProbeRoot { proc: dir.path().to_owned(), ..ProbeRoot::default() };
         (dir, roots)
     }
 

@@ -6,7 +6,6 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 pub use super::shared::{StartError, WorkerState};
 use super::{
-    KernelRoots,
     adopt::Survivor,
     autopsy,
     confine::{Groups, Measure},
@@ -53,23 +52,12 @@ impl WorkerProcess {
 }
 
 impl WorkerHandle {
-    /// A worker that does not run yet; needs a tokio runtime.
+    /// A worker that does not run yet, with a control group for each start where `groups` can have them; needs a tokio
+    /// runtime.
     ///
     /// A full `events` delays this worker's task, except for measurements, which are then not reported as events.
     #[must_use]
-    pub fn new(spec: WorkerSpec, roots: KernelRoots, events: mpsc::Sender<WorkerEvent>) -> Self {
-        let groups = Groups::none("this supervisor makes no control groups");
-        Self::with_groups(spec, roots, groups, events)
-    }
-
-    /// As [`new`](Self::new), with a control group for each start.
-    #[must_use]
-    pub fn with_groups(
-        spec: WorkerSpec,
-        roots: KernelRoots,
-        groups: Groups,
-        events: mpsc::Sender<WorkerEvent>,
-    ) -> Self {
+    pub fn new(spec: WorkerSpec, roots: ProbeRoot, groups: Groups, events: mpsc::Sender<WorkerEvent>) -> Self {
         let shared = Arc::new(Shared::new(spec, roots, groups));
         let (commands, inbox) = mpsc::channel(COMMANDS_QUEUED);
         let (publish, status) = watch::channel(Status::default());
@@ -117,13 +105,8 @@ impl WorkerHandle {
         answer.await.unwrap_or(Err(StartError::Gone))
     }
 
-    /// Ends it and waits: SIGTERM to its group, SIGKILL after `grace`, or after the grace of its specification.
-    /// `None` when it did not run.
-    pub async fn stop(&self, grace: Option<Duration>) -> Option<ExitReport> {
-        self.stop_because(grace, "").await
-    }
-
-    /// As [`stop`](Self::stop); `why` goes into its death certificate.
+    /// Ends it and waits: SIGTERM to its group, SIGKILL after `grace`, or after the grace of its specification; SIGKILL
+    /// at once where that is zero. `why` goes into its death certificate. `None` when it did not run.
     pub async fn stop_because(&self, grace: Option<Duration>, why: &str) -> Option<ExitReport> {
         let grace = grace.unwrap_or(self.shared.spec().stop_grace);
         self.end(Intent::Stop, grace, why).await
@@ -133,11 +116,6 @@ impl WorkerHandle {
     /// the grace of its specification. `None` when it did not run.
     pub async fn end_hung(&self, why: &str) -> Option<ExitReport> {
         self.end(Intent::Hung, self.shared.spec().stop_grace, why).await
-    }
-
-    /// Ends it by SIGKILL to its group and waits. `None` when it did not run.
-    pub async fn kill(&self) -> Option<ExitReport> {
-        self.end(Intent::Kill, Duration::ZERO, "").await
     }
 
     /// What it holds now; also sent as an event. `None` when it does not run or cannot be read.
@@ -155,7 +133,6 @@ impl WorkerHandle {
         if self.status.borrow().start != start || self.status.borrow().state.pid() != Some(pid) {
             return None;
         }
-        *self.shared.last_measured() = Some(reading);
         *self.shared.family() = family;
         self.shared.history().push(reading.used(), available);
         let _ = self.events.try_send(WorkerEvent {
@@ -278,17 +255,16 @@ pub struct ResizeReport {
 }
 
 /// What the family of `leader` uses; `None` when the leader is gone or cannot be seen, which is not the same as nothing.
-fn measure(roots: &KernelRoots, leader: u32) -> Option<(MemoryReading, BTreeSet<Known>)> {
+fn measure(roots: &ProbeRoot, leader: u32) -> Option<(MemoryReading, BTreeSet<Known>)> {
     let proc = &roots.proc;
     if ProcessStat::read(proc, leader)?.is_dead() {
         return None;
     }
     let family = family(proc, leader)?;
     let sum = processes::sum(proc, family.iter().map(|(pid, _)| *pid));
-    let root = ProbeRoot { proc: proc.clone(), sys: roots.sys.clone(), ..ProbeRoot::default() };
-    let group = Cgroup::of(&root, leader).filter(|group| Some(group) != Cgroup::own(&root).as_ref());
+    let group = Cgroup::of(roots, leader).filter(|group| Some(group) != Cgroup::own(roots).as_ref());
     let cgroup = group.and_then(|group| group.memory().used);
-    let gpu = Nvmap::find(&root).and_then(|nvmap| nvmap.clients()?.of_all(family.iter().map(|(pid, _)| *pid)));
+    let gpu = Nvmap::find(roots).and_then(|nvmap| nvmap.clients()?.of_all(family.iter().map(|(pid, _)| *pid)));
     (sum.processes > 0).then_some((MemoryReading { sum, cgroup, gpu }, family))
 }
 

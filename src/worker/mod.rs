@@ -6,7 +6,7 @@
 //! ```text
 //!            start()            describe answers
 //!  Stopped ──────────► Starting ───────────────► Ready
-//!     ▲                   │ exec failed,           │ stop(grace), kill()
+//!     ▲                   │ exec failed,           │ stop_because()
 //!     │                   │ not ready in time      ▼
 //!     └──── exited ◄──────┴───────────────────► Stopping: SIGTERM to the group, grace, SIGKILL to the group
 //! ```
@@ -31,8 +31,5 @@ mod mark;
 mod notify;
 mod ports;
 mod process;
-mod roots;
 mod shared;
 mod supervise;
-
-pub use roots::KernelRoots;

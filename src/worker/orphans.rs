@@ -3,14 +3,16 @@
 use std::{collections::BTreeSet, path::Path, time::Duration};
 
 use super::{
-    KernelRoots,
     adopt::{LAUNCH_VARIABLE, LaunchRecord, Survivor},
     confine::Groups,
     descent,
     mark::{SUPERVISOR_VARIABLE, SupervisorMark, WORKER_VARIABLE},
     process::UnmanagedProcess,
 };
-use crate::probe::processes::{self, ProcessStat, ProcessTable};
+use crate::probe::{
+    ProbeRoot,
+    processes::{self, ProcessStat, ProcessTable},
+};
 
 /// A process that was ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -45,12 +47,7 @@ pub(super) struct Launched<'a> {
 /// processes that carry a mark of a supervisor of this process namespace are ended, what descends from them, and what
 /// shares a control group with them; none of a supervisor that runs beside us, and none that is left to the heirs of
 /// another place than `place`. `spared` are taken over, with their children.
-pub async fn end_orphans(
-    roots: &KernelRoots,
-    groups: &Groups,
-    place: Option<&str>,
-    spared: &[Survivor],
-) -> Vec<Orphan> {
+pub async fn end_orphans(roots: &ProbeRoot, groups: &Groups, place: Option<&str>, spared: &[Survivor]) -> Vec<Orphan> {
     let proc = &roots.proc;
     let claim = |pid: u32| {
         let mark = processes::environment(proc, pid, SUPERVISOR_VARIABLE)?.parse::<SupervisorMark>();
@@ -88,7 +85,7 @@ enum Claim {
 }
 
 /// Ends the processes that one launch of a worker left behind, wherever they are.
-pub(super) async fn end_left_behind(roots: &KernelRoots, launched: Launched<'_>) -> Vec<Orphan> {
+pub(super) async fn end_left_behind(roots: &ProbeRoot, launched: Launched<'_>) -> Vec<Orphan> {
     let proc = &roots.proc;
     let supervisor = launched.supervisor.to_string();
     let label = launched.label;

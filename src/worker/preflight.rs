@@ -11,8 +11,7 @@ use std::{
 };
 
 use super::{
-    KernelRoots,
-    autopsy::{find_program, interpreter, killers, library_folders, other_versions, unfit},
+    autopsy::{find_program, interpreter, library_folders, other_versions, unfit},
     ports,
 };
 use crate::{
@@ -72,10 +71,6 @@ struct ProgramFacts {
 pub struct MachineFacts {
     /// Whether CPU and GPU have one memory.
     pub unified: bool,
-    /// All of its memory.
-    pub memory: Bytes,
-    /// Size of all its zram devices.
-    pub zram: Bytes,
     /// What a process may lock; `None` is no limit.
     pub lock_limit: Option<Bytes>,
     /// Why workers cannot have control groups.
@@ -86,7 +81,7 @@ pub struct MachineFacts {
 
 /// Looks at every worker and at the machine.
 #[must_use]
-pub fn preflight(workers: &[WorkerConfig], machine: &MachineFacts, roots: &KernelRoots) -> Vec<Found> {
+pub fn preflight(workers: &[WorkerConfig], machine: &MachineFacts) -> Vec<Found> {
     let mut found: Vec<Found> = workers
         .iter()
         .flat_map(|worker| {
@@ -95,7 +90,7 @@ pub fn preflight(workers: &[WorkerConfig], machine: &MachineFacts, roots: &Kerne
             found
         })
         .collect();
-    found.extend(judge_machine(machine, &killers(&roots.proc)));
+    found.extend(judge_machine(machine));
     found
 }
 
@@ -236,27 +231,8 @@ fn judge_arguments(worker: &str, argv: &[String], peak: Bytes, machine: &Machine
     found
 }
 
-fn judge_machine(machine: &MachineFacts, killers: &[String]) -> Vec<Found> {
+fn judge_machine(machine: &MachineFacts) -> Vec<Found> {
     let mut found = Vec::new();
-    if machine.zram.saturating_mul(ZRAM_PARTS) > machine.memory && machine.memory > Bytes::ZERO {
-        found.push(warning(
-            None,
-            "zram_share",
-            format!(
-                "zram may hold {} of pages, with {} of memory: its store grows where memory is short",
-                machine.zram, machine.memory
-            ),
-            "use a swap file on NVMe instead; on a Jetson disable `nvzramconfig`",
-        ));
-    }
-    for killer in killers {
-        found.push(warning(
-            None,
-            "another_killer",
-            format!("{killer} kills for memory too, by a floor of its own that may lie above ours"),
-            "stop it, or set its floor below `pressure.critical_below`",
-        ));
-    }
     for holder in &machine.nvmap_holders {
         found.push(warning(
             None,
@@ -347,9 +323,6 @@ fn not_found(list: &str) -> Vec<String> {
 /// Default of llama-server's `--cache-ram`, MiB.
 const LLAMA_CACHE: Bytes = Bytes::from_mib(8192);
 
-/// zram of more than a quarter of memory is worth a word; JetPack makes it half.
-const ZRAM_PARTS: u64 = 4;
-
 /// How long the dynamic linker may take to list libraries, on a cold SD card.
 const LINKER_TIME: Duration = Duration::from_secs(5);
 
@@ -371,8 +344,6 @@ mod tests {
     fn orin() -> MachineFacts {
         MachineFacts {
             unified: true,
-            memory: Bytes::from_mib(15_656),
-            zram: Bytes::from_mib(7828),
             lock_limit: Some(Bytes::from_mib(1957)),
             no_groups: Some("`/sys/fs/cgroup/a` cannot be changed".to_owned()),
             nvmap_holders: vec!["python3 (pid 7)".to_owned()],
@@ -427,11 +398,8 @@ mod tests {
 
     #[test]
     fn a_machine_that_works_against_us_is_reported() {
-        assert_eq!(
-            rules(&judge_machine(&orin(), &["earlyoom (pid 812)".to_owned()])),
-            ["zram_share", "another_killer", "nvmap_holder", "no_control_groups"]
-        );
-        assert!(judge_machine(&MachineFacts::default(), &[]).is_empty());
+        assert_eq!(rules(&judge_machine(&orin())), ["nvmap_holder", "no_control_groups"]);
+        assert!(judge_machine(&MachineFacts::default()).is_empty());
     }
 
     #[test]

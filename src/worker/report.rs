@@ -75,50 +75,21 @@ pub struct ExitReport {
     pub status: ExitStatus,
     /// What we had asked of it before it ended; `None` when it ended on its own or by the hand of another process.
     pub intended_by_us: Option<Intent>,
-    /// When it was started.
-    pub started_at: Instant,
     /// When it was ready, if ever.
     pub ready_at: Option<Instant>,
-    /// When its end was seen.
-    pub exited_at: Instant,
+    /// Its end in one sentence: that of its death certificate.
+    pub sentence: String,
     /// Last lines of stderr, oldest first.
     pub stderr: Vec<String>,
     /// Last lines of stdout, oldest first.
     pub stdout: Vec<String>,
-    /// The last measurement of it, if there was one.
-    pub last_measured: Option<MemoryReading>,
     /// Processes it left behind that had to be killed.
     pub left_behind: usize,
 }
 
-impl ExitReport {
-    /// From start to end.
-    #[must_use]
-    pub fn lived(&self) -> Duration {
-        self.exited_at.saturating_duration_since(self.started_at)
-    }
-}
-
 impl fmt::Display for ExitReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "worker `{}` (pid {}) ", self.worker, self.pid)?;
-        match (self.status, self.intended_by_us) {
-            (ExitStatus::Code(code), None) => write!(f, "exited with code {code}")?,
-            (ExitStatus::Code(code), Some(intent)) => write!(f, "exited with code {code} {intent}")?,
-            (ExitStatus::Signal { signal, .. }, None) => {
-                write!(f, "was killed by {}, sender unknown", signal_name(signal))?;
-            }
-            (ExitStatus::Unknown, None) => write!(f, "ended, and the kernel did not say how")?,
-            (ExitStatus::Unknown, Some(intent)) => write!(f, "ended {intent}, and the kernel did not say how")?,
-            (ExitStatus::Signal { signal, .. }, Some(intent)) => {
-                write!(f, "was killed by {} {intent}", signal_name(signal))?;
-            }
-        }
-        write!(f, ", {:.1} s after its start", self.lived().as_secs_f64())?;
-        if self.ready_at.is_none() {
-            write!(f, ", never ready")?;
-        }
-        Ok(())
+        f.write_str(&self.sentence)
     }
 }
 
@@ -143,10 +114,8 @@ pub enum ExitStatus {
 /// What the supervisor wanted when a worker ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Intent {
-    /// [`stop`](super::handle::WorkerHandle::stop): SIGTERM, and SIGKILL after the grace.
+    /// [`stop_because`](super::handle::WorkerHandle::stop_because): SIGTERM, and SIGKILL after the grace.
     Stop,
-    /// [`kill`](super::handle::WorkerHandle::kill): SIGKILL at once.
-    Kill,
     /// [`end_hung`](super::handle::WorkerHandle::end_hung): SIGABRT, so that it can say where it stands, and SIGKILL
     /// after the grace.
     Hung,
@@ -160,7 +129,6 @@ impl fmt::Display for Intent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Stop => "after we stopped it",
-            Self::Kill => "after we killed it",
             Self::Hung => "after we ended it as hung",
             Self::NotReady => "after we stopped it as not ready",
             Self::Abandoned => "as the supervisor let go of it",

@@ -11,17 +11,19 @@ use std::{
 use tokio::sync::oneshot;
 
 use super::{
-    KernelRoots,
     adopt::Survivor,
     autopsy::History,
     confine::{ConfineError, Groups, Measure},
     launch::LaunchError,
     orphans::Known,
     pressure::{Tap, TapError},
-    report::{ExitReport, Intent, MemoryReading},
+    report::{ExitReport, Intent},
     spec::WorkerSpec,
 };
-use crate::{probe::processes::ProcessTable, speech::client::Endpoint};
+use crate::{
+    probe::{ProbeRoot, processes::ProcessTable},
+    speech::client::Endpoint,
+};
 
 /// What all handles and the task of one worker share.
 #[derive(Debug)]
@@ -30,10 +32,9 @@ pub(super) struct Shared {
     spec: Mutex<Arc<WorkerSpec>>,
     /// Takes its place at the next start.
     next_spec: Mutex<Option<Arc<WorkerSpec>>>,
-    pub(super) roots: KernelRoots,
+    pub(super) roots: ProbeRoot,
     pub(super) groups: Groups,
     measures: Mutex<Vec<Measure>>,
-    last_measured: Mutex<Option<MemoryReading>>,
     history: Mutex<History>,
     family: Mutex<BTreeSet<Known>>,
     tap: Mutex<Option<Tap>>,
@@ -41,7 +42,7 @@ pub(super) struct Shared {
 
 impl Shared {
     /// What a worker that does not run shares.
-    pub(super) fn new(spec: WorkerSpec, roots: KernelRoots, groups: Groups) -> Self {
+    pub(super) fn new(spec: WorkerSpec, roots: ProbeRoot, groups: Groups) -> Self {
         Self {
             name: spec.name.as_str().into(),
             spec: Mutex::new(Arc::new(spec)),
@@ -49,7 +50,6 @@ impl Shared {
             roots,
             groups,
             measures: Mutex::default(),
-            last_measured: Mutex::new(None),
             history: Mutex::default(),
             family: Mutex::default(),
             tap: Mutex::new(None),
@@ -88,10 +88,6 @@ impl Shared {
     pub(super) fn tap(&self) -> MutexGuard<'_, Option<Tap>> {
         self.tap.lock().unwrap_or_else(PoisonError::into_inner)
     }
-
-    pub(super) fn last_measured(&self) -> MutexGuard<'_, Option<MemoryReading>> {
-        self.last_measured.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 /// What the task publishes.
@@ -118,7 +114,7 @@ pub(super) enum Command {
     Switched { start: u64, variant: String, reply: oneshot::Sender<()> },
 }
 
-pub(super) fn write_oom_score_adj(roots: &KernelRoots, pid: u32, adjustment: i16) -> io::Result<()> {
+pub(super) fn write_oom_score_adj(roots: &ProbeRoot, pid: u32, adjustment: i16) -> io::Result<()> {
     fs::write(roots.proc.join(pid.to_string()).join("oom_score_adj"), adjustment.to_string())
 }
 

@@ -103,7 +103,6 @@ impl Supervisor {
         let worker = || spec.name.clone();
         let start = self.status.borrow().start + 1;
         self.status.send_modify(|status| status.start = start);
-        *self.shared.last_measured() = None;
         *self.shared.history() = History::default();
         self.shared.family().clear();
 
@@ -430,12 +429,13 @@ impl Supervisor {
         let exited_at = Instant::now();
         let how = *status.as_ref().unwrap_or(&ExitStatus::Unknown);
         let certificate = self.examine(&mut child, how, ending.as_ref(), exited_at).await;
+        let sentence = certificate.verdict.sentence.clone();
         self.emit(WorkerEventKind::Died(Box::new(certificate))).await;
         // A SIGKILL that we have not sent is of another process, even when we had asked for an end just before.
         let intent = ending
             .filter(|ending| ending.killed || !matches!(status, Ok(ExitStatus::Signal { signal: libc::SIGKILL, .. })))
             .map(|ending| ending.intent);
-        let report = self.bury(child, status, intent, exited_at).await;
+        let report = self.bury(child, status, intent, sentence).await;
         for reply in waiting {
             let _ = reply.send(Some(report.clone()));
         }
@@ -479,7 +479,7 @@ impl Supervisor {
         child: Child,
         status: io::Result<ExitStatus>,
         intent: Option<Intent>,
-        exited_at: Instant,
+        sentence: String,
     ) -> ExitReport {
         let pid = child.process.pid();
         let proc = &self.shared.roots.proc;
@@ -516,12 +516,10 @@ impl Supervisor {
             pid,
             status,
             intended_by_us: intent,
-            started_at: child.started_at,
             ready_at: child.ready_at,
-            exited_at,
+            sentence,
             stderr,
             stdout,
-            last_measured: *self.shared.last_measured(),
             left_behind: left.len(),
         };
         tracing::debug!("{report}");

@@ -21,6 +21,7 @@ use cotenant::{
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
         text::TextSide,
+        tokenizer::byte_symbol,
     },
     policy::{kv_type::KvType, residency::EnginePlan},
     units::{Bytes, Tokens},
@@ -143,13 +144,7 @@ fn chat_templates() {
 /// A header whose tokenizer has a token for each byte.
 fn header(template: &str) -> Header {
     let string = |text: &str| Value::String(text.to_owned());
-    let mut beyond = 0x100..;
-    let mut tokens: Vec<Value> = (0..=255u8)
-        .map(|byte| match byte {
-            b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff => string(&char::from(byte).to_string()),
-            _ => string(&char::from_u32(beyond.next().unwrap()).unwrap().to_string()),
-        })
-        .collect();
+    let mut tokens: Vec<Value> = (0..=u8::MAX).map(|byte| string(&byte_symbol(byte).to_string())).collect();
     tokens.extend(["<|endoftext|>", "<|im_start|>", "<|im_end|>"].map(string));
     let types = (0..tokens.len()).map(|at| Value::I32(if at >= 256 { 3 } else { 1 })).collect();
     let entries = [

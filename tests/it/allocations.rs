@@ -17,8 +17,7 @@ use candle_core::quantized::GgmlDType;
 use cotenant::{
     emergency::{self, EmergencyAllocator},
     engine::{
-        Engine, EngineEvent, EngineHandle, EngineOptions, Header, ModelOptions,
-        protocol::OpenError,
+        Engine, EngineEvent, EngineHandle, EngineOptions, Header, LoadError, ModelOptions,
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
         tokenizer::Tokenizer,
@@ -187,7 +186,7 @@ fn a_thread_that_has_encoded_a_prompt_keeps_nothing_of_it() {
 #[test]
 fn asking_the_engine_for_a_plan_that_is_there_allocates_nothing() {
     let (sink, _events) = mpsc::channel(8);
-    let never = |path: &Path, _: &EnginePlan| Err(Engine::inspect(path, 1).unwrap_err()) as Result<_, OpenError>;
+    let never = |path: &Path, _: &EnginePlan| Err(Engine::inspect(path, 1).unwrap_err()) as Result<_, LoadError>;
     let engine = Engine::start_with(EngineOptions::default(), Box::new(never), sink).unwrap();
     let handle = engine.handle();
     for _ in 0..4 {

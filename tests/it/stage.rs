@@ -23,6 +23,7 @@ use cotenant::{
         error::ReadError,
         language_model::Opened,
         text::TextSide,
+        tokenizer::byte_symbol,
     },
     policy::{
         kv_type::KvType,
@@ -288,13 +289,7 @@ pub(crate) fn header() -> Header {
 /// The same with a chat template.
 pub(crate) fn header_with(template: Option<&str>) -> Header {
     let string = |text: &str| Value::String(text.to_owned());
-    let mut beyond = 0x100..;
-    let mut tokens: Vec<Value> = (0..=255u8)
-        .map(|byte| match byte {
-            b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff => string(&char::from(byte).to_string()),
-            _ => string(&char::from_u32(beyond.next().unwrap()).unwrap().to_string()),
-        })
-        .collect();
+    let mut tokens: Vec<Value> = (0..=u8::MAX).map(|byte| string(&byte_symbol(byte).to_string())).collect();
     // 0x20, 0xf0 and 0x9f, as vocabularies of bytes write them.
     tokens.extend(["<|endoftext|>", "<|im_start|>", "<|im_end|>", "\u{120}\u{f0}\u{141}"].map(string));
     let types = (0..tokens.len()).map(|at| Value::I32(if (256..259).contains(&at) { 3 } else { 1 })).collect();

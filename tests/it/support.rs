@@ -7,9 +7,9 @@ use std::{
 
 use cotenant::{
     policy::params::VariantParams,
+    probe::ProbeRoot,
     units::Bytes,
     worker::{
-        KernelRoots,
         confine::Groups,
         handle::WorkerHandle,
         report::{WorkerEvent, WorkerEventKind},
@@ -50,12 +50,12 @@ impl Bench {
     }
 
     pub(crate) fn handle(&self, spec: WorkerSpec) -> WorkerHandle {
-        WorkerHandle::new(spec, KernelRoots::default(), self.sender.clone())
+        self.grouped(spec, &Groups::none("this supervisor makes no control groups"))
     }
 
     /// A worker with a control group of its own, where there can be one.
     pub(crate) fn grouped(&self, spec: WorkerSpec, groups: &Groups) -> WorkerHandle {
-        WorkerHandle::with_groups(spec, KernelRoots::default(), groups.clone(), self.sender.clone())
+        WorkerHandle::new(spec, ProbeRoot::default(), groups.clone(), self.sender.clone())
     }
 
     /// Our recogniser with both of its sizes.

@@ -10,10 +10,12 @@ use std::{
 };
 
 use cotenant::{
-    probe::processes::{self, ProcessTable},
+    probe::{
+        ProbeRoot,
+        processes::{self, ProcessTable},
+    },
     units::Bytes,
     worker::{
-        KernelRoots,
         confine::Groups,
         handle::{ResizeError, StartError, WorkerState},
         orphans::end_orphans,
@@ -52,7 +54,7 @@ async fn a_worker_starts_gets_ready_and_stops() {
     let worker = bench.handle(spec);
     assert_eq!(worker.state(), WorkerState::Stopped);
     assert!(worker.measure().await.is_none(), "unknown is not zero");
-    assert!(worker.stop(None).await.is_none(), "it does not run");
+    assert!(worker.stop_because(None, "").await.is_none(), "it does not run");
 
     let pid = started(&worker).await;
     assert!(matches!(bench.next().await, WorkerEventKind::Starting { pid: started } if started == pid));
@@ -62,7 +64,7 @@ async fn a_worker_starts_gets_ready_and_stops() {
     assert_eq!(adjustment.trim(), "700");
     assert!(matches!(worker.start(None).await, Err(StartError::Running { pid: running, .. }) if running == pid));
 
-    let report = worker.stop(None).await.unwrap();
+    let report = worker.stop_because(None, "").await.unwrap();
     assert_eq!(report.status, ExitStatus::Code(0), "it ends by itself on SIGTERM");
     assert_eq!(report.intended_by_us, Some(Intent::Stop));
     assert!(report.ready_at.is_some());
@@ -74,7 +76,7 @@ async fn a_worker_starts_gets_ready_and_stops() {
     let again = started(&worker).await;
     assert_ne!(again, pid);
     assert_eq!(worker.starts(), 2);
-    assert_eq!(worker.kill().await.unwrap().status, killed());
+    assert_eq!(worker.stop_because(Some(Duration::ZERO), "").await.unwrap().status, killed());
 }
 
 fn killed() -> ExitStatus {
@@ -88,7 +90,7 @@ async fn a_worker_that_ignores_sigterm_is_killed_after_its_grace() {
     spec.readiness = Readiness::LogLine("deaf".to_owned());
     let worker = bench.handle(spec);
     started(&worker).await;
-    let report = worker.stop(Some(Duration::from_millis(50))).await.unwrap();
+    let report = worker.stop_because(Some(Duration::from_millis(50)), "").await.unwrap();
     assert_eq!(report.status, killed());
     assert_eq!(report.intended_by_us, Some(Intent::Stop));
     assert!(report.to_string().contains("was killed by SIGKILL after we stopped it"), "{report}");
@@ -100,7 +102,7 @@ async fn a_stopped_worker_still_ends() {
     let worker = bench.handle(bench.silent_spec("paused", &["sleep", "1000"]));
     let pid = started(&worker).await;
     kill(pid_of(pid), Signal::SIGSTOP).unwrap();
-    let report = worker.stop(Some(Duration::from_secs(20))).await.unwrap();
+    let report = worker.stop_because(Some(Duration::from_secs(20)), "").await.unwrap();
     assert_eq!(report.status, ExitStatus::Signal { signal: 15, core_dumped: false });
 }
 
@@ -259,7 +261,7 @@ async fn an_http_worker_is_ready_once_it_answers_200() {
     for request in server.await.unwrap() {
         assert!(request.starts_with("GET /health HTTP/1.1\r\n"), "{request}");
     }
-    worker.kill().await.unwrap();
+    worker.stop_because(Some(Duration::ZERO), "").await.unwrap();
 }
 
 #[tokio::test]
@@ -321,8 +323,6 @@ async fn the_memory_of_a_worker_is_that_of_its_whole_tree() {
     assert_eq!(children.len(), 2);
     let all: Bytes = children.into_iter().map(resident).sum();
     assert!(reading.sum.used < all, "{} of {all}", reading.sum.used);
-    let report = worker.stop(None).await.unwrap();
-    assert_eq!(report.last_measured, Some(reading));
 }
 
 #[tokio::test]
@@ -349,7 +349,7 @@ async fn a_recogniser_grows_and_gives_back_what_it_took() {
         assert!(back < small + Bytes::from_mib(2), "round {round}: from {small} to {back}");
     }
     assert!(matches!(worker.resize("huge").await, Err(ResizeError::Variant { .. })));
-    assert_eq!(worker.stop(None).await.unwrap().status, ExitStatus::Code(0));
+    assert_eq!(worker.stop_because(None, "").await.unwrap().status, ExitStatus::Code(0));
     assert!(matches!(worker.resize("open").await, Err(ResizeError::NotReady { .. })));
 }
 
@@ -365,7 +365,7 @@ async fn a_worker_starts_in_the_variant_asked_for() {
     assert!(worker.ready().await);
     assert_eq!(worker.variant().as_deref(), Some("open"));
     assert!(worker.measure().await.unwrap().sum.anonymous.unwrap() > Bytes::from_mib(80));
-    worker.stop(None).await.unwrap();
+    worker.stop_because(None, "").await.unwrap();
     assert!(!bench.socket("asr").exists(), "a worker removes its socket");
 }
 
@@ -440,7 +440,7 @@ async fn the_workers_of_a_killed_supervisor_are_ended() {
     let (leader, child) = line.split_once(" child ").unwrap();
     let (leader, child): (u32, u32) = (leader.parse().unwrap(), child.trim().parse().unwrap());
 
-    let roots = KernelRoots::default();
+    let roots = ProbeRoot::default();
     assert!(
         !end_orphans(&roots, &no_groups(), None, &[]).await.iter().any(|orphan| orphan.pid == child),
         "its supervisor runs beside us"
@@ -468,5 +468,5 @@ async fn ballast_takes_memory_at_the_rate_asked_for() {
     started(&worker).await;
     assert!(started_at.elapsed() >= Duration::from_millis(240), "{:?}", started_at.elapsed());
     assert!(worker.measure().await.unwrap().sum.anonymous.unwrap() >= Bytes::from_mib(16));
-    assert_eq!(worker.stop(None).await.unwrap().status, ExitStatus::Code(0));
+    assert_eq!(worker.stop_because(None, "").await.unwrap().status, ExitStatus::Code(0));
 }

@@ -326,8 +326,7 @@ impl World {
                 | Action::Weighed { .. }
                 | Action::InspectModel
                 | Action::StorePeaks { .. }
-                | Action::Decided { .. }
-                | Action::Explain { .. } => {}
+                | Action::Decided { .. } => {}
             }
         }
     }

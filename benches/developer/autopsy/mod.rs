@@ -31,8 +31,8 @@ use cotenant::cli::{
 };
 use cotenant::{
     policy::death::{Confidence, DeathCertificate, DeathClass},
+    probe::ProbeRoot,
     worker::{
-        KernelRoots,
         confine::Groups,
         handle::WorkerHandle,
         report::{WorkerEvent, WorkerEventKind},
@@ -74,7 +74,7 @@ struct Tally {
 pub(super) async fn run(args: &AutopsyArgs, format: Output) -> Result<bool, CliError> {
     let failed = |problem: String| CliError::plain(problem, cotenant::cli::exit::FAILED);
     let programs = Programs::build().map_err(failed)?;
-    let roots = KernelRoots::default();
+    let roots = ProbeRoot::default();
     let groups = Groups::open(&roots);
     let wanted = |kind: &Kind| args.only.as_ref().is_none_or(|text| kind.name.contains(text.as_str()));
     let mut tallies = Vec::new();
@@ -122,7 +122,7 @@ fn lacks(need: Need, programs: &Programs, groups: &Groups) -> Option<String> {
 async fn one(
     kind: &Kind,
     number: u32,
-    roots: &KernelRoots,
+    roots: &ProbeRoot,
     groups: &Groups,
     programs: &Programs,
 ) -> Result<(DeathCertificate, Option<Duration>), String> {
@@ -131,16 +131,16 @@ async fn one(
     match kind.hand {
         Hand::KernelRecord => {
             std::fs::write(&log, "").map_err(|error| error.to_string())?;
-            roots.kernel_log.clone_from(&log);
+            roots.dev = programs.file("");
         }
-        Hand::UnseenProcess(_) => roots.kernel_log = programs.file("no-such-log"),
+        Hand::UnseenProcess(_) => roots.dev = programs.file("no-such-folder"),
         _ => {}
     }
     let (sender, mut events) = mpsc::channel(EVENTS);
     let mut spec = kind.spec.clone();
     // The one before may still be on its way out, with its control group.
     spec.name = format!("{}-{number}", spec.name);
-    let worker = WorkerHandle::with_groups(spec, roots, groups.clone(), sender);
+    let worker = WorkerHandle::new(spec, roots, groups.clone(), sender);
     let started = worker.start(None).await;
     let pid = started.as_ref().ok().copied();
     if kind.hand != Hand::Own && !worker.ready().await {

@@ -405,8 +405,7 @@ impl Ours<'_, '_> {
             | Action::LevelChanged { .. }
             | Action::EmptyPagePool { .. }
             | Action::Weighed { .. }
-            | Action::Decided { .. }
-            | Action::Explain { .. } => {}
+            | Action::Decided { .. } => {}
         }
     }
 

@@ -16,11 +16,13 @@ use tonic::{Code, transport::Channel};
 
 use super::{
     daemon,
+    engine::mib,
     load::Reading,
     report::{Limit, Report, at, milliseconds},
 };
 use crate::cli::{
     demo::{
+        self,
         talk::{Outcome, Phase, Talk},
         watch,
     },
@@ -120,8 +122,8 @@ struct Rounds {
     fell: Vec<Bytes>,
     /// Grants within the prompt or the answer in which they were asked for.
     within: u32,
-    verified: u64,
-    regrown: u64,
+    verified: Bytes,
+    regrown: Bytes,
     outcome: Outcome,
 }
 
@@ -163,21 +165,21 @@ pub(super) async fn run(args: &GrantArgs) -> Result<Report, String> {
             );
         }
     }
-    let mib = |bytes: Option<&Bytes>| bytes.map_or(0.0, |bytes| to_mib(bytes.get()));
+    let fell = |bytes: Option<&Bytes>| bytes.copied().map_or(0.0, mib);
     report.figure(
         "daemon's PSS fell at the grant: median",
         "MiB",
-        mib(at(&used.fell, 500)),
-        Some(Limit::AtLeast(to_mib(more.get()) * FELL_LEAST)),
+        fell(at(&used.fell, 500)),
+        Some(Limit::AtLeast(mib(more) * FELL_LEAST)),
     );
-    report.figure("daemon's PSS fell at the grant: least", "MiB", mib(used.fell.first()), None);
+    report.figure("daemon's PSS fell at the grant: least", "MiB", fell(used.fell.first()), None);
     let mut waits = std::mem::take(&mut untouched.in_answers);
     waits.append(&mut untouched.in_prompts);
     waits.sort_unstable();
     report.figure(
         format!(
             "the same for KV that no token had touched (PSS fell by {:.0} MiB): median",
-            mib(at(&untouched.fell, 500))
+            fell(at(&untouched.fell, 500))
         ),
         "ms",
         milliseconds(&waits, 500),
@@ -186,8 +188,8 @@ pub(super) async fn run(args: &GrantArgs) -> Result<Report, String> {
     if args.doing != While::Answer {
         report.figure("granted in the same prompt or answer", "", f64::from(used.within), None);
     }
-    report.figure("verified back in all", "MiB", to_mib(used.verified), None);
-    report.figure("grown back in all", "MiB", to_mib(used.regrown), None);
+    report.figure("verified back in all", "MiB", mib(used.verified), None);
+    report.figure("grown back in all", "MiB", mib(used.regrown), None);
     let number = |number: u64| f64::from(u32::try_from(number).unwrap_or(u32::MAX));
     let both = [&used.outcome, &untouched.outcome];
     let failures: Vec<&String> = both.iter().flat_map(|outcome| &outcome.failures).collect();
@@ -254,7 +256,7 @@ async fn measure(args: &GrantArgs, total: Bytes, kv: Kv) -> Result<Rounds, Strin
     rounds.outcome = talk.stop().await;
     let status = operator.get_status(GetStatusRequest {}).await.map_err(|status| status.message().to_owned())?;
     let engine = status.into_inner().engine.unwrap_or_default();
-    (rounds.verified, rounds.regrown) = (engine.shed_bytes, engine.regrown_bytes);
+    (rounds.verified, rounds.regrown) = (Bytes::new(engine.shed_bytes), Bytes::new(engine.regrown_bytes));
     rounds.fell.sort_unstable();
     Ok(rounds)
 }
@@ -320,22 +322,12 @@ fn prompts(letters: u32) -> Vec<String> {
         .collect()
 }
 
-#[expect(clippy::cast_precision_loss, reason = "some GiB")]
-fn to_mib(bytes: u64) -> f64 {
-    bytes as f64 / f64::from(1u32 << 20)
-}
-
 fn engine_is(status: &GetStatusResponse, state: EngineState) -> bool {
     status.engine.as_ref().is_some_and(|engine| engine.state() == state)
 }
 
 fn whole(status: &GetStatusResponse) -> bool {
-    engine_is(status, EngineState::Ready)
-        && status.engine.as_ref().is_some_and(|engine| {
-            !engine.changing
-                && engine.layers_resident == engine.layers_total
-                && engine.kv_capacity_tokens == engine.kv_capacity_full_tokens
-        })
+    engine_is(status, EngineState::Ready) && demo::whole(status)
 }
 
 async fn resize(leases: &mut LeaseServiceClient<Channel>, lease: &Lease, bytes: Bytes) -> Result<Lease, String> {

@@ -158,6 +158,14 @@ mod tests {
     use super::*;
 
     #[test]
+    fn the_median_is_the_middle_of_what_was_seen() {
+        assert_eq!(median(&[3.0, 1.0, 2.0]), Some(2.0));
+        assert_eq!(median(&[4.0, 1.0]), Some(2.5));
+        assert_eq!(median(&[8.0, 1.0, 4.0, 2.0]), Some(3.0));
+        assert_eq!((median(&[7.0]), median(&[])), (Some(7.0), None));
+    }
+
+    #[test]
     fn a_figure_is_beside_its_limit_and_a_percentile_is_a_value_that_came() {
         let mut report = Report::new("grants", "1 tenant");
         let times = (1..=200).map(Duration::from_millis).collect();

@@ -11,19 +11,16 @@ use std::{
 
 use serde_json::{Value, json};
 
-use super::{daemon, load};
+use super::{daemon, load, report::milliseconds};
 use crate::{
     causes::in_one_line,
     cli::{
-        Output,
-        demo::watch,
+        Output, demo,
         output::{self, Column, Table},
         stage::{Process, Stage},
         talk::{Spoken, request_pipeline, utter},
     },
-    rpc::v1::{
-        EngineState, GetStatusRequest, GetStatusResponse, WorkerState, operator_service_client::OperatorServiceClient,
-    },
+    rpc::v1::{GetStatusRequest, GetStatusResponse, operator_service_client::OperatorServiceClient},
     speech::{
         audio::MonoAudio,
         client::{ClientTimeouts, Endpoint, Exchange, WyomingClient},
@@ -67,7 +64,7 @@ const DESCRIBE_EVERY: Duration = Duration::from_millis(20);
 /// The longest that one step may take.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Times of one part, in the order of the utterances.
+/// Times of one part, ascending once it is done.
 #[derive(Default)]
 struct Part {
     heard: Vec<Duration>,
@@ -83,9 +80,8 @@ struct Part {
 pub(super) async fn run(args: &VoiceArgs, format: Output) -> Result<(), String> {
     let reading = load::Reading::now();
     let stage = Stage::set(configuration).map_err(|error| error.to_string())?;
-    let problem = |problem: String| format!("{problem}; the daemon's last words:\n{}", stage.log_tail(15));
-    let channel = watch::connect(&stage.socket(), PATIENCE).await.map_err(&problem)?;
-    let mut operator = OperatorServiceClient::new(channel);
+    let problem = daemon::last_words(&stage);
+    let mut operator = OperatorServiceClient::new(daemon::connected(&stage, PATIENCE).await?);
     daemon::until(&mut operator, PATIENCE, ready).await.map_err(&problem)?;
     let socket = stage.socket().with_file_name("wyoming.sock");
     let client = WyomingClient::new(Endpoint::Unix(socket), ClientTimeouts::default());
@@ -177,20 +173,16 @@ async fn describing(client: &WyomingClient, part: impl Future<Output = Result<Pa
         failed = asking => return Err(failed),
     };
     part.described = described;
+    for times in [&mut part.heard, &mut part.first_text, &mut part.first_audio, &mut part.described] {
+        times.sort_unstable();
+    }
     Ok(part)
 }
 
 /// Neighbours that come and go until this is dropped; returns only when none can be started.
 async fn neighbours() -> String {
-    let arguments = [
-        "worker".to_owned(),
-        "ballast".to_owned(),
-        format!("{}MiB", NEIGHBOUR.whole_mib()),
-        "--rate".to_owned(),
-        format!("{}MiB", NEIGHBOUR_RATE.whole_mib()),
-    ];
     loop {
-        let neighbour = match Process::start(&arguments) {
+        let neighbour = match Process::ballast(NEIGHBOUR, NEIGHBOUR_RATE) {
             Ok(neighbour) => neighbour,
             Err(error) => return format!("cannot start a neighbour: {error}"),
         };
@@ -246,7 +238,7 @@ fn print(
         ("first sound", &alone.first_audio, &beside.first_audio),
         ("`describe`, meanwhile", &alone.described, &beside.described),
     ] {
-        let cell = |times: &[Duration], per_mille| format!("{:.1} ms", at(times, per_mille));
+        let cell = |times: &[Duration], per_mille| format!("{:.1} ms", milliseconds(times, per_mille));
         table.row([what.to_owned(), cell(alone, 500), cell(alone, 990), cell(beside, 500), cell(beside, 990)]);
     }
     let foreign = foreign.map_or_else(|| "unknown".to_owned(), |percent| format!("{percent:.0} %"));
@@ -260,15 +252,8 @@ fn print(
 }
 
 fn spread(times: &[Duration]) -> Value {
-    json!({"p50": at(times, 500), "p99": at(times, 990), "max": at(times, 1000)})
-}
-
-/// The time below which so many of a thousand are, in ms.
-fn at(times: &[Duration], per_mille: usize) -> f64 {
-    let mut sorted = times.to_vec();
-    sorted.sort_unstable();
-    let place = (sorted.len() * per_mille).div_ceil(1000).saturating_sub(1);
-    sorted.get(place).map_or(0.0, |time| time.as_secs_f64() * 1e3)
+    let at = |per_mille| milliseconds(times, per_mille);
+    json!({"p50": at(500), "p99": at(990), "max": at(1000)})
 }
 
 type Operator = OperatorServiceClient<tonic::transport::Channel>;
@@ -283,9 +268,7 @@ fn sheds(status: &GetStatusResponse) -> u64 {
 }
 
 fn ready(status: &GetStatusResponse) -> bool {
-    let engine = status.engine.as_ref();
-    engine.is_some_and(|engine| engine.state() == EngineState::Ready && !engine.changing)
-        && status.workers.iter().all(|worker| worker.state() == WorkerState::Ready)
+    demo::ready(status) && status.engine.as_ref().is_some_and(|engine| !engine.changing)
 }
 
 fn configuration(folder: &Path) -> String {

@@ -171,7 +171,8 @@ async fn round_trip(http: &Http, question: &'static str) -> Result<RoundTrip, St
     .map_err(|error| error.to_string())?
 }
 
-fn ready(status: &GetStatusResponse) -> bool {
+/// Whether the engine and all workers are ready.
+pub(super) fn ready(status: &GetStatusResponse) -> bool {
     let engine = status.engine.as_ref();
     engine.is_some_and(|engine| engine.state() == EngineState::Ready)
         && status.workers.iter().all(|worker| worker.state() == WorkerState::Ready)
@@ -188,7 +189,8 @@ fn given_up(status: &GetStatusResponse) -> Option<String> {
     worker.or_else(|| engine.map(|engine| engine.failure.clone()))
 }
 
-fn whole(status: &GetStatusResponse) -> bool {
+/// Whether the engine has all layers resident and its full KV capacity.
+pub(super) fn whole(status: &GetStatusResponse) -> bool {
     status.engine.as_ref().is_some_and(|engine| {
         !engine.changing
             && engine.layers_resident == engine.layers_total

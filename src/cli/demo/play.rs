@@ -21,13 +21,7 @@ const NEIGHBOUR_RATE: Bytes = Bytes::from_mib(80);
 
 /// A neighbour that takes memory without a lease.
 pub(super) fn neighbour() -> io::Result<Process> {
-    Process::start(&[
-        "worker".to_owned(),
-        "ballast".to_owned(),
-        format!("{}MiB", NEIGHBOUR.whole_mib()),
-        "--rate".to_owned(),
-        format!("{}MiB", NEIGHBOUR_RATE.whole_mib()),
-    ])
+    Process::ballast(NEIGHBOUR, NEIGHBOUR_RATE)
 }
 
 /// The daemon's configuration.

@@ -141,12 +141,10 @@ impl Setting {
 impl Coefficients {
     /// Those that were kept in `path`; `None` when there are none.
     pub(crate) fn read(path: &Path) -> Result<Option<Self>, CliError> {
-        let cannot = |error: std::io::Error| CliError::Failed {
-            act: format!("cannot read `{}`", path.display()),
-            hint: (error.kind() == ErrorKind::PermissionDenied)
-                .then(|| "run as root, or name coefficients of your own with --calibration".to_owned()),
-            source: Some(Box::new(error)),
-            code: exit::FAILED,
+        let cannot = |error: std::io::Error| {
+            let hint = (error.kind() == ErrorKind::PermissionDenied)
+                .then(|| "run as root, or name coefficients of your own with --calibration".to_owned());
+            CliError::failed(format!("cannot read `{}`", path.display()), error).with_hint(hint)
         };
         let mut text = String::new();
         match File::open(path) {
@@ -155,11 +153,10 @@ impl Coefficients {
             Err(error) => return Err(cannot(error)),
         };
         let parsed = serde_json::from_str(&text);
-        parsed.map(Some).map_err(|error| CliError::Failed {
-            act: format!("cannot use the coefficients in `{}`", path.display()),
-            source: Some(Box::new(error)),
-            hint: Some("measure again with `cotenant calibrate MODEL`".to_owned()),
-            code: exit::CONFIG,
+        parsed.map(Some).map_err(|error| {
+            CliError::failed(format!("cannot use the coefficients in `{}`", path.display()), error)
+                .with_hint("measure again with `cotenant calibrate MODEL`".to_owned())
+                .with_code(exit::CONFIG)
         })
     }
 
@@ -200,11 +197,9 @@ impl<'a> Kept<'a> {
             .mode(0o644)
             .custom_flags(no_links)
             .open(&written);
-        let file = opened.map_err(|error| CliError::Failed {
-            act: format!("cannot write `{}`", path.display()),
-            source: Some(Box::new(error)),
-            hint: Some("nothing was measured; run as root, or name another file with --out".to_owned()),
-            code: exit::FAILED,
+        let file = opened.map_err(|error| {
+            CliError::failed(format!("cannot write `{}`", path.display()), error)
+                .with_hint("nothing was measured; run as root, or name another file with --out".to_owned())
         })?;
         Ok(Self { path, written, file })
     }

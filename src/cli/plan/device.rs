@@ -146,12 +146,8 @@ impl Device {
         }
         if !Path::new(name).exists() {
             let known: Vec<_> = BOARDS.iter().map(|board| board.name).collect();
-            return Err(CliError::Failed {
-                act: format!("cannot plan for device `{name}`: neither a known board nor a file"),
-                source: None,
-                hint: Some(format!("known boards: {}", known.join(", "))),
-                code: exit::USAGE,
-            });
+            let error = format!("cannot plan for device `{name}`: neither a known board nor a file");
+            return Err(CliError::plain(error, exit::USAGE).with_hint(format!("known boards: {}", known.join(", "))));
         }
         Self::read(Path::new(name))
     }

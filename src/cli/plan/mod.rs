@@ -94,12 +94,8 @@ pub(super) fn run(global: &Global, args: &PlanArgs) -> Result<ExitCode, CliError
     let model = args.model.clone();
     let model = model.or_else(|| Some(config.as_ref()?.llm.as_ref()?.path.clone()));
     let Some(model) = model else {
-        return Err(CliError::Failed {
-            act: "cannot plan without a model: the configuration has no `llm.path`".to_owned(),
-            source: None,
-            hint: Some("name a GGUF file or a config.json".to_owned()),
-            code: exit::USAGE,
-        });
+        let error = "cannot plan without a model: the configuration has no `llm.path`";
+        return Err(CliError::plain(error, exit::USAGE).with_hint("name a GGUF file or a config.json".to_owned()));
     };
     let threads = config.as_ref().and_then(|config| config.llm.as_ref()).map(threads);
     let inspected = inspect(&model, args, config.as_ref(), threads)?;
@@ -131,11 +127,10 @@ pub(super) fn speeds_here(inspected: &Inspected, threads: usize) -> Option<[u64;
 }
 
 fn configuration(path: &Path) -> Result<Config, CliError> {
-    config::load(path).map_err(|error| CliError::Failed {
-        act: format!("cannot use `{}`", path.display()),
-        hint: error.kind().hints().into_iter().next(),
-        source: Some(Box::new(ConfigCause(error.kind().to_string()))),
-        code: exit::CONFIG,
+    config::load(path).map_err(|error| {
+        CliError::failed(format!("cannot use `{}`", path.display()), ConfigCause(error.kind().to_string()))
+            .with_hint(error.kind().hints().into_iter().next())
+            .with_code(exit::CONFIG)
     })
 }
 

@@ -2,7 +2,7 @@
 
 use crate::{
     cli::exit::{self, CliError},
-    engine::protocol::OpenError,
+    engine::LoadError,
 };
 
 /// The faults of a configuration in one line.
@@ -11,7 +11,7 @@ use crate::{
 pub(super) struct ConfigCause(pub(super) String);
 
 /// A model that cannot be planned with.
-pub(super) fn refused(error: &OpenError) -> CliError {
+pub(super) fn refused(error: &LoadError) -> CliError {
     CliError::Failed {
         act: error.to_string(),
         hint: error.hint().map(str::to_owned),

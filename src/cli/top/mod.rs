@@ -36,12 +36,8 @@ pub struct Top {
 
 pub(super) async fn run(global: &Global, top: &Top) -> Result<(), CliError> {
     if global.output != Output::Table || !io::stdout().is_terminal() {
-        return Err(CliError::Failed {
-            act: "cannot show `top`: it draws on a terminal".to_owned(),
-            source: None,
-            hint: Some("`cotenant status -o json` has the same figures".to_owned()),
-            code: exit::USAGE,
-        });
+        return Err(CliError::plain("cannot show `top`: it draws on a terminal", exit::USAGE)
+            .with_hint("`cotenant status -o json` has the same figures".to_owned()));
     }
     let mut client = OperatorServiceClient::new(global.connect().await?);
     let mut screen = Screen::new(look(global, &mut client).await?);

@@ -11,7 +11,7 @@ use super::*;
 use crate::{
     daemon::{clock::MonotonicClock, control_loop::Inbound},
     engine::{
-        ApplyError, Breakdown, Checkpoint, EngineOptions, ForwardError, LanguageModel, LoadError, Model, ModelOptions,
+        ApplyError, Breakdown, Checkpoint, EngineOptions, ForwardError, LanguageModel, Model, ModelOptions,
         arena::{Backing, Mapping, SharedMapping},
         disk::DiskTimeout,
         language_model::Opened,
@@ -47,7 +47,7 @@ async fn an_engine_that_broke_down_is_replaced_by_the_next_load() {
         let count = Arc::clone(&count);
         let opener = move |path: &Path, _plan: &EnginePlan| {
             assert!(count.fetch_add(1, Ordering::Relaxed) > 0, "as planted");
-            Err(Engine::inspect(path, 1).err().unwrap_or_else(|| unreachable!())) as Result<_, OpenError>
+            Err(Engine::inspect(path, 1).err().unwrap_or_else(|| unreachable!())) as Result<_, LoadError>
         };
         Engine::start_with(EngineOptions::default(), Box::new(opener), sink)
     });
@@ -90,7 +90,7 @@ async fn a_header_on_a_disk_that_hangs_is_reported_and_read_again_when_the_disk_
         }
         let kind = DiskTimeout::default().stalled(Duration::from_millis(4001), &"the header".into()).into();
         let left = Retained::of([mark.clone()], std::time::Instant::now());
-        Err(LoadError::new(&theirs, kind).leaving(left).into())
+        Err(LoadError::new(&theirs, kind).leaving(left))
     };
     let (control, mut inbox) = ControlHandle::new("boot".to_owned(), Vec::new(), MonotonicClock::start(), 64);
     Inspector::by(Arc::new(inspect), &control).begin();
@@ -199,7 +199,7 @@ impl LanguageModel for Measured {
     }
 }
 
-fn measured(path: &Path, plan: &EnginePlan, found: Option<Calibration>) -> Result<Opened, OpenError> {
+fn measured(path: &Path, plan: &EnginePlan, found: Option<Calibration>) -> Result<Opened, LoadError> {
     let options = ModelOptions::for_threads(1);
     let model = Model::open(path, plan, &options)?;
     let text = TextSide::new(model.header(), model.shape().context_max).unwrap();

@@ -11,7 +11,6 @@ use std::{
     time::Duration,
 };
 
-use super::settings::Settings;
 use crate::{
     causes::in_one_line,
     daemon::control_handle::ControlHandle,
@@ -131,11 +130,6 @@ impl InfoCache {
 }
 
 impl Parts {
-    /// The workers and the LLM, with these settings.
-    pub(super) fn new(settings: &Settings, asr: Option<String>, tts: Option<String>, llm: Option<String>) -> Self {
-        Self { asr, tts, llm, languages: settings.languages.clone() }
-    }
-
     /// The whole answer, of what is known.
     fn compose(&self, known: &Known) -> Info {
         let said = |worker: &Option<String>| worker.as_ref().and_then(|name| known.get(name));

@@ -6,7 +6,6 @@ use tokio_util::sync::CancellationToken;
 
 use super::{
     session::Connection,
-    settings::Settings,
     shared::{Api, Backends},
 };
 use crate::{
@@ -85,7 +84,8 @@ impl Bound {
             return Vec::new();
         }
         let workers: Vec<WorkerHandle> = backends.asr.iter().chain(&backends.tts).cloned().collect();
-        let (api, known) = Api::new(backends, Settings::of(config), Some(&config.state_dir.join(INFO_FILE)));
+        let (settings, aliases) = (config.wyoming.clone(), config.http.voices.clone());
+        let (api, known) = Api::new(backends, settings, aliases, Some(&config.state_dir.join(INFO_FILE)));
         let cache = Arc::clone(&api.0.cache);
         let control = Arc::clone(control);
         parts.spawn("the cache of Wyoming descriptions", async move {

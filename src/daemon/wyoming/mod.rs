@@ -18,7 +18,6 @@ mod listen;
 mod pipeline;
 mod refuse;
 mod session;
-mod settings;
 mod shared;
 #[cfg(test)]
 mod tests;

@@ -110,36 +110,3 @@ pub(in crate::daemon) fn rendered(refusal: &Refusal) -> (server::Refusal, Option
     };
     (error_of(refusal), not_handled)
 }
-
-#[cfg(test)]
-mod tests {
-    use std::time::Duration;
-
-    use super::*;
-    use crate::units::Tokens;
-
-    #[test]
-    fn want_of_memory_is_reported_to_the_speaker_and_a_lost_engine_ends_the_connection() {
-        let shed = Refusal::KvCapacityShed {
-            model: "demo".to_owned(),
-            prompt: Tokens::new(900),
-            capacity: Tokens::new(512),
-            limit: Tokens::new(4096),
-            retry_after: Duration::from_secs(1),
-        };
-        let Unanswered::NotHandled(text) = unanswered(&shed) else {
-            panic!("{shed:?}");
-        };
-        assert_eq!(
-            text,
-            "cannot take a prompt of 900 tokens now: the KV cache of `demo` is shed to 512 of 4096 tokens"
-        );
-        assert_eq!(error_of(&shed).code, "memory-pressure");
-        let lost = Refusal::EngineLost { reason: "it panicked".to_owned(), retry_after: Duration::from_secs(1) };
-        let Unanswered::Error(error) = unanswered(&lost) else {
-            panic!("{lost:?}");
-        };
-        assert_eq!(error.code, "engine-lost");
-        assert!(error.text.contains("it panicked") && error.text.contains("hint"), "{error}");
-    }
-}

@@ -144,7 +144,7 @@ impl Connection {
             speaker: speaker.clone(),
         };
         let name = wanted.name.filter(|name| !name.is_empty());
-        let name = name.map(|name| api.settings.aliases.get(&name).cloned().unwrap_or(name));
+        let name = name.map(|name| api.aliases.get(&name).cloned().unwrap_or(name));
         let named = name.and_then(|name| {
             let voice = voices.iter().find(|voice| voice.artifact.name == name).copied();
             if voice.is_none() {

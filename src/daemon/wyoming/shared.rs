@@ -12,9 +12,9 @@ use tokio::sync::Semaphore;
 use super::{
     conversations::Conversations,
     info_cache::{self, InfoCache},
-    settings::Settings,
 };
 use crate::{
+    config::WyomingConfig,
     http::backend::{ChatBackend, SpeechBackend},
     speech::wyoming::Info,
     telemetry::{Metrics, Tracer},
@@ -49,18 +49,30 @@ pub(super) struct Inner {
     pub(super) conversations: Mutex<Conversations>,
     /// KiB of audio that may still be recorded.
     pub(super) audio: Arc<Semaphore>,
-    pub(super) settings: Settings,
+    pub(super) settings: WyomingConfig,
+    /// Names of voices as clients send them, and the worker's voice that each stands for.
+    pub(super) aliases: BTreeMap<String, String>,
     pub(super) metrics: Arc<Metrics>,
     pub(super) tracer: Tracer,
 }
 
 impl Api {
-    pub(super) fn new(backends: Backends, settings: Settings, path: Option<&Path>) -> (Self, BTreeMap<String, Info>) {
+    pub(super) fn new(
+        backends: Backends,
+        settings: WyomingConfig,
+        aliases: BTreeMap<String, String>,
+        path: Option<&Path>,
+    ) -> (Self, BTreeMap<String, Info>) {
         let name = |worker: &Option<WorkerHandle>| worker.as_ref().map(|worker| worker.name().to_owned());
-        let llm = backends.chat.as_ref().map(|(_, name)| name.clone());
-        let parts = info_cache::Parts::new(&settings, name(&backends.asr), name(&backends.tts), llm);
+        let parts = info_cache::Parts {
+            asr: name(&backends.asr),
+            tts: name(&backends.tts),
+            llm: backends.chat.as_ref().map(|(_, name)| name.clone()),
+            languages: settings.languages.clone(),
+        };
         let (cache, known) = InfoCache::open(parts, path.map(Path::to_owned));
-        let conversations = Conversations::new(settings.conversations_max, settings.history_max);
+        let conversations_max = usize::try_from(settings.conversations_max).unwrap_or(usize::MAX);
+        let conversations = Conversations::new(conversations_max, settings.history_max);
         let inner = Inner {
             speech: backends.speech,
             chat: backends.chat,
@@ -68,6 +80,7 @@ impl Api {
             conversations: Mutex::new(conversations),
             audio: Arc::new(Semaphore::new(AUDIO_KIB_MAX)),
             settings,
+            aliases,
             metrics: backends.metrics,
             tracer: backends.tracer,
         };

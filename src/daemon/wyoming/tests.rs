@@ -7,8 +7,8 @@ use std::{sync::atomic::Ordering, time::Duration};
 use serde_json::json;
 use tokio::{io::AsyncWriteExt as _, time::timeout};
 
-use super::settings::Settings;
 use crate::{
+    config::WyomingConfig,
     policy::refusal::Refusal,
     speech::wyoming::{
         AudioFormat, Event, Frame, Voice,
@@ -102,7 +102,7 @@ async fn an_utterance_waits_for_a_worker_that_is_being_started_but_not_for_ever(
     client.utter(100).await;
     assert_eq!(client.until("transcript").await[0].data["text"], "good night");
 
-    let hasty = served(Settings { wait_max: Duration::ZERO, ..settings() }).await;
+    let hasty = served(WyomingConfig { wait_max: Duration::ZERO, ..settings() }).await;
     let draining = Refusal::Draining { act: "transcribe speech".to_owned(), retry_after: Duration::from_secs(1) };
     for (refusal, expected) in [(starting(), "starting"), (draining, "draining")] {
         hasty.script.transcripts.lock().unwrap().push_back(Turn::Refuse(refusal));
@@ -162,7 +162,7 @@ async fn a_text_in_pieces_is_spoken_as_it_comes() {
 
 #[tokio::test]
 async fn a_conversation_is_remembered_by_its_id_and_others_know_nothing_of_it() {
-    let served = served(Settings { system: Some("Be brief.".to_owned()), ..settings() }).await;
+    let served = served(WyomingConfig { system: Some("Be brief.".to_owned()), ..settings() }).await;
     for (ask, conversation, expected) in [
         ("my name is Ada", Some("a"), vec!["Be brief.", "my name is Ada"]),
         ("what is my name", Some("a"), vec!["Be brief.", "my name is Ada", "Hello. ", "what is my name"]),
@@ -423,7 +423,7 @@ async fn a_voice_that_breaks_off_in_mid_sentence_is_reported_to_its_client_alone
 
 #[tokio::test]
 async fn all_utterances_together_take_no_more_memory_than_they_may() {
-    let served = served(Settings { audio_max: Duration::from_secs(600), ..settings() }).await;
+    let served = served(WyomingConfig { audio_max: Duration::from_secs(600), ..settings() }).await;
     let format = AudioFormat::mono_16_bit(16_000);
     let mut client = served.connect().await;
     client.say(audio_start(format)).await;

@@ -9,7 +9,10 @@ use candle_core::quantized::GgmlDType;
 
 use super::memory::{Cells, Region, View};
 use crate::{
-    engine::spec::{Activation, AttentionSpec, RecurrentSpec, Rotation, Temperature},
+    engine::{
+        gguf::SUPPORTED,
+        spec::{Activation, AttentionSpec, RecurrentSpec, Rotation, Temperature},
+    },
     policy::kv_type::KvType,
 };
 
@@ -89,7 +92,7 @@ impl Operation<'_> {
     }
 }
 
-/// Types of weights.
+/// Types of weights, a bit for each of [`SUPPORTED`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Types(u32);
 
@@ -102,13 +105,13 @@ impl Types {
 
     /// Whether `is` holds for any of them.
     pub fn any(self, is: impl Fn(GgmlDType) -> bool) -> bool {
-        ALL_TYPES.iter().enumerate().any(|(number, dtype)| self.0 >> number & 1 == 1 && is(*dtype))
+        SUPPORTED.iter().enumerate().any(|(number, dtype)| self.0 >> number & 1 == 1 && is(*dtype))
     }
 }
 
 impl FromIterator<GgmlDType> for Types {
     fn from_iter<I: IntoIterator<Item = GgmlDType>>(types: I) -> Self {
-        let bit = |dtype| ALL_TYPES.iter().position(|known| *known == dtype).map_or(0, |number| 1 << number);
+        let bit = |dtype| SUPPORTED.iter().position(|known| *known == dtype).map_or(0, |number| 1 << number);
         Self(types.into_iter().map(bit).fold(0, |all, bit| all | bit))
     }
 }
@@ -404,21 +407,3 @@ pub struct Finish<'a> {
     /// for; its value; and no zero where a logit is not finite.
     pub found: View,
 }
-
-const ALL_TYPES: [GgmlDType; 15] = [
-    GgmlDType::F32,
-    GgmlDType::F16,
-    GgmlDType::BF16,
-    GgmlDType::Q4_0,
-    GgmlDType::Q4_1,
-    GgmlDType::Q5_0,
-    GgmlDType::Q5_1,
-    GgmlDType::Q8_0,
-    GgmlDType::Q8_1,
-    GgmlDType::Q2K,
-    GgmlDType::Q3K,
-    GgmlDType::Q4K,
-    GgmlDType::Q5K,
-    GgmlDType::Q6K,
-    GgmlDType::Q8K,
-];

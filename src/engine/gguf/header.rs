@@ -26,7 +26,6 @@ use crate::{
 #[derive(Clone, Debug)]
 pub struct Header {
     pub(super) path: PathBuf,
-    version: u32,
     pub(super) metadata: BTreeMap<String, Value>,
     pub(super) tensors: BTreeMap<String, TensorInfo>,
     pub(super) file_bytes: Bytes,
@@ -163,7 +162,6 @@ impl Header {
         refuse_overlaps(tensors.values())?;
         let header = Self {
             path: path.to_owned(),
-            version,
             metadata,
             tensors,
             file_bytes: Bytes::new(file_bytes),
@@ -176,12 +174,6 @@ impl Header {
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
-    }
-
-    /// GGUF version, 2 or 3.
-    #[must_use]
-    pub const fn version(&self) -> u32 {
-        self.version
     }
 
     /// The file, or several.
@@ -274,11 +266,6 @@ impl Header {
         }
     }
 
-    /// All metadata, by key.
-    pub fn metadata(&self) -> impl Iterator<Item = (&str, &Value)> {
-        self.metadata.iter().map(|(key, value)| (key.as_str(), value))
-    }
-
     /// The tensor called `name`.
     #[must_use]
     pub fn tensor(&self, name: &str) -> Option<&TensorInfo> {
@@ -319,7 +306,8 @@ fn locate(
     file_bytes: u64,
 ) -> Result<TensorInfo, LoadErrorKind> {
     let Some(dtype) = dtype_of(kind) else {
-        return Err(LoadErrorKind::TensorType { tensor: name, dtype: type_name(kind) });
+        let dtype = type_name(kind).map_or_else(|| format!("number {kind}"), str::to_owned);
+        return Err(LoadErrorKind::TensorType { tensor: name, dtype });
     };
     let elements = dims.iter().try_fold(1u64, |product, &dim| product.checked_mul(dim));
     let row = dims.first().copied().unwrap_or(1);
@@ -364,7 +352,8 @@ fn refuse_overlaps<'all>(tensors: impl Iterator<Item = &'all TensorInfo>) -> Res
     Ok(())
 }
 
-/// The types that the engine computes with.
+/// The types that the engine computes with, in the order of `Type` in `backend/cuda/kernels/weights.cuh`: kernels are
+/// given a type as its place here.
 pub const SUPPORTED: [GgmlDType; 13] = [
     GgmlDType::F32,
     GgmlDType::F16,
@@ -410,63 +399,20 @@ pub const fn type_number(dtype: GgmlDType) -> u32 {
 
 /// The name of a type that the engine computes with, as llama.cpp prints it.
 #[must_use]
-pub const fn dtype_name(dtype: GgmlDType) -> &'static str {
-    match dtype {
-        GgmlDType::F32 => "F32",
-        GgmlDType::F16 => "F16",
-        GgmlDType::Q4_0 => "Q4_0",
-        GgmlDType::Q4_1 => "Q4_1",
-        GgmlDType::Q5_0 => "Q5_0",
-        GgmlDType::Q5_1 => "Q5_1",
-        GgmlDType::Q8_0 => "Q8_0",
-        GgmlDType::Q8_1 => "Q8_1",
-        GgmlDType::Q2K => "Q2_K",
-        GgmlDType::Q3K => "Q3_K",
-        GgmlDType::Q4K => "Q4_K",
-        GgmlDType::Q5K => "Q5_K",
-        GgmlDType::Q6K => "Q6_K",
-        GgmlDType::Q8K => "Q8_K",
-        GgmlDType::BF16 => "BF16",
-    }
+pub fn dtype_name(dtype: GgmlDType) -> &'static str {
+    type_name(type_number(dtype)).unwrap_or_default()
 }
 
-/// The name of a type that is refused, as llama.cpp prints it; of those that it has given up, as `ggml.h` remembers them.
-fn type_name(kind: u32) -> String {
-    let name = match kind {
-        4 => "Q4_2",
-        5 => "Q4_3",
-        9 => "Q8_1",
-        15 => "Q8_K",
-        16 => "IQ2_XXS",
-        17 => "IQ2_XS",
-        18 => "IQ3_XXS",
-        19 => "IQ1_S",
-        20 => "IQ4_NL",
-        21 => "IQ3_S",
-        22 => "IQ2_S",
-        23 => "IQ4_XS",
-        24 => "I8",
-        25 => "I16",
-        26 => "I32",
-        27 => "I64",
-        28 => "F64",
-        29 => "IQ1_M",
-        31 => "Q4_0_4_4",
-        32 => "Q4_0_4_8",
-        33 => "Q4_0_8_8",
-        34 => "TQ1_0",
-        35 => "TQ2_0",
-        36 => "IQ4_NL_4_4",
-        37 => "IQ4_NL_4_8",
-        38 => "IQ4_NL_8_8",
-        39 => "MXFP4",
-        40 => "NVFP4",
-        41 => "Q1_0",
-        42 => "Q2_0",
-        _ => return format!("number {kind}"),
-    };
-    name.to_owned()
+/// The name of a type by its number in the file, where there is one.
+fn type_name(kind: u32) -> Option<&'static str> {
+    NAMES.split(' ').nth(kind as usize)
 }
+
+/// The names of types in the order of their numbers, as llama.cpp prints them; of those that it has given up, as `ggml.h`
+/// remembers them.
+const NAMES: &str = "F32 F16 Q4_0 Q4_1 Q4_2 Q4_3 Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS \
+    IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16 Q4_0_4_4 Q4_0_4_8 Q4_0_8_8 \
+    TQ1_0 TQ2_0 IQ4_NL_4_4 IQ4_NL_4_8 IQ4_NL_8_8 MXFP4 NVFP4 Q1_0 Q2_0";
 
 /// Tensors are aligned to this where the file names no other (`GGUF_DEFAULT_ALIGNMENT` in `gguf.h`).
 const DEFAULT_ALIGNMENT: u64 = 32;
@@ -510,7 +456,7 @@ mod tests {
             let dims: Vec<u64> = other.shape.dims().iter().rev().map(|&dim| dim as u64).collect();
             assert_eq!(info.dims, dims);
         }
-        assert_eq!(header.metadata().count(), theirs.metadata.len());
+        assert_eq!(header.metadata.len(), theirs.metadata.len());
         assert_eq!(header.architecture(), "qwen35");
         assert_eq!(header.u32("qwen35.block_count"), Some(4));
         assert_eq!(header.bool("tokenizer.ggml.add_bos_token"), Some(false));
@@ -573,7 +519,9 @@ mod tests {
         items.push(text(&[b'a', 0xff, b'b']));
         wanted.push("a\u{fffd}b".to_owned());
         let header = with_list(folder.path(), 8, &items).unwrap();
-        assert!(header.strings("list").unwrap().iter().eq(&wanted));
+        let table = header.strings("list").unwrap();
+        assert!(table.iter().eq(&wanted));
+        assert_eq!(table.get(wanted.len()), None);
         // The last text says that it is longer than the file.
         items.push(u64::MAX.to_le_bytes().to_vec());
         assert!(with_list(folder.path(), 8, &items).is_err());
@@ -608,23 +556,10 @@ mod tests {
     #[test]
     fn types_that_are_refused_have_names_as_far_as_there_are_any() {
         for (kind, name) in [(4, "Q4_2"), (31, "Q4_0_4_4"), (38, "IQ4_NL_8_8"), (40, "NVFP4"), (42, "Q2_0")] {
-            assert_eq!(type_name(kind), name);
+            assert_eq!(type_name(kind), Some(name));
         }
         // `GGML_TYPE_COUNT` is 43.
-        for kind in 0..43 {
-            assert!(dtype_of(kind).is_some() || !type_name(kind).starts_with("number"), "{kind}");
-        }
-        assert_eq!(type_name(43), "number 43");
-    }
-
-    #[test]
-    fn a_table_gives_back_what_was_put_in() {
-        let mut table = StringTable::default();
-        for text in ["", "a", "", "größer", "b"] {
-            table.push(text);
-        }
-        let all: Vec<&str> = table.iter().collect();
-        assert_eq!(all, ["", "a", "", "größer", "b"]);
-        assert_eq!(table.get(5), None);
+        assert!((0..43).all(|kind| type_name(kind).is_some()));
+        assert_eq!(type_name(43), None);
     }
 }

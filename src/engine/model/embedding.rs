@@ -1,14 +1,11 @@
 //! Embeddings of tokens: from the head, where that is the same matrix and in memory, else from the file.
 
 use super::{forward::Pass, products::Failure, weights::Place};
-use crate::{
-    engine::{
-        backend::{DeviceError, Operation, Row, RowBytes, Widen},
-        error::{ForwardError, ReadError},
-        preemption::Preempt,
-        reader::Missing,
-    },
-    units::Bytes,
+use crate::engine::{
+    backend::{DeviceError, Operation, Row, RowBytes, Widen},
+    error::ForwardError,
+    preemption::Preempt,
+    reader::{Extent, Missing},
 };
 
 impl Pass<'_, '_> {
@@ -36,13 +33,10 @@ impl Pass<'_, '_> {
     /// Reads embeddings of tokens from the file, each with its row.
     fn embed_read(&mut self, tokens: &[(usize, u32)]) -> Result<(), ForwardError> {
         let asked = self.model.weights.ask_for_rows(&self.model.spec, tokens.iter().map(|(_, token)| *token));
-        asked.map_err(|error| ReadError {
-            path: self.model.header.path().to_owned(),
-            what: self.model.spec.embedding.name.clone(),
-            offset: self.model.spec.embedding.offset,
-            bytes: Bytes::of_len(self.model.spec.embedding_row()),
-            problem: format!("there is no thread to be had: {error}"),
-            replaced: false,
+        asked.map_err(|error| {
+            let (embedding, bytes) = (&self.model.spec.embedding, self.model.spec.embedding_row());
+            let row = Extent { what: embedding.name.as_str().into(), offset: embedding.offset, bytes };
+            row.error(self.model.header.path(), format!("there is no thread to be had: {error}"))
         })?;
         let read = loop {
             let preemption = &mut self.preemption;

@@ -12,14 +12,13 @@ use super::{
 use crate::{
     engine::{
         backend::{Activate, Attend, Delta, Finish, Norm, Operation, Prepare, Residual, Rotate, Types, View},
-        error::{ForwardError, ReadError},
+        error::ForwardError,
         preemption::{Preempt, Preemption, Work},
-        reader::Missing,
+        reader::{Extent, Missing},
         shape::FLAGS,
         spec::{RecurrentSpec, Role, Vector},
     },
     policy::residency::LayerKind,
-    units::Bytes,
 };
 
 /// A pass under way, of which one chunk is computed at a time.
@@ -59,14 +58,10 @@ impl Pass<'_, '_> {
             Failure::Missing(Missing::Stalled(stalled)) => stalled.into(),
             Failure::Missing(Missing::Failed(error)) => ForwardError::Read(error),
             Failure::Device(error) => error.into(),
-            Failure::NoMatrix => ForwardError::Read(ReadError {
-                path: self.model.header.path().to_owned(),
-                what: format!("layer {layer}"),
-                offset: 0,
-                bytes: Bytes::ZERO,
-                problem: "its reader is not running".to_owned(),
-                replaced: false,
-            }),
+            Failure::NoMatrix => {
+                let extent = Extent { what: format!("layer {layer}").into(), offset: 0, bytes: 0 };
+                ForwardError::Read(extent.error(self.model.header.path(), "its reader is not running"))
+            }
         }
     }
 

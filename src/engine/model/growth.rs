@@ -2,6 +2,7 @@
 
 use std::{
     io,
+    path::Path,
     ptr::NonNull,
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
@@ -17,7 +18,7 @@ use crate::{
         backend::Buffer,
         disk::{DiskTimeout, Retained, Stalled},
         error::ReadError,
-        reader::{Extent, PATIENCE_STEP, ReadProgress, Source, WeightFile, read_staged, refused},
+        reader::{Extent, PATIENCE_STEP, ReadProgress, Source, WeightFile, read_staged},
         shape::PartLayout,
     },
     units::Bytes,
@@ -97,6 +98,7 @@ struct Shared {
     ended: Condvar,
 }
 
+#[derive(Default)]
 struct State {
     arenas: Vec<Buffer>,
     /// The step that is taken next.
@@ -130,14 +132,7 @@ pub(super) fn read_parts(
     let shared = Arc::new(Shared {
         file: Arc::clone(file),
         steps,
-        state: Mutex::new(State {
-            arenas,
-            next: 0,
-            reading: Vec::with_capacity(threads),
-            given_up: None,
-            failed: None,
-            stop: false,
-        }),
+        state: Mutex::new(State { arenas, reading: Vec::with_capacity(threads), ..State::default() }),
         progress: ReadProgress::new(),
         ended: Condvar::new(),
     });
@@ -213,11 +208,12 @@ impl Shared {
     /// Reads a step into memory of this thread, and brings it to a device.
     fn bring(&self, step: &Step, arena: &SharedMapping, staging: &mut Option<SharedMapping>) -> Result<(), ReadError> {
         let extent = &step.extent;
-        let no_place = || refused(extent, NO_PLACE.to_owned());
+        let refused = |problem: &str| extent.error(Path::new(""), problem);
+        let no_place = || refused(NO_PLACE);
         let device = arena.device().ok_or_else(no_place)?;
         let staging = match staging {
             Some(staging) => staging,
-            None => staging.insert(device.page_locked(READ_ROOM).map_err(|error| refused(extent, error.to_string()))?),
+            None => staging.insert(device.page_locked(READ_ROOM).map_err(|error| refused(&error.to_string()))?),
         };
         let bytes = staging.bytes().as_len();
         let place = staging.range(0, bytes).ok_or_else(no_place)?;
@@ -340,7 +336,7 @@ fn read_run(
     target: Option<NonNull<u8>>,
     progress: &ReadProgress,
 ) -> Result<(), ReadError> {
-    let target = target.ok_or_else(|| refused(extent, NO_PLACE.to_owned()))?;
+    let target = target.ok_or_else(|| extent.error(Path::new(""), NO_PLACE))?;
     // SAFETY: inside a mapping from which no slice is taken, at a page boundary, since arenas are laid out so; each step
     // has a place of its own.
     unsafe { file.read(extent, target, progress) }

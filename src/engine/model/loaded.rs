@@ -251,12 +251,6 @@ impl Model {
         self.weights.kept(Instant::now())
     }
 
-    /// Memory of all copies of the state that the sequence can be cut back to.
-    #[must_use]
-    pub fn marks_bytes(&self) -> Bytes {
-        self.sequence.marks_bytes()
-    }
-
     /// Tokens of the sequence that were dropped, and how many stayed before them.
     #[must_use]
     pub const fn dropped(&self) -> (Tokens, Tokens) {

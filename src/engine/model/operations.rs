@@ -1,6 +1,6 @@
 //! Operations of a model: opening, computing, changing its plan, and what becomes of its sequence.
 
-use std::{io, path::Path};
+use std::path::Path;
 
 use super::{
     calibrate::{self, PartTime},
@@ -17,7 +17,6 @@ use crate::{
         sayable::Sayable,
         shape::Layout,
         spec::Spec,
-        state::Snapshot,
     },
     policy::{
         compute::Compute,
@@ -184,12 +183,6 @@ impl Model {
         }
     }
 
-    /// Goes back to where `snapshot` was taken, if the present sequence came through there; says whether it did.
-    #[must_use]
-    pub fn restore(&mut self, snapshot: &Snapshot) -> bool {
-        self.sequence.restore(self.backend.as_mut(), snapshot)
-    }
-
     /// Cuts the sequence back to the longest beginning of at most `tokens` tokens that can be gone on from; returns its
     /// length. Nothing is left of a sequence that was lost, nor of one that is kept in a larger type than it has been
     /// converted to before.
@@ -211,19 +204,6 @@ impl Model {
             self.sequence.recover(self.backend.as_mut());
         }
         self.sequence.position
-    }
-
-    /// Makes it possible to cut the sequence back to where it is now, if there is place for that.
-    pub fn mark(&mut self) {
-        self.sequence.mark(self.backend.as_mut());
-    }
-
-    /// Copies what the sequence needs beside the KV cache to go on from here later.
-    ///
-    /// # Errors
-    /// When there is no memory for the copy.
-    pub fn snapshot(&mut self) -> io::Result<Snapshot> {
-        self.sequence.snapshot(self.backend.as_mut())
     }
 
     /// Marks the sequence when the next pass comes by `position`; with streamed layers where a chunk ends before it, since

@@ -6,15 +6,13 @@
 //! Copies live inside what is leased for the KV cache, where no token has been yet. So they cost no lease of their own,
 //! and are the first to go: when tokens or a smaller capacity need the place, the oldest is given back to the kernel.
 
-use std::io;
-
 use super::dropped::{Dropped, Turn};
 use crate::{
     engine::{
         backend::{Backend, DeviceError},
         kv::KvCache,
         spec::{AttentionSpec, POSITIONS_MAX},
-        state::{Lineage, RecurrentState, Snapshot},
+        state::{RecurrentState, Snapshot},
     },
     policy::kv_type::KvType,
     units::{Bytes, Tokens},
@@ -24,7 +22,6 @@ use crate::{
 pub(super) struct Sequence {
     pub(super) cache: KvCache,
     pub(super) state: RecurrentState,
-    lineage: Lineage,
     /// Copies of the state that this sequence can be cut back to, by position.
     snapshots: Vec<Snapshot>,
     /// Where the next pass is to mark the sequence; 0 for nowhere.
@@ -45,7 +42,6 @@ impl Sequence {
         Self {
             cache,
             state,
-            lineage: Lineage::new(),
             snapshots: Vec::new(),
             mark_wanted: 0,
             position: 0,
@@ -80,46 +76,36 @@ impl Sequence {
         self.dropped.forget();
         self.cache.put_in_order();
         self.kv_precision = self.cache.kind();
-        self.lineage.reset();
         self.snapshots.clear();
         let reset = self.state.reset(backend);
         self.note(reset);
         self.lost = false;
     }
 
-    /// Goes back to where `snapshot` was taken, if the present sequence came through there; says whether it did.
-    pub(super) fn restore(&mut self, backend: &mut dyn Backend, snapshot: &Snapshot) -> bool {
-        if self.lost || !self.lineage.go_back(snapshot.branch(), snapshot.position()) {
-            return false;
-        }
-        let restored = self.state.restore(backend, snapshot);
+    /// Goes back to where the last copy was taken; to the start where there is none.
+    fn go_back(&mut self, backend: &mut dyn Backend) {
+        let Some(snapshot) = self.snapshots.last() else {
+            self.reset(backend);
+            return;
+        };
+        let (position, restored) = (snapshot.position(), self.state.restore(backend, snapshot));
+        self.position = position;
         self.note(restored);
-        self.position = snapshot.position();
-        self.snapshots.retain(|kept| kept.position() <= snapshot.position());
-        true
     }
 
-    /// Cuts the sequence back to the longest beginning of at most `tokens` tokens that can be gone on from. Nothing is left of a sequence that was lost, nor of one that is kept in a larger type than it has been
-    /// converted to before.
+    /// Cuts the sequence back to the longest beginning of at most `tokens` tokens that can be gone on from. Nothing is
+    /// left of a sequence that was lost, nor of one that is kept in a larger type than it has been converted to before.
     pub(super) fn keep(&mut self, backend: &mut dyn Backend, tokens: u32) {
         // What a conversion has lost is read again as soon as there is place for it: an answer does not depend on what
         // was shed before it.
         if self.lost || self.kv_precision < self.cache.kind() {
             self.reset(backend);
         } else if tokens < self.position {
-            if self.state.bytes() == Bytes::ZERO {
-                let branch = self.lineage.current();
-                if self.lineage.go_back(branch, tokens) {
-                    self.position = tokens;
-                } else {
-                    self.reset(backend);
-                }
-            } else {
+            if self.needs_marks() {
                 self.snapshots.retain(|snapshot| snapshot.position() <= tokens);
-                match self.snapshots.pop() {
-                    Some(snapshot) if self.restore(backend, &snapshot) => self.snapshots.push(snapshot),
-                    _ => self.reset(backend),
-                }
+                self.go_back(backend);
+            } else {
+                self.position = tokens;
             }
         }
     }
@@ -130,16 +116,7 @@ impl Sequence {
         self.lost = false;
         self.mark_wanted = 0;
         if self.needs_marks() {
-            match self.snapshots.pop() {
-                Some(snapshot) if self.restore(backend, &snapshot) => self.snapshots.push(snapshot),
-                _ => self.reset(backend),
-            }
-        } else {
-            // Behind it lies what a pass has written in part.
-            let branch = self.lineage.current();
-            if !self.lineage.go_back(branch, self.position) {
-                self.reset(backend);
-            }
+            self.go_back(backend);
         }
     }
 
@@ -166,24 +143,9 @@ impl Sequence {
                 Err(_) => return,
             }
         };
-        let snapshot = self.copy_into(backend, room);
-        self.snapshots.push(snapshot);
-    }
-
-    /// Copies what the sequence needs beside the KV cache to go on from here later.
-    ///
-    /// # Errors
-    /// When there is no memory for the copy.
-    pub(super) fn snapshot(&mut self, backend: &mut dyn Backend) -> io::Result<Snapshot> {
-        let room = self.state.room(backend)?;
-        Ok(self.copy_into(backend, room))
-    }
-
-    fn copy_into(&mut self, backend: &mut dyn Backend, room: Snapshot) -> Snapshot {
-        let place = (self.lineage.current(), self.position);
-        let (snapshot, copied) = self.state.snapshot(backend, room, place);
+        let (snapshot, copied) = self.state.snapshot(backend, room, self.position);
         self.note(copied);
-        snapshot
+        self.snapshots.push(snapshot);
     }
 
     /// Tokens up to the place that is to be marked, where the next chunk may end for it: not while it
@@ -233,7 +195,6 @@ impl Sequence {
         self.dropped.tokens += tokens;
         self.dropped.turn_back(turn);
         // Nothing before can be gone back to, and no prompt goes on from here.
-        self.lineage.reset();
         self.snapshots.clear();
         self.mark_wanted = 0;
         tokens

@@ -9,7 +9,7 @@ use std::{
 
 use candle_core::quantized::GgmlDType;
 
-use self::refusing::{Refusing, Scarce};
+use self::refusing::Refusing;
 use super::{opening::Disk, *};
 use crate::{
     causes::in_one_line,
@@ -247,32 +247,12 @@ fn a_head_of_some_rows_that_becomes_resident_half_made_goes_on_where_it_was() {
     while order_at <= looks {
         model.reset();
         model.apply(&plan([])).unwrap();
-        let mut order = OneOrder { left: order_at, looks: 0 };
+        let mut order = Plans { plans: vec![plan(0..5)], left: order_at, in_layers: true, ..Plans::default() };
         let logits = model.forward(&[5], &mut order).unwrap();
         assert!(logits[..] == expected[..], "an order at look {order_at}");
+        assert!(order.applied.iter().all(Result::is_ok), "{:?}", order.applied);
         looks = order.looks;
         order_at += 1;
-    }
-}
-
-/// One order at some look, for all parts to be resident.
-struct OneOrder {
-    left: u32,
-    looks: u32,
-}
-
-impl Checkpoint for OneOrder {
-    fn poll(&mut self) -> Flow {
-        self.looks += 1;
-        if self.looks == self.left + 1 { Flow::Apply(plan(0..5)) } else { Flow::Continue }
-    }
-
-    fn poll_in_layer(&mut self) -> Flow {
-        self.poll()
-    }
-
-    fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
-        result.unwrap();
     }
 }
 
@@ -281,8 +261,8 @@ fn refusing(resident: impl IntoIterator<Item = u32>) -> (Model, Refusing, tempfi
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
     Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 7).write(&path).unwrap();
-    let mut model = open_in_parts(&path, usize::MAX, &plan(resident), 1);
-    let refusing = Refusing::put_into(&mut model);
+    let refusing = Refusing::default();
+    let model = open_on(late::refusing(refusing.clone()), None, &path, usize::MAX, &plan(resident));
     (model, refusing, folder)
 }
 
@@ -298,7 +278,9 @@ fn a_model_that_memory_is_refused_for_is_opened_with_fewer_of_its_layers_and_ans
     for found in 0.. {
         let layout = |spec: &Spec| Layout::in_parts(spec, usize::MAX);
         let options = ModelOptions::for_threads(1);
-        let opening = Opening::on(Arc::new(Scarce(found)), &path, &options, layout, &Disk::default()).unwrap();
+        let memory = Refusing::default();
+        memory.refuse_after(found);
+        let opening = Opening::on(late::refusing(memory), &path, &options, layout, &Disk::default()).unwrap();
         let mut model = match opening.begin(&whole) {
             Ok(model) => model,
             Err(error) => {
@@ -378,9 +360,10 @@ fn a_calibration_that_cannot_have_everything_back_says_so() {
 fn a_chunk_ordered_in_a_pass_becomes_smaller_in_it_and_larger_only_by_a_plan_that_says_so() {
     let (mut model, _refusing, _folder) = refusing(0..5);
     for (ordered, then) in [(9, 3), (2, 2)] {
-        let mut order = OneChunk { chunk: Some(ordered), reported: None };
+        let chunk = EnginePlan { prefill_chunk: Tokens::new(ordered), ..plan(0..5) };
+        let mut order = Plans { plans: vec![chunk], ..Plans::default() };
         model.forward(&TOKENS, &mut order).unwrap();
-        assert_eq!(order.reported.unwrap().plan.prefill_chunk, Tokens::new(3));
+        assert_eq!(order.applied.pop().unwrap().unwrap().plan.prefill_chunk, Tokens::new(3));
         assert_eq!(model.plan().prefill_chunk, Tokens::new(then), "{ordered} was ordered");
         model.reset();
     }
@@ -397,32 +380,41 @@ fn a_plan_does_not_grow_into_the_place_of_a_chunk_under_way() {
     let beside = EnginePlan { resident: grown.resident.clone(), ..large.clone() };
     let bytes = |plan: &EnginePlan| model.shape().plan_bytes(plan);
     assert!(bytes(&grown) < bytes(&large) && bytes(&large) < bytes(&beside));
-    let mut order = OnePlan { plan: Some(grown.clone()), reported: None };
+    let mut order = Plans { plans: vec![grown.clone()], ..Plans::default() };
     model.forward(&TOKENS, &mut order).unwrap();
-    let error = order.reported.unwrap().unwrap_err().to_string();
+    let error = order.applied.pop().unwrap().unwrap_err().to_string();
     assert!(error.contains("while a prefill chunk of 4096 tokens is under way"), "{error}");
     assert_eq!(model.plan(), &large, "nothing was done of it");
     // What only gives up is taken, and the chunk becomes smaller when it has ended.
-    let mut order = OnePlan { plan: Some(plan([0])), reported: None };
+    let mut order = Plans { plans: vec![plan([0])], ..Plans::default() };
     model.forward(&TOKENS, &mut order).unwrap();
-    let report = order.reported.unwrap().unwrap();
+    let report = order.applied.pop().unwrap().unwrap();
     assert_eq!((report.plan.resident.len(), report.plan.prefill_chunk.get()), (1, 4096));
     assert_eq!(model.plan(), &plan([0]));
     model.reset();
     assert_eq!(model.apply(&grown).unwrap().plan, grown);
 }
 
-/// Plans at the first looks, and then perhaps the end.
+/// Plans at some looks that follow one another, the last one first, and then perhaps the end.
 #[derive(Default)]
 struct Plans {
     plans: Vec<EnginePlan>,
+    /// Looks before the first.
+    left: u32,
+    looks: u32,
+    /// Whether it looks in the middle of layers too.
+    in_layers: bool,
     stops: bool,
-    applied: Vec<ApplyReport>,
+    applied: Vec<Result<ApplyReport, ApplyError>>,
     rechunked: Vec<ApplyReport>,
 }
 
 impl Checkpoint for Plans {
     fn poll(&mut self) -> Flow {
+        self.looks += 1;
+        if self.looks <= self.left {
+            return Flow::Continue;
+        }
         match self.plans.pop() {
             Some(plan) => Flow::Apply(plan),
             None if self.stops => Flow::Stop,
@@ -430,8 +422,12 @@ impl Checkpoint for Plans {
         }
     }
 
+    fn poll_in_layer(&mut self) -> Flow {
+        if self.in_layers { self.poll() } else { Flow::Continue }
+    }
+
     fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
-        self.applied.push(result.unwrap());
+        self.applied.push(result);
     }
 
     fn rechunked(&mut self, report: ApplyReport) {
@@ -450,7 +446,7 @@ fn a_smaller_chunk_is_reported_once_when_it_is_in_force_however_the_pass_ends() 
         let mut orders = Plans { plans: vec![fewer.clone(), plan([0, 2])], stops, ..Plans::default() };
         let result = model.forward(&TOKENS, &mut orders).map(|_| ());
         assert_eq!(result.is_err(), stops);
-        let in_force: Vec<&EnginePlan> = orders.applied.iter().map(|report| &report.plan).collect();
+        let in_force: Vec<&EnginePlan> = orders.applied.iter().map(|report| &report.as_ref().unwrap().plan).collect();
         assert_eq!(in_force, [&large, &fewer]);
         let [reported] = &orders.rechunked[..] else {
             panic!("{:?}", orders.rechunked);
@@ -462,22 +458,6 @@ fn a_smaller_chunk_is_reported_once_when_it_is_in_force_however_the_pass_ends() 
         let mut orders = Plans::default();
         model.forward(&TOKENS, &mut orders).unwrap();
         assert!(orders.rechunked.is_empty());
-    }
-}
-
-/// A plan at the first look.
-struct OnePlan {
-    plan: Option<EnginePlan>,
-    reported: Option<Result<ApplyReport, ApplyError>>,
-}
-
-impl Checkpoint for OnePlan {
-    fn poll(&mut self) -> Flow {
-        self.plan.take().map_or(Flow::Continue, Flow::Apply)
-    }
-
-    fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
-        self.reported = Some(result);
     }
 }
 
@@ -505,24 +485,6 @@ fn a_workspace_is_replaced_without_both_in_memory() {
     assert!(both > Bytes::from_mib(4), "{both} would not show");
     // With both in memory it would be twice that.
     assert!(rose < both + Bytes::new(both.get() / 2), "{rose} more, {both} are new");
-}
-
-/// Another chunk at the first look.
-struct OneChunk {
-    chunk: Option<u32>,
-    reported: Option<ApplyReport>,
-}
-
-impl Checkpoint for OneChunk {
-    fn poll(&mut self) -> Flow {
-        self.chunk
-            .take()
-            .map_or(Flow::Continue, |chunk| Flow::Apply(EnginePlan { prefill_chunk: Tokens::new(chunk), ..plan(0..5) }))
-    }
-
-    fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
-        self.reported = Some(result.unwrap());
-    }
 }
 
 #[test]

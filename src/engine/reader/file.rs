@@ -8,7 +8,7 @@ use std::{
         fd::AsFd,
         unix::fs::{FileExt, MetadataExt, OpenOptionsExt},
     },
-    path::PathBuf,
+    path::{Path, PathBuf},
     ptr::NonNull,
     sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
     time::{Duration, Instant},
@@ -55,6 +55,18 @@ impl Extent {
     #[must_use]
     pub fn aligned_bytes(&self) -> usize {
         (self.lead() + self.bytes).next_multiple_of(PAGE.as_len())
+    }
+
+    /// The error of a read of it from the file at `path`, which is empty where the file is not the cause.
+    pub(in crate::engine) fn error(&self, path: &Path, problem: impl Into<String>) -> ReadError {
+        ReadError {
+            path: path.to_owned(),
+            what: self.what.to_string(),
+            offset: self.offset,
+            bytes: Bytes::of_len(self.bytes),
+            problem: problem.into(),
+            replaced: false,
+        }
     }
 }
 
@@ -191,7 +203,7 @@ impl WeightFile {
         let bytes = target.len();
         let ask = || part.buffered.read_exact_at(target, place.offset).map(|()| bytes);
         let result = watch.asking(&extent.what, ask);
-        result.map_err(|error| part.error(&place, &describe(&error)))?;
+        result.map_err(|error| place.error(&part.path, describe(&error)))?;
         Ok(())
     }
 
@@ -229,14 +241,7 @@ impl WeightFile {
     /// The part that has `extent`, and where in it.
     fn place(&self, extent: &Extent) -> Result<(&PartFile, Extent), ReadError> {
         let part = self.parts.iter().rfind(|part| part.base <= extent.offset);
-        let part = part.ok_or_else(|| ReadError {
-            path: PathBuf::new(),
-            what: extent.what.to_string(),
-            offset: extent.offset,
-            bytes: Bytes::of_len(extent.bytes),
-            problem: "it is in no file".to_owned(),
-            replaced: false,
-        })?;
+        let part = part.ok_or_else(|| extent.error(Path::new(""), "it is in no file"))?;
         let extent = Extent { offset: extent.offset - part.base, ..extent.clone() };
         Ok((part, extent))
     }
@@ -291,13 +296,13 @@ impl PartFile {
         for _ in 0..READS_MAX {
             let before = self.known().good;
             read()?;
-            let now = self.stamp().map_err(|error| self.error(extent, &describe(&error)))?;
+            let now = self.stamp().map_err(|error| extent.error(&self.path, describe(&error)))?;
             if now == before {
                 return Ok(());
             }
             self.recognise(extent, now)?;
         }
-        Err(self.error(extent, "the file was written to after it was opened, and still is"))
+        Err(extent.error(&self.path, "the file was written to after it was opened, and still is"))
     }
 
     /// Compares the contents of the file, which was written to, with those of the model that was opened.
@@ -324,7 +329,7 @@ impl PartFile {
         } else {
             "the file was written to after it was opened, and does not hold the same model: wait until it is complete"
         };
-        Err(ReadError { replaced: written, ..self.error(extent, problem) })
+        Err(ReadError { replaced: written, ..extent.error(&self.path, problem) })
     }
 
     /// Whether the contents are those of the model that was opened.
@@ -367,17 +372,6 @@ impl PartFile {
         posix_fadvise(self.buffered.as_fd(), 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED).ok();
     }
 
-    fn error(&self, extent: &Extent, problem: &str) -> ReadError {
-        ReadError {
-            path: self.path.clone(),
-            what: extent.what.to_string(),
-            offset: extent.offset,
-            bytes: Bytes::of_len(extent.bytes),
-            problem: problem.to_owned(),
-            replaced: false,
-        }
-    }
-
     fn forget(&self, extent: &Extent) {
         self.advise(extent, PosixFadviseAdvice::POSIX_FADV_DONTNEED);
     }
@@ -404,7 +398,7 @@ impl Source for WeightFile {
         part.read_known(&extent, || {
             let result = part.buffered.read_exact_at(target, extent.offset);
             part.forget(&extent);
-            result.map_err(|error| part.error(&extent, &describe(&error)))
+            result.map_err(|error| extent.error(&part.path, describe(&error)))
         })
     }
 }
@@ -430,7 +424,7 @@ impl PartFile {
         let mut direct = self.direct.is_some();
         while done < wanted {
             if done > 0 && progress.is_given_up() {
-                return Err(self.error(extent, "it is not wanted any more"));
+                return Err(extent.error(&self.path, "it is not wanted any more"));
             }
             let (_, rest) = buffer.split_at_mut(done);
             let most = rest.len().min(size.bytes());
@@ -438,7 +432,7 @@ impl PartFile {
             let asked = Instant::now();
             match file.read_at(rest, start + done as u64) {
                 Ok(0) => {
-                    return Err(self.error(extent, &format!("the file ends at byte {}", start + done as u64)));
+                    return Err(extent.error(&self.path, format!("the file ends at byte {}", start + done as u64)));
                 }
                 Ok(count) => {
                     done += count;
@@ -455,7 +449,7 @@ impl PartFile {
                     file = &self.buffered;
                     direct = false;
                 }
-                Err(error) => return Err(self.error(extent, &describe(&error))),
+                Err(error) => return Err(extent.error(&self.path, describe(&error))),
             }
         }
         if !direct {

@@ -33,6 +33,7 @@ pub struct WantedRows {
     pub bytes: usize,
 }
 
+#[derive(Default)]
 struct Shared {
     state: Mutex<State>,
     /// Rows are wanted, or no more ever.
@@ -41,6 +42,7 @@ struct Shared {
     answered: Condvar,
 }
 
+#[derive(Default)]
 struct State {
     wanted: Option<WantedRows>,
     /// The matrix that was asked for last, for messages.
@@ -60,18 +62,7 @@ impl RowReader {
     /// # Errors
     /// When there is none to be had.
     pub fn start(source: Arc<dyn Source>) -> io::Result<Self> {
-        let shared = Arc::new(Shared {
-            state: Mutex::new(State {
-                wanted: None,
-                what: "".into(),
-                asked: 0,
-                reading: None,
-                answer: None,
-                stop: false,
-            }),
-            asked: Condvar::new(),
-            answered: Condvar::new(),
-        });
+        let shared = Arc::new(Shared::default());
         let theirs = Arc::clone(&shared);
         let thread = thread::Builder::new().name("cotenant-reader".to_owned()).spawn(move || {
             // A token waits for it.

@@ -1,6 +1,6 @@
 //! Pieces of a file for memory of a device, by way of memory of the host.
 
-use std::{ptr::NonNull, slice, sync::Arc};
+use std::{path::Path, ptr::NonNull, slice, sync::Arc};
 
 use super::{
     file::{Extent, Source},
@@ -44,21 +44,9 @@ pub(in crate::engine) unsafe fn read_staged(
         unsafe { source.read(&run, staging, progress) }?;
         // SAFETY: as above; memory of the host, in which reads have left what they found.
         let read = unsafe { slice::from_raw_parts(staging.as_ptr(), bytes) };
-        memory.bring(target + at, read).map_err(|error| refused(extent, error.to_string()))?;
+        memory.bring(target + at, read).map_err(|error| extent.error(Path::new(""), error.to_string()))?;
     }
     Ok(())
-}
-
-/// That a piece cannot be had, for a reason that is not the file's.
-pub(in crate::engine) fn refused(extent: &Extent, problem: String) -> ReadError {
-    ReadError {
-        path: std::path::PathBuf::new(),
-        what: extent.what.to_string(),
-        offset: extent.offset,
-        bytes: Bytes::of_len(extent.bytes),
-        problem,
-        replaced: false,
-    }
 }
 
 /// What readers stage pieces in of a ring with so many bytes, for each of them: no more than one read asks for, and of a small ring

@@ -3,6 +3,7 @@
 use std::{
     collections::VecDeque,
     io,
+    path::Path,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak},
     thread,
     time::{Duration, Instant},
@@ -11,7 +12,7 @@ use std::{
 use super::{
     file::{Extent, Source},
     progress::ReadProgress,
-    staged::{read_staged, refused},
+    staged::read_staged,
 };
 use crate::{
     emergency,
@@ -61,6 +62,7 @@ struct Shared {
     room: Condvar,
 }
 
+#[derive(Default)]
 struct State {
     schedule: Arc<[Extent]>,
     /// Index in the schedule of the piece that is read next.
@@ -377,17 +379,10 @@ impl Shared {
             state: Mutex::new(State {
                 schedule,
                 next: first,
-                lent: 0,
                 end: usize::MAX,
-                slots: VecDeque::new(),
-                made: 0,
-                reading: 0,
-                failed: false,
-                head: 0,
                 capacity,
                 usable: capacity,
-                growing: false,
-                stop: false,
+                ..State::default()
             }),
             progress: ReadProgress::new(),
             filled: Condvar::new(),
@@ -464,7 +459,7 @@ impl Shared {
         (extent, start): (&Extent, usize),
         source: &dyn Source,
     ) -> Result<(), ReadError> {
-        let no_place = || refused(extent, "it does not fit the ring".to_owned());
+        let no_place = || extent.error(Path::new(""), "it does not fit the ring");
         let Some(memory) = ring.device().filter(|_| ring.is_beyond_host()) else {
             let target = ring.range(start, extent.aligned_bytes()).ok_or_else(no_place)?;
             // SAFETY: the slot was placed where no other slot is, and stays until its status changes; slots are

@@ -39,6 +39,7 @@ pub use error::{EncodeError, TokenizerError};
 
 pub(super) use literals::Literals;
 pub use stream::TextStream;
+pub use terms::byte_symbol;
 
 /// The vocabulary of a model and the rules to use it.
 pub struct Tokenizer {
@@ -48,7 +49,6 @@ pub struct Tokenizer {
     user_defined: Literals,
     ends: BTreeSet<u32>,
     bos: Option<u32>,
-    eos: Option<u32>,
     add_bos: bool,
     /// Where long texts may be cut.
     cut: Cut,
@@ -88,7 +88,7 @@ impl Tokenizer {
         let mut pieces = Pieces::default();
         let mut control = Literals::default();
         let mut user_defined = Literals::default();
-        let bytes_of = byte_alphabet();
+        let bytes_of: BTreeMap<char, u8> = (0..=u8::MAX).map(|byte| (byte_symbol(byte), byte)).collect();
         for (token, text) in (0u32..).zip(texts.iter()) {
             if END_TEXTS.contains(&text) {
                 ends.insert(token);
@@ -120,7 +120,6 @@ impl Tokenizer {
             user_defined: user_defined.sorted(),
             ends,
             bos,
-            eos,
             add_bos: header.bool(KEY_ADD_BOS).unwrap_or_else(|| scheme.adds_bos()) && bos.is_some(),
             cut,
             space_first: scheme == Scheme::SentencePieces && header.bool(KEY_SPACE_FIRST).unwrap_or(true),
@@ -254,12 +253,6 @@ impl Tokenizer {
         self.bos
     }
 
-    /// The token that ends a text, where the file names one.
-    #[must_use]
-    pub const fn eos(&self) -> Option<u32> {
-        self.eos
-    }
-
     /// Whether sequences begin with [`Self::bos`].
     #[must_use]
     pub const fn adds_bos(&self) -> bool {
@@ -384,25 +377,6 @@ fn merges(
         }
     }
     Ok(merges)
-}
-
-/// The characters that stand for bytes in the vocabulary: printable ones for themselves, others from U+0100 on (GPT-2's
-/// `bytes_to_unicode`).
-fn byte_alphabet() -> BTreeMap<char, u8> {
-    let mut next = 0x100u32;
-    (0..=u8::MAX)
-        .map(|byte| {
-            let character = match byte {
-                b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff => char::from(byte),
-                _ => {
-                    let character = char::from_u32(next).unwrap_or(char::REPLACEMENT_CHARACTER);
-                    next += 1;
-                    character
-                }
-            };
-            (character, byte)
-        })
-        .collect()
 }
 
 /// The bytes of every token, in one allocation.

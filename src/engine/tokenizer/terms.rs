@@ -39,3 +39,15 @@ pub(super) const PIECE_BYTES_MAX: usize = 256;
 
 /// What stands for a space there (U+2581).
 pub(super) const SPACE: char = '\u{2581}';
+
+/// The character that stands for `byte` in byte-level vocabularies: a printable one for itself, others from U+0100 on
+/// (GPT-2's `bytes_to_unicode`).
+#[must_use]
+pub fn byte_symbol(byte: u8) -> char {
+    let plain = |byte: u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
+    if plain(byte) {
+        return char::from(byte);
+    }
+    let number = (0..byte).filter(|&before| !plain(before)).count();
+    u32::try_from(number).ok().and_then(|number| char::from_u32(256 + number)).unwrap_or(char::REPLACEMENT_CHARACTER)
+}

@@ -63,16 +63,13 @@ impl std::error::Error for Denial {}
 /// ` (a#1 holds 6 GiB, none of it for batch: interactive is more urgent; …)`, or nothing.
 impl Display for Holders {
     fn fmt(&self, f: &mut Formatter<'_>) -> Result {
-        let (class, shares, unaccounted) = match self {
-            Self::Shares { class, shares, unaccounted } => (class, shares, *unaccounted),
-            Self::Text(text) => return f.write_str(text),
-        };
+        let Self { class, shares, unaccounted } = self;
         let shares = shares.iter().map(|share| match &share.spared {
             Some(why) => format!("{} holds {}, none of it for {class}: {why}", share.holder, share.held),
             None => format!("{} holds {} and can give {}", share.holder, share.held, share.gives),
         });
         let unaccounted =
-            (unaccounted > Bytes::ZERO).then(|| format!("{unaccounted} is unaccounted and held by no tenant"));
+            (*unaccounted > Bytes::ZERO).then(|| format!("{unaccounted} is unaccounted and held by no tenant"));
         let all: Vec<String> = shares.chain(unaccounted).collect();
         if all.is_empty() {
             return Ok(());
@@ -88,7 +85,6 @@ impl Display for Quota {
             Self::Queue => f.write_str("the queue"),
             Self::QueueOf { uid } => write!(f, "the share of uid {uid} in the queue"),
             Self::LeasesOf { uid } => write!(f, "leases of uid {uid}"),
-            Self::Text(text) => f.write_str(text),
         }
     }
 }
@@ -106,7 +102,6 @@ impl Display for NotHolder {
             ),
             Self::Awaited { pid: Some(pid) } => write!(f, "process {pid} waits for it by the same request id"),
             Self::Awaited { pid: None } => f.write_str("another process waits for it by the same request id"),
-            Self::Text(text) => f.write_str(text),
         }
     }
 }
@@ -208,7 +203,7 @@ mod tests {
             free: Bytes::from_mib(free),
             reclaimable: Bytes::from_mib(reclaimable),
             budget: Bytes::from_mib(400),
-            holders: Holders::Text(String::new()),
+            holders: Holders { class: Class::Batch, shares: Vec::new(), unaccounted: Bytes::ZERO },
         };
         for (free, reclaimable, words) in [
             (40, 60, "let the request wait: what is missing can be reclaimed in time"),
@@ -247,7 +242,7 @@ mod tests {
             free: Bytes::from_gib(2),
             reclaimable: Bytes::ZERO,
             budget: Bytes::from_gib(8),
-            holders: Holders::Shares { class, shares, unaccounted },
+            holders: Holders { class, shares, unaccounted },
         };
         let words = "cannot grant 6 GiB to `b`: 2 GiB is free and 0 B can be reclaimed, of a 8 GiB budget";
         assert_eq!(denial(Vec::new(), Bytes::ZERO).to_string(), words);

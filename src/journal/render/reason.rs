@@ -34,7 +34,6 @@ impl Display for ReclaimReason {
                 f,
                 "{level}: headroom {headroom} is below {watermark}, {missing} more are to come back for {wanted}"
             ),
-            Self::Text(text) => f.write_str(text),
         }
     }
 }
@@ -77,7 +76,6 @@ impl Display for PlanReason {
             ),
             Self::Confirm => f.write_str("to know what is in force"),
             Self::Unanswered => f.write_str("asked before, without an answer"),
-            Self::Text(text) => f.write_str(text),
         }
     }
 }
@@ -115,7 +113,6 @@ impl Display for StopReason {
             Self::Recycle => f.write_str("an operator asked to restart it"),
             Self::OverBudget { held, budget } => write!(f, "it holds {held}, and the budget is {budget}"),
             Self::AskedBefore => f.write_str("it was asked to stop before the supervisor ended"),
-            Self::Text(text) => f.write_str(text),
         }
     }
 }
@@ -149,7 +146,6 @@ impl Display for LevelReason {
                 lasted.as_secs_f64(),
                 dwell.as_secs_f64()
             ),
-            Self::Text(text) => f.write_str(text),
         }
     }
 }
@@ -190,7 +186,6 @@ impl Display for SpareReason {
             Self::WorkersBeforeCritical => "workers give at Critical only",
             Self::Recovered => "headroom is above the critical watermark; workers are stopped only below it",
             Self::OthersSuffice => "would be stopped, and others give what is missing now",
-            Self::Text(text) => text,
         })
     }
 }

@@ -8,7 +8,7 @@ use crate::{
         growth_wait::GrowthWait,
         reboot::RebootReason,
         shedding::{Chosen, NextShed, Source, Weighing},
-        snapshot::{Keepers, WorkerWait},
+        snapshot::WorkerWait,
     },
     units::Bytes,
 };
@@ -70,15 +70,9 @@ impl Display for WorkerWait {
             return write!(f, ", and {free} is free for it");
         }
         write!(f, ", and at most {} can ever be had", self.most)?;
-        match &self.keepers {
-            Keepers::Of(keepers) => {
-                for (number, (keeper, bytes)) in keepers.iter().enumerate() {
-                    let before = if number == 0 { " while" } else { "," };
-                    write!(f, "{before} `{keeper}` keeps {bytes}")?;
-                }
-            }
-            Keepers::Text(text) if text.is_empty() => {}
-            Keepers::Text(text) => write!(f, " while {text}")?,
+        for (number, (keeper, bytes)) in self.keepers.iter().enumerate() {
+            let before = if number == 0 { " while" } else { "," };
+            write!(f, "{before} `{keeper}` keeps {bytes}")?;
         }
         f.write_str(if needs > self.configured {
             "; raise the budget, lower what the others keep, or remove `peaks.json` in the state folder if that was no honest use"
@@ -199,7 +193,6 @@ impl Display for Done {
                 write!(f, ", in {took:.1} ms; the engine holds {held}, {before} before")
             }
             Self::Reconfigured(changes) => changes.fmt(f),
-            Self::Text(text) => f.write_str(text),
         }
     }
 }

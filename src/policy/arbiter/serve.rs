@@ -18,7 +18,6 @@ use crate::{
         lease_table::Lease,
         reason::ReclaimReason,
         reclaim,
-        snapshot::Keepers,
         state::State,
     },
     units::Bytes,
@@ -82,9 +81,7 @@ fn explain_out_of_reach(cx: &mut Context<'_>, name: &str) {
     if let Some(wait) = worker.and_then(|worker| cx.state.worker_wait(worker)) {
         let worker = name.to_owned();
         let mut figures = vec![wait.needs, wait.configured, wait.free, wait.most];
-        if let Keepers::Of(keepers) = &wait.keepers {
-            figures.extend(keepers.iter().map(|(_, bytes)| *bytes));
-        }
+        figures.extend(wait.keepers.iter().map(|(_, bytes)| *bytes));
         cx.decide_once(&out_of_reach(name), &figures, AdmissionDecision::StartOutOfReach { worker, wait });
     }
 }
@@ -249,11 +246,7 @@ fn quota_of(tenant: &str, full: Full) -> Denial {
 fn figures_of(denial: &Denial) -> Vec<Bytes> {
     match denial {
         Denial::InsufficientMemory {
-            asked,
-            free,
-            reclaimable,
-            holders: Holders::Shares { shares, unaccounted, .. },
-            ..
+            asked, free, reclaimable, holders: Holders { shares, unaccounted, .. }, ..
         } => {
             let shares = shares.iter().flat_map(|share| [share.held, share.gives]);
             [*asked, *free, *reclaimable, *unaccounted].into_iter().chain(shares).collect()

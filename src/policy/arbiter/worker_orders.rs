@@ -253,28 +253,3 @@ pub(super) fn restore_notified(cx: &mut Context<'_>, name: &str) -> Result<Done,
         Err(_) => Err(GrowthWait::Budget { needs: steady, free: cx.state.ledger.free(), reserved: Bytes::ZERO }),
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::policy::{
-        arbiter::context::{Machine, Record},
-        params::{Params, Scope, WorkerParams},
-        state::State,
-    };
-
-    #[test]
-    fn a_start_books_the_peak_and_an_order_to_stop_frees_nothing() {
-        let (steady, peak) = (Bytes::from_mib(10), Bytes::from_mib(20));
-        let mut params = Params::for_budget(Bytes::from_mib(64), Bytes::ZERO, Scope::Machine);
-        params.workers = vec![WorkerParams { name: "asr".to_owned(), steady, peak, ..WorkerParams::default() }];
-        let (mut state, mut machine, mut record) = (State::new(params).unwrap(), Machine::default(), Record::default());
-        let mut cx = Context::new(&mut state, &mut machine, &mut record);
-        let id = cx.state.leases.next_id();
-        start(&mut cx, "asr", id);
-        assert!(matches!(cx.out.last(), Some(Action::StartWorker { .. })));
-        stop(&mut cx, "asr", StopCause::Operator, StopReason::Operator);
-        assert!(matches!(cx.out.last(), Some(Action::StopWorker { reason: StopReason::Operator, .. })));
-        assert_eq!(cx.state.worker_held("asr"), peak);
-    }
-}

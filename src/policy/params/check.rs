@@ -4,8 +4,8 @@ use std::{collections::BTreeSet, time::Duration};
 
 use super::{ENGINE_TENANT, EngineParams, FILL_RATE_MIB_PER_S, ParamFault, Params, ParamsError, RestartParams};
 use crate::{
-    policy::{kv_type::KvType, lease::Class},
-    units::{Bytes, TimeSpan, Tokens},
+    policy::lease::Class,
+    units::{Bytes, TimeSpan},
 };
 
 /// Adds a fault for each line whose condition holds: `wrong => "setting" = value, "problem with its {limit}";`.
@@ -14,7 +14,7 @@ macro_rules! faults {
         $(if $wrong {
             $faults.push(ParamFault {
                 setting: $setting.to_string(),
-                value: $value.shown(),
+                value: $value.to_string(),
                 problem: format!($($problem),+),
             });
         })+
@@ -60,12 +60,13 @@ impl Params {
             it.hysteresis > reclaim =>
                 "pressure.hysteresis", it.hysteresis,
                 "is above the minimum reclaim of {reclaim}: one shed would not end the level";
-            it.dwell > DWELL_MAX => "pressure.dwell", it.dwell, "is above {}", TimeSpan(DWELL_MAX);
-            it.grace > GRACE_MAX => "pressure.grace", it.grace, "is above {}", TimeSpan(GRACE_MAX);
+            it.dwell > DWELL_MAX => "pressure.dwell", TimeSpan(it.dwell), "is above {}", TimeSpan(DWELL_MAX);
+            it.grace > GRACE_MAX => "pressure.grace", TimeSpan(it.grace), "is above {}", TimeSpan(GRACE_MAX);
             it.sample_min < SAMPLE_LEAST || it.sample_min > it.sample_max =>
-                "pressure.sample_min", it.sample_min,
+                "pressure.sample_min", TimeSpan(it.sample_min),
                 "is not between {} and sample_max of {}", TimeSpan(SAMPLE_LEAST), TimeSpan(it.sample_max);
-            it.sample_max > SAMPLE_MOST => "pressure.sample_max", it.sample_max, "is above {}", TimeSpan(SAMPLE_MOST);
+            it.sample_max > SAMPLE_MOST =>
+                "pressure.sample_max", TimeSpan(it.sample_max), "is above {}", TimeSpan(SAMPLE_MOST);
             it.fill_rate_mib_per_s == 0 =>
                 "pressure.fill_rate_mib_per_s", it.fill_rate_mib_per_s,
                 "is zero; {FILL_RATE_MIB_PER_S} fits most machines";
@@ -79,10 +80,12 @@ impl Params {
             it.minimum_reclaim >= left =>
                 "shed.minimum_reclaim", it.minimum_reclaim,
                 "is not below the {left} that the upper watermark leaves of the budget";
-            it.settle > SETTLE_MAX => "shed.settle", it.settle, "is above {}", TimeSpan(SETTLE_MAX);
-            it.verify_poll < SAMPLE_LEAST => "shed.verify_poll", it.verify_poll, "is below {}", TimeSpan(SAMPLE_LEAST);
+            it.settle > SETTLE_MAX => "shed.settle", TimeSpan(it.settle), "is above {}", TimeSpan(SETTLE_MAX);
+            it.verify_poll < SAMPLE_LEAST =>
+                "shed.verify_poll", TimeSpan(it.verify_poll), "is below {}", TimeSpan(SAMPLE_LEAST);
             it.verify_timeout < it.verify_poll =>
-                "shed.verify_timeout", it.verify_timeout, "is below verify_poll of {}", TimeSpan(it.verify_poll);
+                "shed.verify_timeout", TimeSpan(it.verify_timeout),
+                "is below verify_poll of {}", TimeSpan(it.verify_poll);
             it.verify_per_mille == 0 || it.verify_per_mille > 1000 =>
                 "shed.verify_per_mille", it.verify_per_mille, "is not between 1 and 1000";
         }
@@ -90,7 +93,8 @@ impl Params {
             let deadline = it.deadlines.of(class);
             faults! { faults:
                 deadline.is_zero() || deadline > DEADLINE_MAX =>
-                    format!("shed.deadlines.{class}"), deadline, "is not above zero and up to {}", TimeSpan(DEADLINE_MAX);
+                    format!("shed.deadlines.{class}"), TimeSpan(deadline),
+                    "is not above zero and up to {}", TimeSpan(DEADLINE_MAX);
             }
         }
     }
@@ -99,7 +103,8 @@ impl Params {
         let it = &self.lease;
         faults! { faults:
             it.term_min.is_zero() || it.term_min > it.term_max =>
-                "lease.term_min", it.term_min, "is not above zero and up to term_max of {}", TimeSpan(it.term_max);
+                "lease.term_min", TimeSpan(it.term_min),
+                "is not above zero and up to term_max of {}", TimeSpan(it.term_max);
         }
         for (setting, value) in [
             ("lease.queue_max", it.queue_max),
@@ -144,7 +149,8 @@ impl Params {
             }
             let start = &worker.start;
             faults! { faults:
-                start.ready_timeout.is_zero() => format!("worker.{name}.ready_timeout"), start.ready_timeout, "is zero";
+                start.ready_timeout.is_zero() =>
+                    format!("worker.{name}.ready_timeout"), TimeSpan(start.ready_timeout), "is zero";
             }
             check_restart(&format!("worker.{name}.restart"), &start.restart, faults);
         }
@@ -160,7 +166,7 @@ fn check_engine(it: &EngineParams, faults: &mut Vec<ParamFault>) {
         it.prefill_chunk.get() == 0 => "engine.prefill_chunk", it.prefill_chunk, "is zero";
         it.prefill_chunk_max.get() != 0 && it.prefill_chunk > it.prefill_chunk_max =>
             "engine.prefill_chunk", it.prefill_chunk, "is larger than prefill_chunk_max, {}", it.prefill_chunk_max;
-        it.apply_timeout.is_zero() => "engine.apply_timeout", it.apply_timeout, "is zero";
+        it.apply_timeout.is_zero() => "engine.apply_timeout", TimeSpan(it.apply_timeout), "is zero";
     }
     check_restart("engine.restart", &it.restart, faults);
 }
@@ -168,35 +174,12 @@ fn check_engine(it: &EngineParams, faults: &mut Vec<ParamFault>) {
 fn check_restart(at: &str, it: &RestartParams, faults: &mut Vec<ParamFault>) {
     faults! { faults:
         it.backoff_min.is_zero() || it.backoff_min > it.backoff_max =>
-            format!("{at}.backoff_min"), it.backoff_min,
+            format!("{at}.backoff_min"), TimeSpan(it.backoff_min),
             "is not above zero and up to backoff_max of {}", TimeSpan(it.backoff_max);
-        it.window.is_zero() => format!("{at}.window"), it.window, "is zero";
+        it.window.is_zero() => format!("{at}.window"), TimeSpan(it.window), "is zero";
         it.intensity > INTENSITY_MAX => format!("{at}.intensity"), it.intensity, "is above {INTENSITY_MAX}";
     }
 }
-
-/// A value as its fault shows it.
-trait Shown {
-    fn shown(&self) -> String;
-}
-
-impl Shown for Duration {
-    fn shown(&self) -> String {
-        TimeSpan(*self).to_string()
-    }
-}
-
-macro_rules! shown {
-    ($($kind:ty),+) => {
-        $(impl Shown for $kind {
-            fn shown(&self) -> String {
-                self.to_string()
-            }
-        })+
-    };
-}
-
-shown!(Bytes, Tokens, KvType, u32, String);
 
 const GRACE_MAX: Duration = Duration::from_secs(60);
 const DWELL_MAX: Duration = Duration::from_secs(3600);
@@ -206,43 +189,3 @@ const SETTLE_MAX: Duration = Duration::from_secs(60);
 const DEADLINE_MAX: Duration = Duration::from_secs(60);
 const COUNT_MAX: u32 = 100_000;
 const INTENSITY_MAX: u32 = 100;
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::policy::params::{Scope, WorkerParams};
-
-    #[test]
-    fn all_faults_are_reported_at_once() {
-        let mut params = Params::for_budget(Bytes::from_mib(400), Bytes::ZERO, Scope::Session);
-        params.pressure.critical_below = Bytes::from_mib(300);
-        params.pressure.fill_rate_mib_per_s = 0;
-        params.lease.queue_max = 0;
-        params.workers = vec![
-            WorkerParams {
-                name: "asr".to_owned(),
-                steady: Bytes::from_mib(900),
-                peak: Bytes::from_mib(10),
-                ..WorkerParams::default()
-            },
-            WorkerParams { name: "asr".to_owned(), ..WorkerParams::default() },
-        ];
-        let error = params.validate().unwrap_err();
-        let settings: Vec<&str> = error.faults.iter().map(|fault| fault.setting.as_str()).collect();
-        assert_eq!(
-            settings,
-            [
-                "pressure.critical_below",
-                "pressure.fill_rate_mib_per_s",
-                "lease.queue_max",
-                "worker.asr.peak",
-                "worker.name",
-                "worker.asr.steady"
-            ]
-        );
-        assert_eq!(
-            error.faults[0].to_string(),
-            "pressure.critical_below: `300 MiB` is not below the upper watermark of 52 MiB"
-        );
-    }
-}

@@ -39,8 +39,8 @@ const MODULES: [(&str, u64, u64); 7] = [
 const CARVE_OUT_TOLERANCE: Bytes = Bytes::from_mib(64);
 /// The area of a stock Orin image.
 const CMA_STOCK: Bytes = Bytes::from_mib(256);
-/// Just below the half that `nvzramconfig` takes, since it rounds down by CPU.
-const ZRAM_STOCK_PER_MILLE: u32 = 480;
+/// Our choice: a quarter is worth a warning; `nvzramconfig` takes half.
+const ZRAM_LARGE_PER_MILLE: u32 = 250;
 
 fn carve_outs(facts: &Facts<'_>) -> Option<Found> {
     let module = MODULES.iter().find(|(name, ..)| {
@@ -82,10 +82,13 @@ fn cma_exhausted(facts: &Facts<'_>) -> Option<Found> {
 }
 
 fn zram_size(facts: &Facts<'_>) -> Option<Found> {
-    let size = zram(facts);
-    (size > Bytes::ZERO && size >= facts.total().per_mille(ZRAM_STOCK_PER_MILLE)).then_some(())?;
+    let (size, total) = (zram(facts), facts.total());
+    (size > Bytes::ZERO && size >= total.per_mille(ZRAM_LARGE_PER_MILLE)).then_some(())?;
+    let percent = size.get().saturating_mul(100).checked_div(total.get())?;
     warning(
-        format!("zram of {size} is half of the memory; full, at the 1.7:1 that was measured, it keeps this much"),
+        format!(
+            "zram of {size} is {percent} % of the memory; full, at the 1.7:1 that was measured, it keeps this much"
+        ),
         Cost::Memory(Bytes::new(size.get() / 17 * 10)),
         "disable `nvzramconfig` and use a swap file on NVMe",
     )

@@ -15,11 +15,11 @@ pub(super) const RULES: &[Rule] = &[
     ("l4t_known_fault", l4t_known_fault),
     ("l4t_large_buffers", l4t_large_buffers),
     ("l4t_package", l4t_package),
-    ("jetpack_package", jetpack_package),
-    ("kernel_release", kernel_release),
-    ("cuda_release", |facts| library(facts, "CUDA", "cuda-cudart-", Release::cuda)),
-    ("tensorrt_release", |facts| library(facts, "TensorRT", "libnvinfer", Release::tensorrt)),
-    ("cudnn_release", |facts| library(facts, "cuDNN", "libcudnn", Release::cudnn)),
+    ("jetpack_package", |facts| misfit(facts, "JetPack", OTHER_JETPACK)),
+    ("kernel_release", |facts| misfit(facts, "kernel", OTHER_KERNEL)),
+    ("cuda_release", |facts| misfit(facts, "CUDA", OTHER_LIBRARY)),
+    ("tensorrt_release", |facts| misfit(facts, "TensorRT", OTHER_LIBRARY)),
+    ("cudnn_release", |facts| misfit(facts, "cuDNN", OTHER_LIBRARY)),
     ("psi", psi),
     ("cgroup_memory", cgroup_memory),
     ("cgroup_controllers", cgroup_controllers),
@@ -46,18 +46,6 @@ struct Release {
 impl Release {
     fn of(l4t: L4tRelease) -> Option<&'static Self> {
         RELEASES.iter().find(|release| release.major == l4t.major)
-    }
-
-    const fn cuda(&self) -> &'static [&'static str] {
-        self.cuda
-    }
-
-    const fn tensorrt(&self) -> &'static [&'static str] {
-        self.tensorrt
-    }
-
-    const fn cudnn(&self) -> &'static [&'static str] {
-        self.cudnn
     }
 }
 
@@ -118,34 +106,6 @@ fn l4t_package(facts: &Facts<'_>) -> Option<Found> {
     )
 }
 
-fn jetpack_package(facts: &Facts<'_>) -> Option<Found> {
-    let release = Release::of(facts.board.l4t?)?;
-    let package = facts.packages.get("nvidia-jetpack")?;
-    (!package.starts_with(release.jetpack)).then_some(())?;
-    warning(
-        format!(
-            "nvidia-jetpack {package} is installed on L4T {}, which is JetPack {}",
-            facts.board.l4t?, release.jetpack
-        ),
-        Cost::Risk,
-        "install the JetPack of this L4T, or flash the L4T of this JetPack",
-    )
-}
-
-fn kernel_release(facts: &Facts<'_>) -> Option<Found> {
-    let l4t = facts.board.l4t?;
-    let release = Release::of(l4t)?;
-    let kernel = facts.proc("sys/kernel/osrelease")?;
-    let belongs =
-        kernel.strip_prefix(release.kernel).is_some_and(|rest| !rest.starts_with(|c: char| c.is_ascii_digit()));
-    (!belongs).then_some(())?;
-    warning(
-        format!("kernel {kernel} runs on L4T {l4t}, which comes with {}", release.kernel),
-        Cost::Risk,
-        "start the kernel of the release; nvmap and nvgpu are built for it",
-    )
-}
-
 /// The software of a Jetson, each part with what belongs to its L4T; empty elsewhere.
 pub(super) fn versions(facts: &Facts<'_>) -> Vec<Version> {
     let Some(l4t) = facts.board.l4t else { return Vec::new() };
@@ -170,9 +130,11 @@ pub(super) fn versions(facts: &Facts<'_>) -> Vec<Version> {
         ("TensorRT", "libnvinfer", release.tensorrt),
         ("cuDNN", "libcudnn", release.cudnn),
     ] {
-        let mut of = facts.packages.iter().filter(|(installed, _)| installed.starts_with(package));
-        let found = of.next().map(|(_, version)| version.clone());
-        versions.push(Version::judged(name, found, expected, starts));
+        let installed = facts.packages.iter().filter(|(installed, _)| installed.starts_with(package));
+        // Of several packages the first that does not belong here, if there is one.
+        let belongs = |version: &&String| expected.iter().any(|expected| starts(version, expected));
+        let found = installed.map(|(_, version)| version).min_by_key(belongs);
+        versions.push(Version::judged(name, found.cloned(), expected, starts));
     }
     versions
 }
@@ -190,25 +152,16 @@ impl Version {
     }
 }
 
-fn library(
-    facts: &Facts<'_>,
-    name: &str,
-    package: &str,
-    expected: impl Fn(&'static Release) -> &'static [&'static str],
-) -> Option<Found> {
-    let l4t = facts.board.l4t?;
-    let expected = expected(Release::of(l4t)?);
-    let mut found = facts.packages.iter().filter(|(installed, _)| installed.starts_with(package));
-    let (installed, version) = found.find(|(_, version)| !expected.iter().any(|prefix| version.starts_with(prefix)))?;
-    warning(
-        format!(
-            "{name}: {installed} {version} is not of L4T {l4t}, which has {}",
-            expected.join(" or ").replace(". ", " ")
-        ),
-        Cost::Risk,
-        "install the version of this JetPack; another one may fail to open the driver or fall back to the CPU",
-    )
+/// The part of this name, where it does not belong to the board's L4T.
+fn misfit(facts: &Facts<'_>, name: &str, remedy: &'static str) -> Option<Found> {
+    let version = versions(facts).into_iter().find(|version| version.name == name && version.belongs == Some(false))?;
+    warning(version.to_string(), Cost::Risk, remedy)
 }
+
+const OTHER_JETPACK: &str = "install the JetPack of this L4T, or flash the L4T of this JetPack";
+const OTHER_KERNEL: &str = "start the kernel of the release; nvmap and nvgpu are built for it";
+const OTHER_LIBRARY: &str =
+    "install the version of this JetPack; another one may fail to open the driver or fall back to the CPU";
 
 fn psi(facts: &Facts<'_>) -> Option<Found> {
     let readable = facts.proc("pressure/memory").is_some();
@@ -364,10 +317,11 @@ fn container_runtime(facts: &Facts<'_>) -> Option<Found> {
 }
 
 fn other_oom_policy(facts: &Facts<'_>) -> Option<Found> {
-    let (names, bytes) = facts.running(&["earlyoom", "systemd-oomd", "nohang", "oomd"])?;
-    note(
-        format!("{names} ends processes under pressure too"),
+    let (names, bytes) = facts.running(&["earlyoom", "systemd-oomd", "nohang", "oomd", "lmkd"])?;
+    warning(
+        format!("{names} ends processes under pressure too, by a floor of its own that may lie above ours"),
         Cost::Memory(bytes),
-        "exempt cotenant's unit (`ManagedOOMPreference=omit`, `earlyoom --avoid`), or disable it",
+        "exempt cotenant's unit (`ManagedOOMPreference=omit`, `earlyoom --avoid`), set its floor below \
+         `pressure.critical_below`, or disable it",
     )
 }

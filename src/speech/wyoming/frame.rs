@@ -375,28 +375,6 @@ mod tests {
 
     proptest! {
         #[test]
-        fn decode_returns_for_any_bytes(bytes in proptest::collection::vec(any::<u8>(), 0..600)) {
-            let _ = decode(&bytes, SMALL);
-        }
-
-        #[test]
-        fn decode_returns_for_anything_like_a_header(
-            kind in ".{0,10}",
-            data in any::<i64>(),
-            payload in any::<u64>(),
-            rest in proptest::collection::vec(any::<u8>(), 0..300),
-        ) {
-            let mut bytes = format!(
-                "{{\"type\":{},\"data_length\":{data},\"payload_length\":{payload}}}\n",
-                Value::String(kind)
-            ).into_bytes();
-            bytes.extend(rest);
-            if let Ok(Decoded::Frame(_, consumed)) = decode(&bytes, SMALL) {
-                prop_assert!(consumed <= bytes.len());
-            }
-        }
-
-        #[test]
         fn frames_survive_any_split_of_the_stream(
             frames in proptest::collection::vec(any_frame(), 1..5),
             pieces in proptest::collection::vec(1usize..40, 1..8),

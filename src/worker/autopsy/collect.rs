@@ -16,14 +16,23 @@ use super::{
     evidence::{CPU_TIME, Counters, Gathered, GroupCounters, Limits},
     kernel_log::KernelLog,
 };
-use crate::{probe::processes, units::Bytes, worker::KernelRoots};
+use crate::{
+    probe::{
+        ProbeRoot,
+        cgroup::{self, Cgroup},
+        processes,
+    },
+    units::Bytes,
+};
 
 /// What is noted of one start, to be compared at its end.
 #[derive(Debug)]
 pub(in crate::worker) struct Life {
-    roots: KernelRoots,
+    roots: ProbeRoot,
     log: KernelLog,
     before: Counters,
+    /// The group of `before`, where its files can be seen.
+    group: Option<Cgroup>,
     available: Option<Bytes>,
 }
 
@@ -45,10 +54,11 @@ pub(super) struct Questions {
 
 impl Life {
     /// To be called before the process is there.
-    pub(in crate::worker) fn before_start(roots: &KernelRoots) -> Self {
+    pub(in crate::worker) fn before_start(roots: &ProbeRoot) -> Self {
         Self {
-            log: KernelLog::from_now(&roots.kernel_log),
+            log: KernelLog::from_now(&roots.dev.join("kmsg")),
             before: Counters { machine_kills: machine_kills(&roots.proc), group: None },
+            group: None,
             available: available(&roots.proc),
             roots: roots.clone(),
         }
@@ -56,12 +66,16 @@ impl Life {
 
     /// To be called when the process is there and in its group, and again whenever it may have changed its group.
     pub(in crate::worker) fn look_at_group(&mut self, pid: u32) {
-        let path = group_of(&self.roots, pid);
+        let (path, own) = (cgroup::path_of(&self.roots, &pid.to_string()), cgroup::path_of(&self.roots, "self"));
         let known = self.before.group.as_ref().map(|group| &group.path);
-        if path.as_ref().map(|(_, path)| path) != known
-            && let Some((folder, path)) = path
+        // A group that is also ours tells nothing of the worker.
+        if path != own
+            && path.as_ref() != known
+            && let Some(path) = path
         {
-            self.before.group = Some(group_counters(&folder, path));
+            let own = Cgroup::own(&self.roots);
+            self.group = Cgroup::of(&self.roots, pid).filter(|group| Some(group) != own.as_ref());
+            self.before.group = Some(group_counters(path, self.group.as_ref()));
         }
     }
 
@@ -86,10 +100,7 @@ impl Life {
         let after = || Counters {
             machine_kills: machine_kills(&proc),
             // Version 1 does not tell the group of a process that has ended.
-            group: self.before.group.as_ref().map(|group| {
-                let folder = folder_of(&self.roots, &group.path);
-                group_counters(&folder, group.path.clone())
-            }),
+            group: self.before.group.as_ref().map(|group| group_counters(group.path.clone(), self.group.as_ref())),
         };
         let deadline = Instant::now() + LOG_TIME;
         let mut log = self.log.read(deadline);
@@ -155,52 +166,10 @@ fn names_are_global(proc: &Path) -> bool {
     fs::read_link(proc.join("self/ns/pid")).is_ok_and(|link| link.as_os_str() == OsStr::new("pid:[4026531836]"))
 }
 
-/// Folder and path of the group that charges the memory of `pid`, when this process is not in it.
-fn group_of(roots: &KernelRoots, pid: u32) -> Option<(PathBuf, String)> {
-    let read = |pid: &str| fs::read_to_string(roots.proc.join(pid).join("cgroup")).ok();
-    let (theirs, ours) = (read(&pid.to_string())?, read("self")?);
-    let path = |text: &str| memory_group(text).map(str::to_owned);
-    let own = path(&theirs).filter(|group| Some(group) != path(&ours).as_ref())?;
-    Some((folder_of(roots, &own), own))
-}
-
-/// Path of the group that charges memory: of version 1 where it has the memory controller, else of version 2.
-fn memory_group(text: &str) -> Option<&str> {
-    let line = |wanted: &dyn Fn(&str) -> bool| {
-        text.lines().find_map(|line| {
-            let mut parts = line.splitn(3, ':').skip(1);
-            let (controllers, path) = (parts.next()?, parts.next()?);
-            wanted(controllers).then_some(path)
-        })
-    };
-    line(&|controllers| controllers.split(',').any(|name| name == "memory")).or_else(|| line(&str::is_empty))
-}
-
-fn folder_of(roots: &KernelRoots, path: &str) -> PathBuf {
-    let version_1 = roots.cgroup.join("memory");
-    let mount = if version_1.join("memory.oom_control").exists() || version_1.join("memory.usage_in_bytes").exists() {
-        version_1
-    } else {
-        roots.cgroup.clone()
-    };
-    mount.join(path.trim_start_matches('/'))
-}
-
-/// Counters of a group: `memory.events` of version 2, `memory.oom_control` and `memory.failcnt` of version 1.
-fn group_counters(folder: &Path, path: String) -> GroupCounters {
-    let read = |file: &str| fs::read_to_string(folder.join(file)).ok();
-    let field = |text: &str, name: &str| {
-        text.lines()
-            .find_map(|line| line.strip_prefix(name)?.strip_prefix(' '))
-            .and_then(|value| value.trim().parse::<u64>().ok())
-    };
-    let number = |file: &str| read(file).and_then(|text| text.trim().parse::<u64>().ok());
-    let (kills, hits) = match read("memory.events") {
-        Some(events) => (field(&events, "oom_kill"), field(&events, "max")),
-        None => (read("memory.oom_control").and_then(|text| field(&text, "oom_kill")), number("memory.failcnt")),
-    };
-    let limit = number("memory.max").or_else(|| number("memory.limit_in_bytes").filter(|limit| *limit < UNLIMITED));
-    GroupCounters { path, kills, hits, limit: limit.map(Bytes::new) }
+/// Counters of a group, as far as it can be seen.
+fn group_counters(path: String, group: Option<&Cgroup>) -> GroupCounters {
+    let memory = group.map(Cgroup::memory).unwrap_or_default();
+    GroupCounters { path, kills: memory.oom_kills, hits: memory.limit_hits, limit: memory.limit }
 }
 
 /// `/proc/PID/limits`: name, soft and hard limit in columns of fixed width.
@@ -252,7 +221,7 @@ fn usage(pidfd: &OwnedFd) -> Option<(Bytes, Duration)> {
 }
 
 /// Programs that kill others for memory and run now.
-pub(in crate::worker) fn killers(proc: &Path) -> Vec<String> {
+fn killers(proc: &Path) -> Vec<String> {
     let mut found: Vec<String> = processes::all(proc)
         .iter()
         .filter_map(|process| {
@@ -331,9 +300,6 @@ const HEAD_BYTES: u64 = 64;
 /// Width of the first column of `/proc/PID/limits` (`fs/proc/base.c`: `%-25s `).
 const LIMIT_NAME: usize = 26;
 
-/// Version 1 says "no limit" as the largest multiple of a page; anything beyond 2^60 is none.
-const UNLIMITED: u64 = 1 << 60;
-
 /// How long the kernel's log may be read at an end; a full log of 1 MiB takes about 10 ms.
 const LOG_TIME: Duration = Duration::from_millis(50);
 
@@ -355,64 +321,56 @@ const VERSIONS_SHOWN: usize = 4;
 mod tests {
     use super::*;
 
-    fn roots(files: &[(&str, &str)]) -> (tempfile::TempDir, KernelRoots) {
+    fn roots(files: &[(&str, &str)]) -> (tempfile::TempDir, ProbeRoot) {
         let dir = tempfile::tempdir().unwrap();
         for (path, text) in files {
             let path = dir.path().join(path);
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, text).unwrap();
         }
-        let roots = KernelRoots {
-            proc: dir.path().join("proc"),
-            sys: dir.path().join("sys"),
-            cgroup: dir.path().join("cgroup"),
-            kernel_log: dir.path().join("kmsg"),
-        };
+        let roots = ProbeRoot::at(dir.path());
         (dir, roots)
     }
 
+    fn group_of_7(files: &[(&str, &str)]) -> Option<GroupCounters> {
+        let (_dir, roots) = roots(files);
+        let mut life = Life::before_start(&roots);
+        life.look_at_group(7);
+        life.before.group
+    }
+
     #[test]
-    fn counters_of_both_versions_are_read() {
-        let (_dir, roots) = roots(&[
+    fn a_group_of_its_own_is_counted_and_one_whose_folder_cannot_be_seen_keeps_its_name() {
+        let seen = group_of_7(&[
             ("proc/self/cgroup", "0::/user.slice\n"),
             ("proc/7/cgroup", "0::/cotenant/asr\n"),
-            ("cgroup/cotenant/asr/memory.events", "low 0\nhigh 0\nmax 41\noom 3\noom_kill 2\noom_group_kill 0\n"),
-            ("cgroup/cotenant/asr/memory.max", "67108864\n"),
+            ("sys/fs/cgroup/cotenant/asr/memory.stat", "anon 0\n"),
+            ("sys/fs/cgroup/cotenant/asr/memory.events", "low 0\nhigh 0\nmax 41\noom 3\noom_kill 2\n"),
+            ("sys/fs/cgroup/cotenant/asr/memory.max", "67108864\n"),
         ]);
-        let mut life = Life::before_start(&roots);
-        life.look_at_group(7);
-        assert_eq!(
-            life.before.group,
-            Some(GroupCounters {
-                path: "/cotenant/asr".to_owned(),
-                kills: Some(2),
-                hits: Some(41),
-                limit: Some(Bytes::from_mib(64)),
-            })
-        );
+        let path = "/cotenant/asr".to_owned();
+        let counted = GroupCounters { path, kills: Some(2), hits: Some(41), limit: Some(Bytes::from_mib(64)) };
+        assert_eq!(seen, Some(counted));
 
-        let (_dir, roots) = self::roots(&[
-            ("proc/self/cgroup", "4:memory:/a\n0::/\n"),
-            ("proc/7/cgroup", "9:name=systemd:/\n4:cpu,memory:/a/asr\n0::/\n"),
-            ("cgroup/memory/memory.usage_in_bytes", "0"),
-            ("cgroup/memory/a/asr/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n"),
-            ("cgroup/memory/a/asr/memory.failcnt", "36\n"),
-            ("cgroup/memory/a/asr/memory.limit_in_bytes", "9223372036854771712\n"),
+        // A container that shows the paths of the host, and at the top of the mount its own group.
+        let named = group_of_7(&[
+            ("proc/self/cgroup", "4:memory:/docker/0123\n0::/\n"),
+            ("proc/7/cgroup", "9:name=systemd:/\n4:cpu,memory:/docker/0123/asr\n0::/\n"),
+            ("sys/fs/cgroup/memory/memory.usage_in_bytes", "0\n"),
+            ("sys/fs/cgroup/memory/memory.failcnt", "36\n"),
         ]);
-        let mut life = Life::before_start(&roots);
-        life.look_at_group(7);
-        assert_eq!(
-            life.before.group,
-            Some(GroupCounters { path: "/a/asr".to_owned(), kills: Some(1), hits: Some(36), limit: None })
-        );
+        let path = "/docker/0123/asr".to_owned();
+        assert_eq!(named, Some(GroupCounters { path, ..GroupCounters::default() }));
     }
 
     #[test]
     fn a_process_in_our_own_group_has_none_of_its_own() {
-        let (_dir, roots) = roots(&[("proc/self/cgroup", "0::/a\n"), ("proc/7/cgroup", "0::/a\n")]);
-        let mut life = Life::before_start(&roots);
-        life.look_at_group(7);
-        assert_eq!(life.before.group, None);
+        let group = group_of_7(&[
+            ("proc/self/cgroup", "0::/a\n"),
+            ("proc/7/cgroup", "0::/a\n"),
+            ("sys/fs/cgroup/a/memory.stat", "anon 0\n"),
+        ]);
+        assert_eq!(group, None);
     }
 
     #[test]
@@ -459,7 +417,7 @@ mod tests {
 
     #[test]
     fn the_counters_of_this_machine_are_read() {
-        let life = Life::before_start(&KernelRoots::default());
+        let life = Life::before_start(&ProbeRoot::default());
         assert!(life.available.is_some_and(|available| available > Bytes::ZERO));
         assert!(limits(Path::new("/proc"), std::process::id()).finite.contains_key("Max open files"));
     }

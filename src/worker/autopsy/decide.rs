@@ -188,7 +188,7 @@ fn killed_by_us(status: ExitStatus, asked: &Asked) -> Option<Ruling> {
             .remedy("its output and its core file, if any, say where it stood"),
         Intent::NotReady => Ruling::new(DeathClass::StartTimeout, Confidence::Certain, format!("{how}{why}"))
             .remedy("its output says how far it came; allow more with `ready.timeout`, or correct the readiness check"),
-        Intent::Stop | Intent::Kill | Intent::Abandoned => {
+        Intent::Stop | Intent::Abandoned => {
             Ruling::new(DeathClass::KilledByUs, Confidence::Certain, format!("{how}{why}"))
         }
     })
@@ -633,7 +633,6 @@ fn status_in_words(status: ExitStatus) -> String {
 fn asked_in_words(asked: &Asked) -> String {
     let what = match asked.intent {
         Intent::Stop => "we had asked it to stop",
-        Intent::Kill => "we had killed it",
         Intent::NotReady => "we had stopped it as not ready",
         Intent::Hung => "we had ended it as hung",
         Intent::Abandoned => "we had let go of it",

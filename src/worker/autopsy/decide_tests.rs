@@ -257,7 +257,6 @@ fn our_own_hand_is_named_with_its_reason() {
         (killed(9), Intent::Stop, true, DeathClass::KilledByUs),
         (ExitStatus::Code(0), Intent::Stop, false, DeathClass::KilledByUs),
         (ExitStatus::Code(143), Intent::Stop, false, DeathClass::KilledByUs),
-        (killed(9), Intent::Kill, true, DeathClass::KilledByUs),
         (killed(15), Intent::NotReady, false, DeathClass::StartTimeout),
         (killed(9), Intent::NotReady, true, DeathClass::StartTimeout),
         (killed(6), Intent::Hung, false, DeathClass::Hang),

@@ -42,7 +42,7 @@ use crate::{
 };
 
 pub(super) use self::{
-    collect::{Life, available, killers, other_versions, unfit},
+    collect::{Life, available, other_versions, unfit},
     exec::{find_program, interpreter, not_started},
 };
 

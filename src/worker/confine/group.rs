@@ -14,24 +14,18 @@ use std::{
 };
 
 use super::settings::Measure;
-use crate::{units::Bytes, worker::KernelRoots};
+use crate::{
+    probe::{
+        ProbeRoot,
+        cgroup::{Cgroup, CgroupVersion},
+    },
+    units::Bytes,
+};
 
 /// Where the groups of workers are made.
 #[derive(Clone, Debug)]
 pub struct Groups {
-    parent: Result<Parent, String>,
-}
-
-#[derive(Clone, Debug)]
-struct Parent {
-    version: Version,
-    folder: PathBuf,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Version {
-    V1,
-    V2,
+    parent: Result<Cgroup, String>,
 }
 
 impl Groups {
@@ -43,27 +37,28 @@ impl Groups {
 
     /// Makes the supervisor's own group one in which workers can have theirs, if it can be.
     #[must_use]
-    pub fn open(roots: &KernelRoots) -> Self {
+    pub fn open(roots: &ProbeRoot) -> Self {
         let groups = Self {
-            parent: own(roots).and_then(|parent| match parent.version {
-                Version::V1 => Ok(parent),
-                Version::V2 => hand_down(parent),
+            parent: own(roots).and_then(|parent| match parent.version() {
+                CgroupVersion::V1 => Ok(parent),
+                CgroupVersion::V2 => hand_down(parent),
             }),
         };
         if let Ok(parent) = &groups.parent {
-            sweep(&parent.folder, roots);
+            sweep(parent.folder(), roots);
         }
         groups
     }
 
     /// Whether workers would have groups, without changing anything.
     #[must_use]
-    pub fn look(roots: &KernelRoots) -> Self {
+    pub fn look(roots: &ProbeRoot) -> Self {
         let parent = own(roots).and_then(|parent| {
-            let writable = OpenOptions::new().write(true).open(parent.folder.join("cgroup.procs"));
-            match (parent.version, writable) {
-                (_, Err(error)) => Err(format!("`{}` cannot be changed: {error}", parent.folder.display())),
-                (Version::V2, Ok(_)) if !hands_down(&parent.folder) => shared(&parent.folder).map_or(Ok(parent), Err),
+            let folder = parent.folder();
+            let writable = OpenOptions::new().write(true).open(folder.join("cgroup.procs"));
+            match (parent.version(), writable) {
+                (_, Err(error)) => Err(format!("`{}` cannot be changed: {error}", folder.display())),
+                (CgroupVersion::V2, Ok(_)) if !hands_down(folder) => shared(folder).map_or(Ok(parent), Err),
                 _ => Ok(parent),
             }
         });
@@ -71,9 +66,9 @@ impl Groups {
     }
 
     /// The processes in each group of a supervisor that does not run any more.
-    pub(in crate::worker) fn of_the_gone(&self, roots: &KernelRoots) -> Vec<Vec<u32>> {
+    pub(in crate::worker) fn of_the_gone(&self, roots: &ProbeRoot) -> Vec<Vec<u32>> {
         let Ok(parent) = &self.parent else { return Vec::new() };
-        let gone = of_the_gone(&parent.folder, roots);
+        let gone = of_the_gone(parent.folder(), roots);
         gone.iter().map(|folder| members(folder)).collect()
     }
 
@@ -83,11 +78,11 @@ impl Groups {
     /// The reason in words.
     pub fn describe(&self) -> Result<String, String> {
         self.parent.as_ref().map_err(Clone::clone).map(|parent| {
-            let version = match parent.version {
-                Version::V1 => 1,
-                Version::V2 => 2,
+            let version = match parent.version() {
+                CgroupVersion::V1 => 1,
+                CgroupVersion::V2 => 2,
             };
-            format!("version {version}, below `{}`", parent.folder.display())
+            format!("version {version}, below `{}`", parent.folder().display())
         })
     }
 }
@@ -116,7 +111,7 @@ impl WorkerGroup {
     /// down takes no process, also not the next supervisor. Limits end with it.
     pub(in crate::worker) fn reopened(folder: PathBuf, limit: Option<Bytes>) -> Option<Self> {
         let procs = OpenOptions::new().write(true).open(folder.join("cgroup.procs")).ok()?;
-        let version = if folder.join("memory.max").exists() { Version::V2 } else { Version::V1 };
+        let version = if folder.join("memory.max").exists() { CgroupVersion::V2 } else { CgroupVersion::V1 };
         if let Err(error) = limit_memory(version, &folder, limit) {
             tracing::warn!(folder = %folder.display(), %error, "a worker taken over has no limit of memory");
         }
@@ -152,13 +147,13 @@ pub(super) fn create(groups: &Groups, worker: &str, limit: Option<Bytes>) -> (Op
     };
     // A number of its own: the group of the start before may be on its way out still, and must not take this one along.
     let number = STARTS.fetch_add(1, Ordering::Relaxed);
-    let folder = parent.folder.join(format!("{PREFIX}{}-{number}-{worker}", process::id()));
+    let folder = parent.folder().join(format!("{PREFIX}{}-{number}-{worker}", process::id()));
     let made = make(&folder).and_then(|procs| {
-        limit_memory(parent.version, &folder, limit).map(|words| (WorkerGroup { folder, procs }, words))
+        limit_memory(parent.version(), &folder, limit).map(|words| (WorkerGroup { folder, procs }, words))
     });
     match made {
         Ok((group, words)) => (Some(group), measure(Ok(words))),
-        Err(error) => (None, measure(Err(format!("no group below `{}`: {error}", parent.folder.display())))),
+        Err(error) => (None, measure(Err(format!("no group below `{}`: {error}", parent.folder().display())))),
     }
 }
 
@@ -184,11 +179,11 @@ fn make(folder: &Path) -> io::Result<File> {
 }
 
 /// Sets the limit, and that nothing is swapped: `memory.max` alone let a unit of 2 GB have 3.1 GB.
-fn limit_memory(version: Version, folder: &Path, limit: Option<Bytes>) -> io::Result<String> {
+fn limit_memory(version: CgroupVersion, folder: &Path, limit: Option<Bytes>) -> io::Result<String> {
     let write = |file: &str, value: &str| fs::write(folder.join(file), value);
     let limit_text = limit.map(|limit| limit.get().to_string());
     let swap = match version {
-        Version::V2 => {
+        CgroupVersion::V2 => {
             if let Some(limit) = &limit_text {
                 write("memory.max", limit)?;
             }
@@ -197,7 +192,7 @@ fn limit_memory(version: Version, folder: &Path, limit: Option<Bytes>) -> io::Re
             // Absent where the kernel has no swap accounting.
             write("memory.swap.max", "0")
         }
-        Version::V1 => {
+        CgroupVersion::V1 => {
             if let Some(limit) = &limit_text {
                 write("memory.limit_in_bytes", limit)?;
             }
@@ -220,35 +215,10 @@ fn limit_memory(version: Version, folder: &Path, limit: Option<Bytes>) -> io::Re
 }
 
 /// Our own group in the hierarchy that has the memory controller.
-fn own(roots: &KernelRoots) -> Result<Parent, String> {
-    let path = roots.proc.join("self/cgroup");
-    let text = fs::read_to_string(&path).map_err(|error| format!("cannot read `{}`: {error}", path.display()))?;
-    let field = |line: &str, number: usize| line.splitn(3, ':').nth(number).unwrap_or_default().to_owned();
-    let v1 =
-        text.lines().find(|line| field(line, 1).split(',').any(|name| name == "memory")).map(|line| field(line, 2));
-    let v2 = text.lines().find_map(|line| line.strip_prefix("0::")).map(str::to_owned);
-    let places = [
-        (Version::V2, "", v2.as_deref()),
-        (Version::V2, "unified", v2.as_deref()),
-        (Version::V1, "memory", v1.as_deref()),
-    ];
-    for (version, mount, group) in places {
-        let Some(group) = group else { continue };
-        let mount = roots.cgroup.join(mount);
-        let folder = mount.join(group.trim_start_matches('/'));
-        // In a container the path may be the host's, while the mount shows the container's group at its top.
-        for folder in [folder, mount] {
-            let has_memory = match version {
-                Version::V1 => folder.join("memory.limit_in_bytes").exists() || folder.join("memory.stat").exists(),
-                Version::V2 => fs::read_to_string(folder.join("cgroup.controllers"))
-                    .is_ok_and(|text| text.split_whitespace().any(|name| name == "memory")),
-            };
-            if has_memory && members(&folder).contains(&process::id()) {
-                return Ok(Parent { version, folder });
-            }
-        }
-    }
-    Err(format!("no group of ours with a memory controller below `{}`", roots.cgroup.display()))
+fn own(roots: &ProbeRoot) -> Result<Cgroup, String> {
+    let group = Cgroup::own(roots).filter(|group| members(group.folder()).contains(&process::id()));
+    let mount = roots.sys("fs/cgroup");
+    group.ok_or_else(|| format!("no group of ours with a memory controller below `{}`", mount.display()))
 }
 
 fn members(folder: &Path) -> Vec<u32> {
@@ -269,8 +239,8 @@ fn shared(folder: &Path) -> Option<String> {
 }
 
 /// Lets a group of version 2 hand the memory controller to its children, and moves us out of the way for that.
-fn hand_down(parent: Parent) -> Result<Parent, String> {
-    let folder = &parent.folder;
+fn hand_down(parent: Cgroup) -> Result<Cgroup, String> {
+    let folder = parent.folder();
     let control = folder.join("cgroup.subtree_control");
     if hands_down(folder) || fs::write(&control, "+memory").is_ok() {
         return Ok(parent);
@@ -290,14 +260,14 @@ fn hand_down(parent: Parent) -> Result<Parent, String> {
 }
 
 /// Removes groups that supervisors left which do not run any more; those that still hold processes stay.
-fn sweep(folder: &Path, roots: &KernelRoots) {
+fn sweep(folder: &Path, roots: &ProbeRoot) {
     for group in of_the_gone(folder, roots) {
         let _ = fs::remove_dir(group);
     }
 }
 
 /// The groups of workers whose supervisor does not run any more.
-fn of_the_gone(folder: &Path, roots: &KernelRoots) -> Vec<PathBuf> {
+fn of_the_gone(folder: &Path, roots: &ProbeRoot) -> Vec<PathBuf> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let is_of_the_gone = |entry: &fs::DirEntry| {
         let name = entry.file_name();
@@ -324,14 +294,13 @@ const LEAF: &str = "cotenant-supervisor";
 mod tests {
     use super::*;
 
-    fn tree(cgroup: &str, files: &[(&str, &str)]) -> (tempfile::TempDir, KernelRoots) {
+    fn tree(cgroup: &str, files: &[(&str, &str)]) -> (tempfile::TempDir, ProbeRoot) {
         let dir = tempfile::tempdir().unwrap();
-        let roots =
-            KernelRoots { proc: dir.path().join("proc"), cgroup: dir.path().join("cgroup"), ..KernelRoots::default() };
+        let roots = ProbeRoot::at(dir.path());
         fs::create_dir_all(roots.proc.join("self")).unwrap();
         fs::write(roots.proc.join("self/cgroup"), cgroup).unwrap();
         for (path, text) in files {
-            let path = roots.cgroup.join(path);
+            let path = roots.sys("fs/cgroup").join(path);
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, text.replace("SELF", &process::id().to_string())).unwrap();
         }
@@ -340,17 +309,14 @@ mod tests {
 
     #[test]
     fn a_unit_of_its_own_hands_down_and_a_shared_group_is_left_alone() {
-        let unit = [
-            ("u/cgroup.controllers", "memory pids"),
-            ("u/cgroup.procs", "SELF\n"),
-            ("u/cgroup.subtree_control", "memory\n"),
-        ];
+        let unit =
+            [("u/memory.stat", "anon 0\n"), ("u/cgroup.procs", "SELF\n"), ("u/cgroup.subtree_control", "memory\n")];
         let (_dir, roots) = tree("0::/u\n", &unit);
         let place = Groups::look(&roots).describe().unwrap();
         assert!(place.starts_with("version 2, below") && place.ends_with("/u`"), "{place}");
 
         let session =
-            [("s/cgroup.controllers", "memory"), ("s/cgroup.procs", "SELF\n1\n2\n"), ("s/cgroup.subtree_control", "")];
+            [("s/memory.stat", "anon 0\n"), ("s/cgroup.procs", "SELF\n1\n2\n"), ("s/cgroup.subtree_control", "")];
         let (_dir, roots) = tree("0::/s\n", &session);
         let reason = Groups::look(&roots).describe().unwrap_err();
         assert!(reason.ends_with("holds 2 other processes; run as a unit with `Delegate=memory`"), "{reason}");
@@ -359,9 +325,8 @@ mod tests {
     #[test]
     fn version_1_serves_where_version_2_has_no_memory_controller() {
         let files = [
-            ("unified/cgroup.controllers", ""),
             ("unified/cgroup.procs", "SELF\n"),
-            ("memory/a/memory.stat", ""),
+            ("memory/a/memory.usage_in_bytes", "0\n"),
             ("memory/a/cgroup.procs", "SELF\n"),
         ];
         let (_dir, roots) = tree("4:cpu,memory:/a\n0::/\n", &files);
@@ -375,7 +340,7 @@ mod tests {
 
     #[test]
     fn without_a_group_of_ours_the_reason_is_reported() {
-        let (_dir, roots) = tree("0::/\n", &[("cgroup.controllers", "memory"), ("cgroup.procs", "1\n")]);
+        let (_dir, roots) = tree("0::/\n", &[("memory.stat", "anon 0\n"), ("cgroup.procs", "1\n")]);
         let reason = Groups::open(&roots).describe().unwrap_err();
         assert!(reason.starts_with("no group of ours with a memory controller"), "{reason}");
     }
@@ -383,7 +348,7 @@ mod tests {
     #[test]
     fn groups_of_supervisors_that_are_gone_are_swept() {
         let (_dir, roots) = tree("", &[]);
-        let parent = roots.cgroup.join("p");
+        let parent = roots.sys("fs/cgroup/p");
         for name in ["cotenant-worker-999999999-asr", "cotenant-worker-7-tts", "other"] {
             fs::create_dir_all(parent.join(name)).unwrap();
         }

@@ -13,12 +13,11 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 use super::{
     error::VerbError,
     pocketsphinx::{Decoder, ModelFiles, Pocketsphinx, Search, SphinxError},
-    serve::{EngineThread, artifact, keep_large_blocks_apart, own_rss, serve, trim},
+    serve::{EngineThread, ListenArgs, artifact, keep_large_blocks_apart, own_rss, serve, trim},
 };
 use crate::{
     speech::{
         audio::{ASR_RATE_HZ, MonoAudio, PcmDecoder},
-        client::Endpoint,
         resample::Resampler,
         server::{Activity, BAD_REQUEST, BUSY, Refusal, Reply, Service, Session, SessionError, TOO_LONG},
         wyoming::{
@@ -31,25 +30,31 @@ use crate::{
 };
 
 /// Options of `cotenant worker asr`.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, clap::Args)]
 pub struct AsrOptions {
     /// Where to listen.
-    pub listen: Endpoint,
-    /// What is understood at the start; clients may switch by `cotenant-resize`.
+    #[command(flatten)]
+    pub listen: ListenArgs,
+    // At the start; clients may switch by `cotenant-resize`.
+    /// What is understood: the sentences of a grammar (33 MB), or any English sentence (102 MB)
+    #[arg(long, value_enum, default_value_t = Vocabulary::Open)]
     pub vocabulary: Vocabulary,
-    /// JSGF file of [`Vocabulary::Grammar`]; without it only [`Vocabulary::Open`] can be had.
+    /// JSGF file for `--vocabulary grammar`
+    #[arg(long, value_name = "FILE")]
     pub grammar: Option<PathBuf>,
-    /// Folder of the acoustic model, dictionary and language model; where the package `pocketsphinx-en-us` puts them
-    /// when `None`.
+    /// Folder of the model, in place of that of the package `pocketsphinx-en-us`
+    #[arg(long, value_name = "DIR")]
     pub model_dir: Option<PathBuf>,
 }
 
 /// What a recogniser understands; the names are its variants.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Vocabulary {
     /// `grammar`: the sentences of a JSGF file. About 33 MB.
+    #[value(help = None)]
     Grammar,
     /// `open`: any English sentence, by a language model. About 102 MB.
+    #[value(help = None)]
     Open,
 }
 
@@ -82,7 +87,7 @@ impl fmt::Display for Vocabulary {
 /// When the engine or its model cannot be loaded, or the address cannot be listened on.
 pub fn run_asr(options: &AsrOptions) -> Result<(), VerbError> {
     keep_large_blocks_apart();
-    serve(&options.listen, || Recogniser::load(options))
+    serve(&options.listen.endpoint(), || Recogniser::load(options))
 }
 
 /// The service: one decoder on a thread of its own.

@@ -16,17 +16,25 @@ use super::{
     error::VerbError,
     lifeline::{left_alone, tell_ready},
 };
-use crate::units::Bytes;
+use crate::{config::parse_size, units::Bytes};
 
 /// Options of `cotenant worker ballast`.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, clap::Args)]
 pub struct BallastOptions {
-    /// How much to take.
+    /// How much memory to take, for example `400MiB`
+    #[arg(value_name = "SIZE", value_parser = size)]
     pub bytes: Bytes,
-    /// How much per second; as fast as it goes when `None`.
+    /// How much per second, for example `200MiB`; as fast as it goes without
+    #[arg(long, value_name = "SIZE", value_parser = size)]
     pub rate: Option<Bytes>,
-    /// For how long to keep it; until SIGTERM or SIGINT when `None`.
-    pub hold: Option<Duration>,
+    /// Seconds to hold it; until SIGTERM without
+    #[arg(long, value_name = "SECONDS")]
+    pub hold: Option<u64>,
+}
+
+/// A size with its unit: `64MiB`.
+fn size(text: &str) -> Result<Bytes, String> {
+    parse_size(text).map_err(|error| format!("{error}; {}", error.hint()))
 }
 
 /// Takes memory page by page, says when it is full, and holds it.
@@ -70,7 +78,7 @@ async fn take_and_hold(options: &BallastOptions) -> Result<(), VerbError> {
     say(&format!("holding {}", options.bytes));
     tell_ready();
     match options.hold {
-        Some(time) => sleep(time).await,
+        Some(seconds) => sleep(Duration::from_secs(seconds)).await,
         None => std::future::pending::<()>().await,
     }
     drop(ballast);

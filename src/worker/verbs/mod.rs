@@ -1,7 +1,7 @@
 //! Built-in workers: recogniser, voice, ballast.
 //!
-//! The engines are libraries of the distribution, opened at run time. Each verb is a plain function that serves until
-//! SIGTERM or SIGINT; the command line around it is in `cli`.
+//! The engines are libraries of the distribution, opened at run time. Each verb is its arguments on the command line,
+//! whose comments are the texts of `--help`, and a plain function that serves until SIGTERM or SIGINT.
 
 pub mod asr;
 pub mod ballast;
@@ -14,4 +14,6 @@ mod lifeline;
 mod pocketsphinx;
 mod serve;
 
-pub use self::{error::VerbError, flite::FliteError, library::LibraryError, pocketsphinx::SphinxError};
+pub use self::{
+    error::VerbError, flite::FliteError, library::LibraryError, pocketsphinx::SphinxError, serve::ListenArgs,
+};

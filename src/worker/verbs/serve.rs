@@ -1,6 +1,11 @@
 //! Runtime, signals and engine thread shared by the built-in workers.
 
-use std::{fs, io, path::Path, sync::mpsc as blocking, thread};
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    sync::mpsc as blocking,
+    thread,
+};
 
 use tokio::{
     signal::unix::{SignalKind, signal},
@@ -20,6 +25,26 @@ use crate::{
     },
     units::Bytes,
 };
+
+/// Where a worker listens.
+#[derive(Clone, Debug, clap::Args)]
+#[group(required = true, multiple = false)]
+pub struct ListenArgs {
+    /// Listen on this Unix socket
+    #[arg(long, value_name = "PATH")]
+    socket: Option<PathBuf>,
+    /// Listen on `unix:///path` or `tcp://host:port`
+    #[arg(long, value_name = "URI")]
+    uri: Option<Endpoint>,
+}
+
+impl ListenArgs {
+    /// The one that is named.
+    pub(super) fn endpoint(&self) -> Endpoint {
+        // clap demands one of the two.
+        self.uri.clone().unwrap_or_else(|| Endpoint::Unix(self.socket.clone().unwrap_or_default()))
+    }
+}
 
 /// Serves until SIGTERM or SIGINT, on one thread; the engine has another.
 ///

@@ -12,11 +12,10 @@ use tokio::sync::oneshot;
 use super::{
     error::VerbError,
     flite::{Flite, FliteError},
-    serve::{EngineThread, artifact, serve},
+    serve::{EngineThread, ListenArgs, artifact, serve},
 };
 use crate::speech::{
     audio::{AudioError, MonoAudio, parse_wav, pcm_bytes},
-    client::Endpoint,
     sentences::Sentences,
     server::{Activity, BAD_REQUEST, Refusal, Reply, Service, Session, SessionError, check_text_length},
     wyoming::{
@@ -27,22 +26,28 @@ use crate::speech::{
 };
 
 /// Options of `cotenant worker tts`.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, clap::Args)]
 pub struct TtsOptions {
     /// Where to listen.
-    pub listen: Endpoint,
-    /// What speaks.
+    #[command(flatten)]
+    pub listen: ListenArgs,
+    /// What speaks
+    #[arg(long, value_enum, default_value_t = TtsEngine::Flite)]
     pub engine: TtsEngine,
-    /// Voice of espeak-ng, `en-us` when `None`; flite has only `slt`.
+    // flite has only `slt`.
+    /// Voice of espeak-ng, for example `en-us`
+    #[arg(long, value_name = "NAME")]
     pub voice: Option<String>,
 }
 
 /// What speaks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum TtsEngine {
     /// The program `espeak-ng`, once per sentence.
+    #[value(help = None)]
     EspeakNg,
     /// flite's voice slt, in this process. About 5 MB.
+    #[value(help = None)]
     Flite,
 }
 
@@ -56,7 +61,7 @@ pub fn run_tts(options: &TtsOptions) -> Result<(), VerbError> {
     {
         return Err(VerbError::Options(format!("flite has no voice `{voice}`, only `{FLITE_VOICE}`")));
     }
-    serve(&options.listen, || Speaker::load(options))
+    serve(&options.listen.endpoint(), || Speaker::load(options))
 }
 
 /// The service: one engine on a thread of its own.

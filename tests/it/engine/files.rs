@@ -191,7 +191,6 @@ fn kind_of(bytes: &[u8]) -> String {
 #[test]
 fn a_file_of_version_2_is_read_as_one_of_version_3_is() {
     let file = tiny(Architecture::Qwen35, GgmlDType::Q4K);
-    assert_eq!(Header::read(&file.path).unwrap().version(), 3);
     let logits = |resident: std::ops::Range<u32>| {
         let mut model = open(&file.path, &plan(resident, 64, 8), 1);
         model.forward(&PROMPT, &mut go()).unwrap().to_vec()
@@ -200,7 +199,6 @@ fn a_file_of_version_2_is_read_as_one_of_version_3_is() {
     let mut bytes = std::fs::read(&file.path).unwrap();
     bytes[4..8].copy_from_slice(&2u32.to_le_bytes());
     std::fs::write(&file.path, bytes).unwrap();
-    assert_eq!(Header::read(&file.path).unwrap().version(), 2);
     assert!(logits(0..5) == expected && logits(0..2) == expected);
 }
 

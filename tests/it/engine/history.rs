@@ -184,26 +184,6 @@ fn the_chunk_does_not_change_the_answer_and_every_row_can_be_had() {
     }
 }
 
-#[test]
-fn a_snapshot_takes_the_sequence_back() {
-    let file = tiny(Architecture::Qwen35, GgmlDType::F32);
-    let mut model = open(&file.path, &plan(0..5, 64, 8), 1);
-    model.forward(&PROMPT[..6], &mut go()).unwrap();
-    let snapshot = model.snapshot().unwrap();
-    let first = model.forward(&PROMPT[6..], &mut go()).unwrap().to_vec();
-    assert!(model.restore(&snapshot));
-    assert_eq!(model.position(), 6);
-    model.forward(&[1, 2, 3], &mut go()).unwrap();
-    assert!(model.restore(&snapshot));
-    assert!(model.forward(&PROMPT[6..], &mut go()).unwrap()[..] == first);
-
-    // Another sequence overwrites the cache, so there is no way back to the first.
-    model.reset();
-    model.forward(&[9; 20], &mut go()).unwrap();
-    assert!(!model.restore(&snapshot));
-    assert_eq!(model.position(), 20);
-}
-
 /// A conversation: prompts that share some beginning with the one before, answers, and changes of capacity between them.
 #[derive(Clone, Debug)]
 struct Turn {

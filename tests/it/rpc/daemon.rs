@@ -26,9 +26,8 @@ use cotenant::{
         snapshot::Snapshot,
     },
     rpc::{
-        Bounds, Endpoint, EventRecord, GenerateEvent, GenerateRequest, Generator, Health, Limits, Notice, Roles,
-        Server, Sockets, Supervisor,
-        supervisor::EventRecordKind,
+        Bounds, Endpoint, GenerateEvent, GenerateRequest, Generator, Health, Limits, Notice, Roles, Server, Sockets,
+        Supervisor,
         v1::{
             self, lease_service_client::LeaseServiceClient, llm_service_client::LlmServiceClient,
             operator_service_client::OperatorServiceClient,
@@ -301,21 +300,25 @@ fn open_journal(handle: &Arc<ControlHandle>, path: PathBuf) -> Journal {
     };
     let seen = Arc::clone(handle);
     let mut journal = Journal::open(&settings, handle.boot_id(), move |entry, line| {
-        let body: serde_json::Value = serde_json::from_str(line).unwrap();
-        seen.events().push(EventRecord {
+        let line: serde_json::Value = serde_json::from_str(line).unwrap();
+        let body = &line["body"];
+        let (kind, name) = match entry.content {
+            Content::Start(_) => (v1::EntryKind::Start, &line["kind"]),
+            Content::Event(_) => (v1::EntryKind::Event, &body["event"]),
+            Content::Action(_) => (v1::EntryKind::Action, &body["action"]),
+            Content::Dropped { .. } => (v1::EntryKind::Dropped, &line["kind"]),
+            Content::Checkpoint(_) => return,
+        };
+        let time = SystemTime::UNIX_EPOCH + Duration::from_micros(entry.unix_us);
+        seen.events().push(v1::JournalEntry {
             sequence: entry.sequence,
-            at: entry.at,
-            time: SystemTime::UNIX_EPOCH + Duration::from_micros(entry.unix_us),
-            kind: match entry.content {
-                Content::Start(_) => EventRecordKind::Start,
-                Content::Event(_) => EventRecordKind::Event,
-                Content::Action(_) => EventRecordKind::Action,
-                Content::Dropped { .. } => EventRecordKind::Dropped,
-                Content::Checkpoint(_) => return,
-            },
-            name: journal::name(&entry.content).to_owned(),
+            boot_id: String::new(),
+            at: entry.at.since_start().try_into().ok(),
+            time: Some(time.into()),
+            kind: kind.into(),
+            name: name.as_str().unwrap().to_owned(),
             summary: journal::render(entry),
-            body_json: body["body"].to_string(),
+            body_json: body.to_string(),
         });
     })
     .unwrap();

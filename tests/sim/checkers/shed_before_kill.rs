@@ -36,7 +36,7 @@ impl Checker for ShedBeforeKill {
                         })
                 }
                 ReclaimReason::EngineFloor { .. } => true,
-                ReclaimReason::Operator { .. } | ReclaimReason::Pressure { .. } | ReclaimReason::Text(_) => critical,
+                ReclaimReason::Operator { .. } | ReclaimReason::Pressure { .. } => critical,
             };
             if !allowed {
                 let level = step.after.pressure.level;

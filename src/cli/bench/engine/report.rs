@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-use super::super::report::median;
 use crate::{
     cli::{
         Output,
@@ -74,20 +73,6 @@ impl Values {
         }
         self.values.entry(what).or_default().push(value);
     }
-
-    /// The median of a figure.
-    #[must_use]
-    pub fn median(&self, what: &str) -> Option<f64> {
-        median(self.values.get(what)?)
-    }
-}
-
-/// The value that `percent` of the others are not above.
-pub(super) fn quantile(values: &[f64], percent: usize) -> Option<f64> {
-    let mut sorted = values.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    let rank = (sorted.len() * percent).div_ceil(100);
-    sorted.get(rank.max(1) - 1).copied()
 }
 
 impl Report {
@@ -145,25 +130,5 @@ impl Report {
             text.push_str(&format!("note: {note}\n"));
         }
         text
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn quantiles_are_values_that_were_seen() {
-        let values: Vec<f64> = (1..=200).map(f64::from).collect();
-        assert_eq!((quantile(&values, 90), quantile(&values, 99)), (Some(180.0), Some(198.0)));
-        assert_eq!((quantile(&[7.0], 99), quantile(&[], 99)), (Some(7.0), None));
-    }
-
-    #[test]
-    fn the_median_is_the_middle_of_what_was_seen() {
-        assert_eq!(median(&[3.0, 1.0, 2.0]), Some(2.0));
-        assert_eq!(median(&[4.0, 1.0]), Some(2.5));
-        assert_eq!(median(&[8.0, 1.0, 4.0, 2.0]), Some(3.0));
-        assert_eq!((median(&[7.0]), median(&[])), (Some(7.0), None));
     }
 }

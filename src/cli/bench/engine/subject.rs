@@ -7,7 +7,7 @@ use std::{
 };
 
 use super::{
-    report::{Figure, Peer, Report, Values, quantile},
+    report::{Figure, Peer, Report, Values},
     settings::{EngineSettings, OpenModel},
 };
 use crate::{
@@ -15,7 +15,7 @@ use crate::{
     cli::bench::{
         load::Reading,
         peer::{PeerFigure, PeerJob},
-        report::median,
+        report::{at, median},
     },
     engine::{ApplyReport, Flow, Header, Logits, Model, arena, shape::Layout, spec::Spec},
     policy::{kv_type::KvType, residency::EnginePlan},
@@ -350,15 +350,16 @@ impl<'settings> Bench<'settings> {
             .iter()
             .filter_map(|(what, unit)| {
                 let values = self.values.values.get(what)?;
-                let median = self.values.median(what)?;
+                let mut sorted = values.clone();
+                sorted.sort_by(f64::total_cmp);
                 Some(Figure {
                     what: what.clone(),
                     unit,
-                    median,
-                    least: values.iter().copied().min_by(f64::total_cmp)?,
-                    most: values.iter().copied().max_by(f64::total_cmp)?,
-                    ninetieth: quantile(values, 90)?,
-                    ninety_ninth: quantile(values, 99)?,
+                    median: median(values)?,
+                    least: *sorted.first()?,
+                    most: *sorted.last()?,
+                    ninetieth: *at(&sorted, 900)?,
+                    ninety_ninth: *at(&sorted, 990)?,
                     peer: self.peer_figure(what, values),
                 })
             })

@@ -24,10 +24,10 @@ use tokio_util::sync::CancellationToken;
 use super::super::{
     info_cache::{self, InfoCache},
     listen::INFO_FILE,
-    settings::Settings,
     shared::{Api, Backends},
 };
 use crate::{
+    config::WyomingConfig,
     http::backend::{
         AnswerPart, ChatBackend, ChatEvent, ChatMessage, ChatRequest, ChatStream, FinishReason, SpeechBackend,
         SpeechRequest, SpeechStream, TranscribeRequest, Transcript, Usage,
@@ -168,19 +168,20 @@ impl Drop for Served {
     }
 }
 
-pub(super) fn settings() -> Settings {
-    Settings {
+pub(super) fn settings() -> WyomingConfig {
+    WyomingConfig {
+        listen: Vec::new(),
         languages: vec!["en".to_owned()],
         system: None,
         wait_max: Duration::from_secs(20),
         audio_max: Duration::from_secs(2),
+        connections_max: 32,
         conversations_max: 4,
         history_max: Bytes::from_kib(1),
-        aliases: BTreeMap::from([("alloy".to_owned(), "slt".to_owned())]),
     }
 }
 
-pub(super) async fn served(settings: Settings) -> Served {
+pub(super) async fn served(settings: WyomingConfig) -> Served {
     let script = Arc::new(Script::default());
     let metrics = Arc::new(Metrics::new());
     let backends = Backends {
@@ -206,7 +207,8 @@ pub(super) async fn served(settings: Settings) -> Served {
     std::fs::write(&path, json!({ "tts": said }).to_string()).unwrap();
     let parts =
         info_cache::Parts { tts: Some("tts".to_owned()), llm: Some("demo".to_owned()), ..info_cache::Parts::default() };
-    let (mut api, _) = Api::new(backends, settings, None);
+    let aliases = BTreeMap::from([("alloy".to_owned(), "slt".to_owned())]);
+    let (mut api, _) = Api::new(backends, settings, aliases, None);
     let (cache, _) = InfoCache::open(parts, Some(path));
     Arc::get_mut(&mut api.0).unwrap().cache = cache;
     let endpoint = Endpoint::Unix(folder.path().join("api.sock"));

@@ -64,11 +64,8 @@ struct Block {
 }
 
 macro_rules! super_rows {
-    (
-        $(#[$meta:meta])*
-        $name:ident, $kind:ident, $bytes:expr, $unpack:ident, $heads:ident, $separate_mins:expr, $fetch:expr
-    ) => {
-        $(#[$meta])*
+    ($name:ident, $kind:ident, $bytes:expr, $unpack:ident, $heads:ident, $separate_mins:expr, $fetch:expr) => {
+        /// All rows of this type times all tokens.
         ///
         /// # Safety
         ///
@@ -102,10 +99,7 @@ macro_rules! super_rows {
                 // SAFETY: the heads of blocks of this row and of this copy.
                 let ((scales, min_scales), factors) = unsafe {
                     let factor = |lane: usize| copy.wrapping_add(at[lane] * Q8K_BYTES).cast::<f32>().read_unaligned();
-                    (
-                        $heads(weight, $bytes, at),
-                        _mm_set_ps(factor(3), factor(2), factor(1), factor(0)),
-                    )
+                    ($heads(weight, $bytes, at), _mm_set_ps(factor(3), factor(2), factor(1), factor(0)))
                 };
                 let total = _mm_cvtepi32_ps(sixteen_sums(a, b, c, d));
                 lanes[0] = _mm_fmadd_ps(total, _mm_mul_ps(scales, factors), lanes[0]);
@@ -145,18 +139,9 @@ macro_rules! super_rows {
     };
 }
 
-super_rows! {
-    /// Rows of Q4_K.
-    rows_q4k, Q4K, 144, unpack_q4k, heads, true, true
-}
-super_rows! {
-    /// Rows of Q5_K.
-    rows_q5k, Q5K, 176, unpack_q5k, heads, true, true
-}
-super_rows! {
-    /// Rows of Q6_K.
-    rows_q6k, Q6K, 210, unpack_q6k, heads_q6k, false, false
-}
+super_rows!(rows_q4k, Q4K, 144, unpack_q4k, heads, true, true);
+super_rows!(rows_q5k, Q5K, 176, unpack_q5k, heads, true, true);
+super_rows!(rows_q6k, Q6K, 210, unpack_q6k, heads_q6k, false, false);
 
 /// One block: its total, in sixteen lanes, and that of its minimums, in eight, where they have a scale of their own.
 ///
@@ -385,8 +370,8 @@ unsafe fn unpack_q6k(block: *const u8) -> Block {
 }
 
 macro_rules! small_rows {
-    ($(#[$meta:meta])* $name:ident, $kind:ident, $bytes:expr, $unpack:ident, $together:expr) => {
-        $(#[$meta])*
+    ($name:ident, $kind:ident, $bytes:expr, $unpack:ident, $together:expr) => {
+        /// All rows of this type times all tokens.
         ///
         /// # Safety
         ///
@@ -425,10 +410,7 @@ macro_rules! small_rows {
                 let mask = 0b1111_u8 >> (LANES - count);
                 // SAFETY: the mask keeps inside.
                 let (factors, starts) = unsafe {
-                    (
-                        _mm_maskz_loadu_ps(mask, behind[0].cast()),
-                        _mm_maskz_loadu_epi32(mask, behind[1].cast()),
-                    )
+                    (_mm_maskz_loadu_ps(mask, behind[0].cast()), _mm_maskz_loadu_epi32(mask, behind[1].cast()))
                 };
                 let total = _mm_cvtepi32_ps(_mm_add_epi32(four_sums(a, b, c, d), starts));
                 *lanes = _mm_fmadd_ps(total, _mm_mul_ps(scales, factors), *lanes);
@@ -447,17 +429,11 @@ macro_rules! small_rows {
             let count = rows.weights.len() / rows.row_bytes.max(1);
             let long = $together * rows.row_bytes > NEAREST_MAX;
             for first in (0..count).step_by($together) {
-                // The last row stands in for those that are not there.
-                let start = |row: usize| rows.weights[(first + row).min(count - 1) * rows.row_bytes..].as_ptr();
-                let mut starts = [start(0); $together];
-                for (row, at) in starts.iter_mut().enumerate() {
-                    *at = start(row);
-                }
                 let (mut left, mut lanes) = (rows.columns / BLOCK, [_mm_setzero_ps(); $together]);
-                let (mut blocks, mut copy) = (starts, rows.copy(0));
+                let (mut blocks, mut copy) = (rows.starts::<$together>(first), rows.copy(0));
                 let factors = copy.wrapping_add(left * Q8_0_BYTES);
                 let mut behind = [factors, factors.wrapping_add(4 * left)];
-                let mut ahead = starts[0].wrapping_add($together * rows.row_bytes);
+                let mut ahead = blocks[0].wrapping_add($together * rows.row_bytes);
                 while left >= LANES {
                     if $together > 1 {
                         fetch_next::<{ $together * LANES * $bytes }>(ahead, long);
@@ -485,14 +461,12 @@ macro_rules! small_rows {
     };
 }
 
-small_rows! {
-    /// Rows of Q8_0.
-    rows_q8_0, Q8_0, 34, unpack_q8_0, 4
-}
+small_rows!(rows_q8_0, Q8_0, 34, unpack_q8_0, 4);
+
 macro_rules! narrow_rows {
-    ($(#[$meta:meta])* $name:ident, $rows:ident, $kind:ident) => {
-        $(#[$meta])*
-        /// A token or a few are multiplied in registers half as wide, where each block is unpacked once for all of them.
+    ($name:ident, $rows:ident, $kind:ident) => {
+        /// All rows of this type times all tokens. A token or a few are multiplied in registers half as wide, where
+        /// each block is unpacked once for all of them.
         ///
         /// # Safety
         ///
@@ -511,18 +485,9 @@ macro_rules! narrow_rows {
     };
 }
 
-narrow_rows! {
-    /// Rows of Q4_0.
-    rows_q4_0, small_rows, Q4_0
-}
-narrow_rows! {
-    /// Rows of Q3_K.
-    rows_q3k, super_rows, Q3K
-}
-narrow_rows! {
-    /// Rows of Q2_K.
-    rows_q2k, super_rows, Q2K
-}
+narrow_rows!(rows_q4_0, small_rows, Q4_0);
+narrow_rows!(rows_q3k, super_rows, Q3K);
+narrow_rows!(rows_q2k, super_rows, Q2K);
 
 /// # Safety
 ///

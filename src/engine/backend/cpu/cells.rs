@@ -65,9 +65,7 @@ kernel! {
             *float = half_to_float(*half);
         }
     }
-}
 
-kernel! {
     /// See [`widen`].
     pub(crate) fn widen_q8(dim: usize, bytes: &[u8], floats: &mut [f32]) {
         let row = row_bytes(KvType::Q8, dim);
@@ -77,9 +75,7 @@ kernel! {
             }
         }
     }
-}
 
-kernel! {
     /// See [`widen`].
     pub(crate) fn widen_q4(dim: usize, bytes: &[u8], floats: &mut [f32]) {
         let row = row_bytes(KvType::Q4, dim);
@@ -89,9 +85,7 @@ kernel! {
             }
         }
     }
-}
 
-kernel! {
     /// See [`store`].
     pub(crate) fn store_groups(kind: KvType, source: &[f32], bias: &[f32], target: &mut [u8]) {
         let step = group_bytes(kind, SHARE_A_SCALE);

@@ -153,18 +153,14 @@ kernel! {
             *out = x.mul_add(*w, *out);
         }
     }
-}
 
-kernel! {
     /// The activation in place.
     pub(crate) fn silu_row(row: &mut [f32]) {
         for x in row.iter_mut() {
             *x = silu(*x);
         }
     }
-}
 
-kernel! {
     /// Key and query heads of one row to unit length, queries scaled.
     pub(crate) fn unit_heads(heads: &mut [f32], dim: usize, queries: usize, epsilon: f32) {
         let scale = 1.0 / (dim as f32).sqrt();
@@ -178,9 +174,7 @@ kernel! {
             }
         }
     }
-}
 
-kernel! {
     /// The delta rule for one token of one head.
     pub(crate) fn delta_step(
         state: &mut [f32],
@@ -200,9 +194,7 @@ kernel! {
             *out = dot(row, query);
         }
     }
-}
 
-kernel! {
     /// Output norm of one head, times the gate.
     pub(crate) fn gated_norm(out: &mut [f32], norm: &[f32], epsilon: f32, gate: &[f32]) {
         rms_in_place(out, norm, epsilon);

@@ -183,9 +183,7 @@ kernel! {
             }
         }
     }
-}
 
-kernel! {
     /// See [`score`].
     pub(crate) fn score_plain(query: &[f32], keys: &[f32], reach: usize, scores: &mut [f32]) {
         let groups = keys.chunks_exact(LANES * query.len()).take(reach.div_ceil(LANES));
@@ -199,9 +197,7 @@ kernel! {
             scores.copy_from_slice(&sums);
         }
     }
-}
 
-kernel! {
     /// See [`weigh`].
     pub(crate) fn weigh_plain(sum: &mut [f32], values: &[f32], weights: &[f32]) {
         let dim = sum.len();
@@ -216,9 +212,7 @@ kernel! {
             sums.copy_from_slice(&lanes[..sums.len()]);
         }
     }
-}
 
-kernel! {
     /// From scores to weights: those of the tokens from `first` to `end` of a block relative to the largest score so far,
     /// all others zero. Brings `weight` and `sum` to the new largest score.
     pub(crate) fn soften(
@@ -277,9 +271,7 @@ kernel! {
         }
         *weight = weight.mul_add(shrink, totals[0]);
     }
-}
 
-kernel! {
     /// The last step of one head: weights to a sum of one, and the output gate where there is one.
     pub(crate) fn scale_and_gate(sum: &mut [f32], scale: f32, gate: &[f32]) {
         for value in sum.iter_mut() {

@@ -129,34 +129,26 @@ kernel! {
             rms_row(x, weight, epsilon, y);
         }
     }
-}
 
-kernel! {
     /// `y += x`.
     pub(crate) fn add(y: &mut [f32], x: &[f32]) {
         for (y, x) in y.iter_mut().zip(x) {
             *y += x;
         }
     }
-}
 
-kernel! {
     /// Normalises a row where it lies.
     pub(crate) fn rms_row_in_place(row: &mut [f32], weight: &[f32], epsilon: f32) {
         rms_in_place(row, weight, epsilon);
     }
-}
 
-kernel! {
     /// `gate = gelu(gate) · up`.
     pub(crate) fn gelu_mul(gate: &mut [f32], up: &[f32]) {
         for (g, u) in gate.iter_mut().zip(up) {
             *g = gelu(*g) * u;
         }
     }
-}
 
-kernel! {
     /// `gate = silu(gate) · up`.
     pub(crate) fn silu_mul(gate: &mut [f32], up: &[f32]) {
         for (g, u) in gate.iter_mut().zip(up) {

@@ -168,8 +168,7 @@ macro_rules! products {
                 let tokens: [_; N] = from_fn(|at| token::<KIND>(rows, at));
                 let (blocks, whole) = blocks(rows.columns);
                 for first in (0..count).step_by(R) {
-                    let weights: [_; R] =
-                        from_fn(|at| rows.weights[(first + at).min(count - 1) * rows.row_bytes..].as_ptr());
+                    let weights: [_; R] = rows.starts(first);
                     let mut totals = [[0f32; R]; N];
                     for Block { start, turns } in blocks.clone() {
                         for chain in (0..CHAINS).step_by(C) {

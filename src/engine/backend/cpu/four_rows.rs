@@ -10,7 +10,7 @@
 //! so the rows after them are asked for in the order in which they lie, as many bytes for each block as it takes. Of long rows
 //! that would be more than the first-level cache holds beside what is being computed: they go one by one.
 
-use std::arch::x86_64::*;
+use std::{arch::x86_64::*, mem::transmute};
 
 use super::{
     avx512::{self, add_pairs, sixteen_sums},
@@ -117,13 +117,12 @@ pub(super) unsafe fn rows_q4k(rows: &Rows<'_>) {
     let count = rows.weights.len() / rows.row_bytes.max(1);
     let constants = Constants::new();
     for first in (0..count).step_by(ROWS) {
-        // The last row stands in for those that are not there.
-        let start = |row: usize| rows.weights[(first + row).min(count - 1) * rows.row_bytes..].as_ptr();
-        let four = [start(0), start(1), start(2), start(3)];
+        let four: [_; ROWS] = rows.starts(first);
         let ahead = four[0].wrapping_add(ROWS * rows.row_bytes);
         // SAFETY: whole rows, and the copy of the token.
         let products = unsafe { products(&constants, four, ahead, rows.copy(0), rows.columns / SUPER) };
-        rows.put_sixteen(0, first, count.min(first + ROWS), _mm512_zextps128_ps512(products));
+        // SAFETY: four numbers either way.
+        rows.put_lanes(0, first, count, unsafe { transmute::<__m128, [f32; ROWS]>(products) });
     }
 }
 

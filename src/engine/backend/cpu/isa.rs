@@ -236,12 +236,14 @@ static CHOSEN: OnceLock<Isa> = OnceLock::new();
 /// The sets that this machine has, tried once.
 static AVAILABLE: OnceLock<Vec<Isa>> = OnceLock::new();
 
-/// Defines a function whose body is compiled once for each instruction set and chosen by its first argument.
+/// Defines functions whose bodies are compiled once for each instruction set and chosen by their first argument.
 ///
-/// The body is the scalar reference and the source of all versions: sums run in fixed lanes and products are fused, so
+/// A body is the scalar reference and the source of all versions: sums run in fixed lanes and products are fused, so
 /// every version yields the same bits.
 macro_rules! kernel {
-    ($(#[$meta:meta])* pub(crate) fn $name:ident($($arg:ident: $kind:ty),* $(,)?) $(-> $result:ty)? $body:block) => {
+    ($(
+        $(#[$meta:meta])* pub(crate) fn $name:ident($($arg:ident: $kind:ty),* $(,)?) $(-> $result:ty)? $body:block
+    )*) => { $(
         $(#[$meta])*
         #[expect(clippy::too_many_arguments, clippy::allow_attributes, reason = "kernels take plain numbers")]
         #[allow(clippy::too_many_arguments, unfulfilled_lint_expectations, reason = "only some kernels have many")]
@@ -276,7 +278,7 @@ macro_rules! kernel {
                 },
             }
         }
-    };
+    )* };
 }
 pub(crate) use kernel;
 

@@ -8,15 +8,7 @@ use candle_core::quantized::{
     },
 };
 
-use super::{
-    affine, float, floats,
-    isa::{Isa, kernel},
-    kernels::Kernels,
-    pool::Pool,
-    quant::Format,
-    rows::Rows,
-    share::Share,
-};
+use super::{affine, float, floats, isa::Isa, kernels::Kernels, pool::Pool, quant::Format, rows::Rows, share::Share};
 use crate::engine::backend::{Copies, DeviceError, Product};
 
 /// Where the copy of some format starts in the memory of `copies`, and how far its rows are apart there.
@@ -135,28 +127,33 @@ impl Rows<'_> {
         }
         for (index, weight) in self.weights.chunks_exact(self.row_bytes).enumerate() {
             for token in 0..self.tokens {
-                self.put(token, index, self.product(isa, dtype, weight, token));
+                self.put(token, index, self.product(dtype, weight, token));
             }
         }
     }
 
-    fn product(&self, isa: Isa, dtype: GgmlDType, weight: &[u8], token: usize) -> f32 {
+    /// The product of a row with `token` by a portable loop. Only [`Isa::Baseline`] has no kernels, so no loop is
+    /// compiled for another set.
+    fn product(&self, dtype: GgmlDType, weight: &[u8], token: usize) -> f32 {
         let columns = self.columns;
         let copy = &self.copies[token * self.copy_step..][..self.copy_step];
         match dtype {
-            GgmlDType::F32 => dot_f32(isa, cast(weight), &self.floats[token * columns..][..columns]),
-            GgmlDType::F16 => dot_f16(isa, cast(weight), cast(copy)),
-            GgmlDType::BF16 => dot_bf16(isa, cast(weight), cast(&copy[..columns * size_of::<f32>()])),
-            GgmlDType::Q8_0 => blocks::<BlockQ8_0>(isa, columns, weight, copy),
-            GgmlDType::Q4_0 => blocks::<BlockQ4_0>(isa, columns, weight, copy),
-            GgmlDType::Q4_1 => affine::dot_q4_1(isa, weight, copy),
-            GgmlDType::Q5_0 => blocks::<BlockQ5_0>(isa, columns, weight, copy),
-            GgmlDType::Q5_1 => affine::dot_q5_1(isa, weight, copy),
-            GgmlDType::Q2K => blocks::<BlockQ2K>(isa, columns, weight, copy),
-            GgmlDType::Q3K => blocks::<BlockQ3K>(isa, columns, weight, copy),
-            GgmlDType::Q4K => blocks::<BlockQ4K>(isa, columns, weight, copy),
-            GgmlDType::Q5K => blocks::<BlockQ5K>(isa, columns, weight, copy),
-            GgmlDType::Q6K => blocks::<BlockQ6K>(isa, columns, weight, copy),
+            GgmlDType::F32 => floats::dot(cast::<f32>(weight), &self.floats[token * columns..][..columns], |x| x),
+            GgmlDType::F16 => floats::dot(cast::<u16>(weight), cast(copy), float::half_to_float),
+            GgmlDType::BF16 => {
+                let widen = |bits: u16| f32::from_bits(u32::from(bits) << 16);
+                floats::dot(cast::<u16>(weight), cast(&copy[..columns * size_of::<f32>()]), widen)
+            }
+            GgmlDType::Q8_0 => blocks::<BlockQ8_0>(columns, weight, copy),
+            GgmlDType::Q4_0 => blocks::<BlockQ4_0>(columns, weight, copy),
+            GgmlDType::Q4_1 => affine::dot_q4_1(weight, copy),
+            GgmlDType::Q5_0 => blocks::<BlockQ5_0>(columns, weight, copy),
+            GgmlDType::Q5_1 => affine::dot_q5_1(weight, copy),
+            GgmlDType::Q2K => blocks::<BlockQ2K>(columns, weight, copy),
+            GgmlDType::Q3K => blocks::<BlockQ3K>(columns, weight, copy),
+            GgmlDType::Q4K => blocks::<BlockQ4K>(columns, weight, copy),
+            GgmlDType::Q5K => blocks::<BlockQ5K>(columns, weight, copy),
+            GgmlDType::Q6K => blocks::<BlockQ6K>(columns, weight, copy),
             // Refused when the header is read.
             GgmlDType::Q8_1 | GgmlDType::Q8K => f32::NAN,
         }
@@ -166,10 +163,10 @@ impl Rows<'_> {
 /// Candle's dot product of two rows of blocks: the portable one where its own for arm64 has an instruction (`sdot`) that the
 /// machine lacks, which candle does not ask for when it runs, and of Q5_0, whose own is the same but for a demand that blocks
 /// come in pairs.
-fn blocks<T: GgmlType<VecDotType: Plain> + Plain>(isa: Isa, columns: usize, weight: &[u8], copy: &[u8]) -> f32 {
+fn blocks<T: GgmlType<VecDotType: Plain> + Plain>(columns: usize, weight: &[u8], copy: &[u8]) -> f32 {
     let len = columns / T::VecDotType::BLCK_SIZE * size_of::<T::VecDotType>();
     let (weight, copy) = (cast::<T>(weight), cast::<T::VecDotType>(&copy[..len]));
-    if T::DTYPE == GgmlDType::Q5_0 || cfg!(target_arch = "aarch64") && isa == Isa::Baseline {
+    if T::DTYPE == GgmlDType::Q5_0 || cfg!(target_arch = "aarch64") {
         T::vec_dot_unopt(columns, weight, copy)
     } else {
         T::vec_dot(columns, weight, copy)
@@ -208,27 +205,6 @@ pub(crate) fn cast<T: Plain>(bytes: &[u8]) -> &[T] {
     blocks
 }
 
-kernel! {
-    /// Product of two rows of `f32`.
-    pub(crate) fn dot_f32(weight: &[f32], input: &[f32]) -> f32 {
-        floats::dot(weight, input, |x| x)
-    }
-}
-
-kernel! {
-    /// Product of a row of `f16` bits with a token.
-    pub(crate) fn dot_f16(weight: &[u16], input: &[f32]) -> f32 {
-        floats::dot(weight, input, float::half_to_float)
-    }
-}
-
-kernel! {
-    /// Product of a row of `bf16` bits with a token.
-    pub(crate) fn dot_bf16(weight: &[u16], input: &[f32]) -> f32 {
-        floats::dot(weight, input, |bits| f32::from_bits(u32::from(bits) << 16))
-    }
-}
-
 /// Weight rows of one item.
 fn rows_per_item(row_bytes: usize, tokens: usize) -> usize {
     if tokens < MANY_TOKENS {
@@ -259,6 +235,7 @@ mod tests {
     use super::{
         super::{
             copying::round_to_f16,
+            dequantize,
             quant::{Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER, quantize_q8_0, quantize_q8k, round_to_bf16},
             test_numbers::numbers,
         },
@@ -465,24 +442,29 @@ mod tests {
     }
 
     #[test]
-    fn the_portable_loops_are_candles_own() {
+    fn the_portable_loops_multiply_the_numbers_that_weights_stand_for() {
         let (columns, rows) = (512, 3);
-        let input = numbers(columns, 2);
-        let mut copy = vec![0u8; Format::Q8K.row_bytes(columns)];
-        quantize_q8k(Isa::Baseline, &input, &mut copy);
-        let bytes = stored(GgmlDType::Q4K, &numbers(rows * columns, 1), columns);
-        let out = multiplied(Isa::Baseline, GgmlDType::Q4K, &bytes, &input, columns, 1);
-        for (row, got) in bytes.chunks(columns / 256 * 144).zip(out) {
-            let expected = BlockQ4K::vec_dot_unopt(columns, cast(row), cast(&copy[..2 * Q8K_BYTES]));
-            assert!((got - expected).abs() <= 5e-5, "{got} and {expected}");
+        // Of whole numbers whose furthest from zero in each block of 32 is -127, copies in all formats are exact.
+        let mut input: Vec<f32> = numbers(columns, 2).into_iter().map(|x| (126.0 * x).round()).collect();
+        input.iter_mut().step_by(32).for_each(|x| *x = -127.0);
+        for dtype in SUPERS.into_iter().chain(SMALL).chain(FLOATS) {
+            let bytes = stored(dtype, &numbers(rows * columns, 1), columns);
+            let out = multiplied(Isa::Baseline, dtype, &bytes, &input, columns, 1);
+            for (row, got) in bytes.chunks(bytes.len() / rows).zip(out) {
+                let mut weights = vec![0.0; columns];
+                dequantize(dtype, row, &mut weights);
+                let terms = weights.iter().zip(&input).map(|(x, y)| f64::from(*x) * f64::from(*y));
+                let (expected, size) = terms.fold((0.0, 0.0), |(sum, size), term| (sum + term, size + term.abs()));
+                assert!((f64::from(got) - expected).abs() <= 1e-6 * size, "{dtype:?}: {got} and {expected}");
+            }
         }
     }
 
     #[test]
     #[should_panic(expected = "a row is misaligned or cut")]
     fn a_misaligned_row_is_refused() {
-        let bytes = Mapping::new(Bytes::new(64), Backing::Now).unwrap();
-        cast::<u16>(bytes.slice(1, 32).unwrap());
+        let mut bytes = Mapping::new(Bytes::new(64), Backing::Now).unwrap();
+        cast::<u16>(&bytes.bytes_mut()[1..33]);
     }
 
     #[test]

@@ -13,23 +13,20 @@ use std::{
 use super::{
     neon_tile::{self, TOKENS_MIN},
     neon_unpack::{
-        PER_START, SUMS, add_scaled, bytes_to_words, dot, half_q2k, half_q3k, half_q4k, half_q5k, half_q6k, heads_q2k,
-        heads_q3k, heads_q6k, nibbles, pair, products_of, quants_q4_1, quants_q5_1, quants_q8_0, signed, widened,
-        with_fifth,
+        Four, PER_START, SUMS, add_scaled, dot, half_q2k, half_q3k, half_q4k, half_q5k, half_q6k, halves_of_four,
+        heads_of_six_bits, heads_q2k, heads_q3k, heads_q6k, moved, nibbles, pair, pairs_of_four, products_of,
+        quants_q4_1, quants_q5_1, quants_q8_0, signed, widened, with_fifth,
     },
     quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER},
-    rows::{Rows, six_bit_head},
+    rows::Rows,
 };
 
 /// Rows that are multiplied together.
 const ROWS: usize = 4;
 
-/// A block of each of four rows.
-type Four = [*const u8; ROWS];
-
 macro_rules! rows {
-    ($(#[$meta:meta])* $name:ident, $product:ident, $block:expr) => {
-        $(#[$meta])*
+    ($name:ident, $product:ident, $block:expr) => {
+        /// All rows of this type times all tokens.
         ///
         /// # Safety
         ///
@@ -65,51 +62,16 @@ macro_rules! rows {
     };
 }
 
-rows! {
-    /// Rows of Q4_K.
-    rows_q4k, q4k, SUPER
-}
-rows! {
-    /// Rows of Q5_K.
-    rows_q5k, q5k, SUPER
-}
-rows! {
-    /// Rows of Q6_K.
-    rows_q6k, q6k, SUPER
-}
-rows! {
-    /// Rows of Q8_0.
-    rows_q8_0, q8_0, BLOCK
-}
-rows! {
-    /// Rows of Q4_0.
-    rows_q4_0, q4_0, BLOCK
-}
-rows! {
-    /// Rows of Q4_1.
-    rows_q4_1, q4_1, BLOCK
-}
-rows! {
-    /// Rows of Q5_0.
-    rows_q5_0, q5_0, BLOCK
-}
-rows! {
-    /// Rows of Q5_1.
-    rows_q5_1, q5_1, BLOCK
-}
-rows! {
-    /// Rows of Q2_K.
-    rows_q2k, q2k, SUPER
-}
-rows! {
-    /// Rows of Q3_K.
-    rows_q3k, q3k, SUPER
-}
-
-/// What lies `bytes` further on in each row. No closure: one in a function with `sdot` is not inlined into what calls it.
-const fn moved(four: Four, bytes: usize) -> Four {
-    [four[0].wrapping_add(bytes), four[1].wrapping_add(bytes), four[2].wrapping_add(bytes), four[3].wrapping_add(bytes)]
-}
+rows!(rows_q4k, q4k, SUPER);
+rows!(rows_q5k, q5k, SUPER);
+rows!(rows_q6k, q6k, SUPER);
+rows!(rows_q8_0, q8_0, BLOCK);
+rows!(rows_q4_0, q4_0, BLOCK);
+rows!(rows_q4_1, q4_1, BLOCK);
+rows!(rows_q5_0, q5_0, BLOCK);
+rows!(rows_q5_1, q5_1, BLOCK);
+rows!(rows_q2k, q2k, SUPER);
+rows!(rows_q3k, q3k, SUPER);
 
 /// A place in a row, for the compiler not known before the products of another row where it is to `WAIT`: of types that are
 /// costly to unpack it would unpack all rows first, and has no registers for that.
@@ -394,45 +356,4 @@ small!(q5_1, 24, |block| quants_q5_1(block), None, true);
 #[target_feature(enable = "neon")]
 fn side_by_side([a, b, c, d]: [int32x4_t; ROWS]) -> int32x4_t {
     vpaddq_s32(vpaddq_s32(a, b), vpaddq_s32(c, d))
-}
-
-/// The halves at four addresses. They are joined outside of the vector units, which are busy.
-///
-/// # Safety
-///
-/// Two bytes can be read at each.
-#[inline]
-#[target_feature(enable = "neon")]
-unsafe fn halves_of_four(four: Four) -> uint16x4_t {
-    // SAFETY: the caller's promise.
-    let half = |row: usize| u64::from(u16::from_le(unsafe { four[row].cast::<u16>().read_unaligned() }));
-    vcreate_u16((half(0) | (half(1) << 16)) | ((half(2) | (half(3) << 16)) << 32))
-}
-
-/// The two halves at each of four addresses: the first ones, and the second ones.
-///
-/// # Safety
-///
-/// Four bytes can be read at each.
-#[inline]
-#[target_feature(enable = "neon")]
-unsafe fn pairs_of_four(four: Four) -> (uint16x4_t, uint16x4_t) {
-    // SAFETY: the caller's promise.
-    let pair = |row: usize| u64::from(u32::from_le(unsafe { four[row].cast::<u32>().read_unaligned() }));
-    let all = vcombine_u64(vcreate_u64(pair(0) | (pair(1) << 32)), vcreate_u64(pair(2) | (pair(3) << 32)));
-    let all = vreinterpretq_u32_u64(all);
-    (vmovn_u32(all), vshrn_n_u32::<16>(all))
-}
-
-/// Scales and minimums of a Q4_K or Q5_K block.
-///
-/// # Safety
-///
-/// `block` is such a block.
-#[inline]
-#[target_feature(enable = "neon")]
-unsafe fn heads_of_six_bits(block: *const u8) -> ([int16x8_t; 1], [int16x8_t; 1]) {
-    // SAFETY: the caller's promise.
-    let (scales, mins) = unsafe { six_bit_head(block) };
-    ([bytes_to_words(scales)], [bytes_to_words(mins)])
 }

@@ -17,16 +17,17 @@
 use std::{
     arch::{aarch64::*, asm},
     hint,
+    mem::transmute,
 };
 
 use super::{
     neon_unpack::{
-        PER_START, SUMS, Sixteen, bytes_to_words, half_at, heads_q2k, heads_q3k, heads_q6k, quants_q2k, quants_q3k,
-        quants_q4_0, quants_q4_1, quants_q4k, quants_q5_0, quants_q5_1, quants_q5k, quants_q6k, quants_q8_0,
-        two_halves_at,
+        PER_START, SUMS, half_q2k, half_q3k, half_q4k, half_q5k, half_q6k, halves_of_four, heads_of_six_bits,
+        heads_q2k, heads_q3k, heads_q6k, moved, pairs_of_four, quants_q4_0, quants_q4_1, quants_q5_0, quants_q5_1,
+        quants_q8_0, widened,
     },
     quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER},
-    rows::{Rows, six_bit_head},
+    rows::Rows,
 };
 
 /// One token does not pay for unpacking to memory; two take fewer instructions than each alone.
@@ -81,114 +82,25 @@ impl Unpacked {
         }
     }
 
-    /// Unpacks scales and minimums of Q4_K or Q5_K blocks of four rows.
-    ///
-    /// # Safety
-    ///
-    /// `four` are such blocks.
+    /// Unpacks scales and minimums of four rows, eight in each register, and what those of a block share.
     #[inline]
     #[target_feature(enable = "neon")]
-    unsafe fn unpack_heads(&mut self, part: usize, four: &[*const u8]) {
-        let mut heads = [[vdupq_n_s16(0); LANES]; 2];
-        let (mut scale, mut min_scale) = ([0f32; LANES], [0f32; LANES]);
-        for (lane, block) in four.iter().enumerate() {
-            // SAFETY: the head of a block.
-            let ((scales, mins), both) = unsafe { (six_bit_head(*block), two_halves_at(*block)) };
-            heads[0][lane] = bytes_to_words(scales);
-            heads[1][lane] = bytes_to_words(mins);
-            (scale[lane], min_scale[lane]) = (vget_lane_f32::<0>(both), vget_lane_f32::<1>(both));
-        }
-        // SAFETY: four numbers each.
-        (self.scale[part], self.min_scale[part]) =
-            unsafe { (vld1q_f32(scale.as_ptr()), vld1q_f32(min_scale.as_ptr())) };
-        for (sub, (scales, mins)) in side_by_side(heads[0]).into_iter().zip(side_by_side(heads[1])).enumerate() {
-            self.scales[sub][part] = vmovl_s16(scales);
-            self.mins[sub][part] = mins;
-        }
-    }
-
-    /// Unpacks scales and minimums of four rows, sixteen each.
-    #[inline]
-    #[target_feature(enable = "neon")]
-    fn unpack_sixteen(&mut self, part: usize, heads: [(Sixteen, Sixteen); LANES]) {
+    fn unpack_heads<const N: usize>(
+        &mut self,
+        part: usize,
+        heads: [([int16x8_t; N], [int16x8_t; N]); LANES],
+        (scale, min_scale): (uint16x4_t, uint16x4_t),
+    ) {
         let [a, b, c, d] = heads;
-        for half in 0..2 {
-            let scales = side_by_side([a.0[half], b.0[half], c.0[half], d.0[half]]);
-            let mins = side_by_side([a.1[half], b.1[half], c.1[half], d.1[half]]);
+        for eight in 0..N {
+            let scales = side_by_side([a.0[eight], b.0[eight], c.0[eight], d.0[eight]]);
+            let mins = side_by_side([a.1[eight], b.1[eight], c.1[eight], d.1[eight]]);
             for (sub, (scales, mins)) in scales.into_iter().zip(mins).enumerate() {
-                self.scales[8 * half + sub][part] = vmovl_s16(scales);
-                self.mins[8 * half + sub][part] = mins;
+                self.scales[8 * eight + sub][part] = vmovl_s16(scales);
+                self.mins[8 * eight + sub][part] = mins;
             }
         }
-    }
-
-    /// Unpacks the head of Q2_K blocks of four rows.
-    ///
-    /// # Safety
-    ///
-    /// `four` are such blocks.
-    #[inline]
-    #[target_feature(enable = "neon")]
-    unsafe fn unpack_q2k(&mut self, part: usize, four: &[*const u8]) {
-        let (mut scale, mut min_scale) = ([0f32; LANES], [0f32; LANES]);
-        for (lane, block) in four.iter().enumerate() {
-            // SAFETY: two halves behind the head and 64 bytes of quants.
-            let both = unsafe { two_halves_at(block.add(80)) };
-            (scale[lane], min_scale[lane]) = (vget_lane_f32::<0>(both), vget_lane_f32::<1>(both));
-        }
-        // SAFETY: the caller's promise.
-        let heads = unsafe { [heads_q2k(four[0]), heads_q2k(four[1]), heads_q2k(four[2]), heads_q2k(four[3])] };
-        self.unpack_sixteen(part, heads);
-        // SAFETY: four numbers each.
-        (self.scale[part], self.min_scale[part]) =
-            unsafe { (vld1q_f32(scale.as_ptr()), vld1q_f32(min_scale.as_ptr())) };
-    }
-
-    /// Unpacks the scales of Q3_K blocks of four rows.
-    ///
-    /// # Safety
-    ///
-    /// `four` are such blocks.
-    #[inline]
-    #[target_feature(enable = "neon")]
-    unsafe fn unpack_q3k(&mut self, part: usize, four: &[*const u8]) {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let heads = [heads_q3k(four[0]), heads_q3k(four[1]), heads_q3k(four[2]), heads_q3k(four[3])];
-            self.unpack_sixteen(part, heads);
-            self.unpack_scale(part, four, 108);
-        }
-    }
-
-    /// Unpacks the scales of Q6_K blocks of four rows.
-    ///
-    /// # Safety
-    ///
-    /// `four` are such blocks.
-    #[inline]
-    #[target_feature(enable = "neon")]
-    unsafe fn unpack_q6k(&mut self, part: usize, four: &[*const u8]) {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let heads = [heads_q6k(four[0]), heads_q6k(four[1]), heads_q6k(four[2]), heads_q6k(four[3])];
-            self.unpack_sixteen(part, heads);
-            self.unpack_scale(part, four, 208);
-        }
-    }
-
-    /// # Safety
-    ///
-    /// There is a half at `at` of each of four blocks.
-    #[inline]
-    #[target_feature(enable = "neon")]
-    unsafe fn unpack_scale(&mut self, part: usize, four: &[*const u8], at: usize) {
-        let mut scale = [0f32; LANES];
-        for (scale, block) in scale.iter_mut().zip(four) {
-            // SAFETY: the caller's promise.
-            *scale = unsafe { half_at(block.add(at)) };
-        }
-        // SAFETY: four numbers.
-        self.scale[part] = unsafe { vld1q_f32(scale.as_ptr()) };
+        (self.scale[part], self.min_scale[part]) = (widened(scale), widened(min_scale));
     }
 }
 
@@ -225,23 +137,6 @@ fn eights<const HALF: usize>(a: int8x16_t, b: int8x16_t) -> int8x16_t {
     vreinterpretq_s8_s64(if HALF == 0 { vzip1q_s64(a, b) } else { vzip2q_s64(a, b) })
 }
 
-/// Where the rows from `first` start; the last one stands in for those that are not there.
-fn starts(rows: &Rows<'_>, first: usize, count: usize) -> [*const u8; ROWS] {
-    std::array::from_fn(|row| rows.weights[(first + row).min(count - 1) * rows.row_bytes..].as_ptr())
-}
-
-/// Writes the products of the rows from `first` with `token`, one in each lane, as far as there are `count` rows.
-#[inline]
-#[target_feature(enable = "neon")]
-fn put_four(rows: &Rows<'_>, token: usize, first: usize, count: usize, values: float32x4_t) {
-    let mut four = [0f32; LANES];
-    // SAFETY: four numbers.
-    unsafe { vst1q_f32(four.as_mut_ptr(), values) };
-    for (row, value) in (first..count).zip(four) {
-        rows.put(token, row, value);
-    }
-}
-
 /// Calls a tile function for as many tokens as there are left, at most [`STEP`], until none is.
 macro_rules! for_tokens {
     ($tokens:expr, |$token:ident| $function:ident[$($more:tt),*]($($argument:expr),* $(,)?)) => {{
@@ -269,8 +164,8 @@ macro_rules! for_tokens {
 type SuperSums = [[float32x4_t; 2]; PARTS];
 
 macro_rules! super_tiles {
-    ($(#[$meta:meta])* $name:ident, $bytes:expr, $quants:ident, $less:expr, $heads:ident, $sub:expr, $mins:expr) => {
-        $(#[$meta])*
+    ($name:ident, $bytes:expr, $half:ident, $less:expr, $heads:ident, $sub:expr, $mins:expr, $scale_at:expr) => {
+        /// All rows of this type times all tokens.
         ///
         /// # Safety
         ///
@@ -285,18 +180,25 @@ macro_rules! super_tiles {
             #[target_feature(enable = "neon")]
             unsafe fn unpack<const MATRIX: bool>(starts: &[*const u8; ROWS], unpacked: &mut Unpacked) {
                 let less = vdupq_n_s8($less);
-                for (part, four) in starts.chunks_exact(LANES).enumerate() {
+                for (part, four) in starts.as_chunks::<LANES>().0.iter().enumerate() {
                     // SAFETY: the caller's promise.
-                    unsafe { unpacked.$heads(part, four) };
-                    let mut quants = [[[less; 2]; 8]; LANES];
+                    let (heads, scales) = unsafe {
+                        let at = moved(*four, $scale_at);
+                        (
+                            [$heads(four[0]), $heads(four[1]), $heads(four[2]), $heads(four[3])],
+                            if $mins { pairs_of_four(at) } else { (halves_of_four(at), vdup_n_u16(0)) },
+                        )
+                    };
+                    unpacked.unpack_heads(part, heads, scales);
+                    let mut quants = [[[[less; 2]; 4]; 2]; LANES];
                     for (quants, block) in quants.iter_mut().zip(four) {
                         // SAFETY: the caller's promise.
-                        *quants = unsafe { $quants(*block) };
+                        *quants = unsafe { [$half(*block, 0), $half(*block, 1)] };
                     }
                     for (at, columns) in unpacked.quants.iter_mut().enumerate() {
                         let mut four = [less; LANES];
                         for (four, quants) in four.iter_mut().zip(&quants) {
-                            *four = vsubq_s8(quants[at / 2][at % 2], less);
+                            *four = vsubq_s8(quants[at / 8][at / 2 % 4][at % 2], less);
                         }
                         turn::<MATRIX>(four, &mut columns[part]);
                     }
@@ -309,7 +211,7 @@ macro_rules! super_tiles {
             for from in (0..rows.tokens).step_by(TOKENS) {
                 let tokens = TOKENS.min(rows.tokens - from);
                 for first in (0..count).step_by(ROWS) {
-                    let starts = starts(rows, first, count);
+                    let starts = rows.starts::<ROWS>(first);
                     sums[..tokens].fill([[vdupq_n_f32(0.0); 2]; PARTS]);
                     for index in 0..blocks {
                         // SAFETY: blocks of whole rows.
@@ -326,7 +228,9 @@ macro_rules! super_tiles {
                     }
                     for (token, sums) in sums[..tokens].iter().enumerate() {
                         for (part, [sum, low]) in sums.iter().enumerate() {
-                            put_four(rows, from + token, first + part * LANES, count, vsubq_f32(*sum, *low));
+                            // SAFETY: four numbers either way.
+                            let lanes = unsafe { transmute::<float32x4_t, [f32; LANES]>(vsubq_f32(*sum, *low)) };
+                            rows.put_lanes(from + token, first + part * LANES, count, lanes);
                         }
                     }
                 }
@@ -335,26 +239,11 @@ macro_rules! super_tiles {
     };
 }
 
-super_tiles! {
-    /// Rows of Q4_K.
-    rows_q4k, 144, quants_q4k, 0, unpack_heads, 32, true
-}
-super_tiles! {
-    /// Rows of Q5_K.
-    rows_q5k, 176, quants_q5k, 0, unpack_heads, 32, true
-}
-super_tiles! {
-    /// Rows of Q6_K.
-    rows_q6k, 210, quants_q6k, 32, unpack_q6k, 16, false
-}
-super_tiles! {
-    /// Rows of Q2_K.
-    rows_q2k, 84, quants_q2k, 0, unpack_q2k, 16, true
-}
-super_tiles! {
-    /// Rows of Q3_K.
-    rows_q3k, 110, quants_q3k, 4, unpack_q3k, 16, false
-}
+super_tiles!(rows_q4k, 144, half_q4k, 0, heads_of_six_bits, 32, true, 0);
+super_tiles!(rows_q5k, 176, half_q5k, 0, heads_of_six_bits, 32, true, 0);
+super_tiles!(rows_q6k, 210, half_q6k, 32, heads_q6k, 16, false, 208);
+super_tiles!(rows_q2k, 84, half_q2k, 0, heads_q2k, 16, true, 80);
+super_tiles!(rows_q3k, 110, half_q3k, 4, heads_q3k, 16, false, 108);
 
 /// One block of eight rows, times `N` tokens from `token`, whose copies have it and its sums of 32 at `place`; `SUB` columns
 /// share a scale.
@@ -557,8 +446,8 @@ struct UnpackedSmall {
 type SmallSums = [[float32x4_t; PARTS]; SUMS];
 
 macro_rules! small_tiles {
-    ($(#[$meta:meta])* $name:ident, $bytes:expr, $quants:ident, $minimum:expr) => {
-        $(#[$meta])*
+    ($name:ident, $bytes:expr, $quants:ident, $minimum:expr) => {
+        /// All rows of this type times all tokens.
         ///
         /// # Safety
         ///
@@ -577,25 +466,18 @@ macro_rules! small_tiles {
                 unpacked: &mut UnpackedSmall,
             ) {
                 for at in 0..count {
-                    for (part, four) in starts.chunks_exact(LANES).enumerate() {
-                        let (mut quants, mut scale, mut min) = ([[vdupq_n_s8(0); 2]; LANES], [0f32; LANES], [0f32; LANES]);
-                        for (lane, start) in four.iter().enumerate() {
-                            // SAFETY: a block of a row.
-                            unsafe {
-                                let block = start.add(at * $bytes);
-                                quants[lane] = $quants(block);
-                                scale[lane] = half_at(block);
-                                if $minimum {
-                                    min[lane] = half_at(block.add(2));
-                                }
-                            }
-                        }
-                        let [a, b, c, d] = quants;
+                    for (part, four) in starts.as_chunks::<LANES>().0.iter().enumerate() {
+                        let four = moved(*four, at * $bytes);
+                        // SAFETY: a block of each row, which starts with its scale, behind which may be its minimum.
+                        let ([a, b, c, d], (scales, mins)) = unsafe {
+                            (
+                                [$quants(four[0]), $quants(four[1]), $quants(four[2]), $quants(four[3])],
+                                if $minimum { pairs_of_four(four) } else { (halves_of_four(four), vdup_n_u16(0)) },
+                            )
+                        };
                         turn::<MATRIX>([a[0], b[0], c[0], d[0]], &mut unpacked.quants[at][0][part]);
                         turn::<MATRIX>([a[1], b[1], c[1], d[1]], &mut unpacked.quants[at][1][part]);
-                        // SAFETY: four numbers each.
-                        (unpacked.scales[at][part], unpacked.mins[at][part]) =
-                            unsafe { (vld1q_f32(scale.as_ptr()), vld1q_f32(min.as_ptr())) };
+                        (unpacked.scales[at][part], unpacked.mins[at][part]) = (widened(scales), widened(mins));
                     }
                 }
             }
@@ -610,7 +492,7 @@ macro_rules! small_tiles {
             for from in (0..rows.tokens).step_by(TOKENS) {
                 let tokens = TOKENS.min(rows.tokens - from);
                 for first in (0..count).step_by(ROWS) {
-                    let starts = starts(rows, first, count);
+                    let starts = rows.starts::<ROWS>(first);
                     sums[..tokens].fill([[vdupq_n_f32(0.0); PARTS]; SUMS]);
                     for index in (0..all).step_by(BLOCKS) {
                         let blocks = BLOCKS.min(all - index);
@@ -627,7 +509,9 @@ macro_rules! small_tiles {
                     for (token, [a, b, c, d]) in sums[..tokens].iter().enumerate() {
                         for part in 0..PARTS {
                             let total = vaddq_f32(vaddq_f32(a[part], b[part]), vaddq_f32(c[part], d[part]));
-                            put_four(rows, from + token, first + part * LANES, count, total);
+                            // SAFETY: four numbers either way.
+                            let lanes = unsafe { transmute::<float32x4_t, [f32; LANES]>(total) };
+                            rows.put_lanes(from + token, first + part * LANES, count, lanes);
                         }
                     }
                 }
@@ -636,26 +520,11 @@ macro_rules! small_tiles {
     };
 }
 
-small_tiles! {
-    /// Rows of Q8_0.
-    rows_q8_0, Q8_0_BYTES, quants_q8_0, false
-}
-small_tiles! {
-    /// Rows of Q4_0.
-    rows_q4_0, 18, quants_q4_0, false
-}
-small_tiles! {
-    /// Rows of Q4_1.
-    rows_q4_1, 20, quants_q4_1, true
-}
-small_tiles! {
-    /// Rows of Q5_0.
-    rows_q5_0, 22, quants_q5_0, false
-}
-small_tiles! {
-    /// Rows of Q5_1.
-    rows_q5_1, 24, quants_q5_1, true
-}
+small_tiles!(rows_q8_0, Q8_0_BYTES, quants_q8_0, false);
+small_tiles!(rows_q4_0, 18, quants_q4_0, false);
+small_tiles!(rows_q4_1, 20, quants_q4_1, true);
+small_tiles!(rows_q5_0, 22, quants_q5_0, false);
+small_tiles!(rows_q5_1, 24, quants_q5_1, true);
 
 /// Some blocks of eight rows, times `N` tokens from `token`, whose copies have them and their factors at `place`, with what
 /// their sums make so much behind those. The first block's number is a multiple of [`SUMS`].

@@ -3,8 +3,10 @@
 
 use std::arch::{aarch64::*, asm};
 
-/// Quants of a block of 256 in runs of 32, of which each half is a register.
-pub(super) type Quants = [[int8x16_t; 2]; 8];
+use super::rows::six_bit_head;
+
+/// A block of each of four rows.
+pub(super) type Four = [*const u8; 4];
 
 /// Sums of blocks of 32 that run beside each other: one would wait for itself.
 pub(super) const SUMS: usize = 4;
@@ -12,29 +14,8 @@ pub(super) const SUMS: usize = 4;
 /// Behind a copy's blocks and their factors lies -128 times each block's sum.
 pub(super) const PER_START: f32 = -1.0 / 128.0;
 
-/// Quants of half a block of 256 in runs of 32.
+/// Quants of half a block of 256 in runs of 32, of which each half is a register.
 type Half = [[int8x16_t; 2]; 4];
-
-macro_rules! whole {
-    ($name:ident, $half:ident) => {
-        /// # Safety
-        ///
-        /// `block` is a block of this type.
-        #[inline]
-        #[target_feature(enable = "neon")]
-        pub(super) unsafe fn $name(block: *const u8) -> Quants {
-            // SAFETY: the caller's promise.
-            let ([a, b, c, d], [e, f, g, h]) = unsafe { ($half(block, 0), $half(block, 1)) };
-            [a, b, c, d, e, f, g, h]
-        }
-    };
-}
-
-whole!(quants_q4k, half_q4k);
-whole!(quants_q5k, half_q5k);
-whole!(quants_q6k, half_q6k);
-whole!(quants_q2k, half_q2k);
-whole!(quants_q3k, half_q3k);
 
 /// # Safety
 ///
@@ -176,12 +157,25 @@ fn join_bit(quants: [uint8x16_t; 2], bits: [uint8x16_t; 2], from: usize, to: usi
 }
 
 /// Sixteen numbers.
-pub(super) type Sixteen = [int16x8_t; 2];
+type Sixteen = [int16x8_t; 2];
 
 #[inline]
 #[target_feature(enable = "neon")]
 fn widened_bytes(bytes: int8x16_t) -> Sixteen {
     [vmovl_s8(vget_low_s8(bytes)), vmovl_high_s8(bytes)]
+}
+
+/// Scales and minimums of a Q4_K or Q5_K block.
+///
+/// # Safety
+///
+/// `block` is such a block.
+#[inline]
+#[target_feature(enable = "neon")]
+pub(super) unsafe fn heads_of_six_bits(block: *const u8) -> ([int16x8_t; 1], [int16x8_t; 1]) {
+    // SAFETY: the caller's promise.
+    let (scales, mins) = unsafe { six_bit_head(block) };
+    ([bytes_to_words(scales)], [bytes_to_words(mins)])
 }
 
 /// Scales and minimums.
@@ -339,7 +333,7 @@ pub(super) fn add_scaled<const LANE: usize>(mut sum: int32x4_t, product: int32x4
 /// Eight bytes as 16-bit numbers.
 #[inline]
 #[target_feature(enable = "neon")]
-pub(super) fn bytes_to_words(bytes: u64) -> int16x8_t {
+fn bytes_to_words(bytes: u64) -> int16x8_t {
     vreinterpretq_s16_u16(vmovl_u8(vcreate_u8(bytes)))
 }
 
@@ -403,44 +397,42 @@ pub(super) fn dot(mut sum: int32x4_t, a: int8x16_t, b: int8x16_t) -> int32x4_t {
     sum
 }
 
-/// The half at `address` as `f32`, in one instruction, which has no stable name yet.
+/// What lies `bytes` further on in each row. No closure: one in a function with `sdot` is not inlined into what
+/// calls it.
+#[inline]
+pub(super) const fn moved(four: Four, bytes: usize) -> Four {
+    [four[0].wrapping_add(bytes), four[1].wrapping_add(bytes), four[2].wrapping_add(bytes), four[3].wrapping_add(bytes)]
+}
+
+/// The halves at four addresses. They are joined outside of the vector units, which are busy.
 ///
 /// # Safety
 ///
-/// Two bytes can be read there.
+/// Two bytes can be read at each.
 #[inline]
 #[target_feature(enable = "neon")]
-pub(super) unsafe fn half_at(address: *const u8) -> f32 {
+pub(super) unsafe fn halves_of_four(four: Four) -> uint16x4_t {
     // SAFETY: the caller's promise.
-    let bits = u16::from_le(unsafe { address.cast::<u16>().read_unaligned() });
-    let half: f32;
-    // SAFETY: one instruction that every machine of the target has, on registers alone.
-    unsafe {
-        asm!(
-            "fcvt {half:s}, {bits:h}",
-            half = out(vreg) half,
-            bits = in(vreg) bits,
-            // Not `preserves_flags`: a signalling NaN is reported in FPSR, which is one of them.
-            options(pure, nomem, nostack)
-        );
-    }
-    half
+    let half = |row: usize| u64::from(u16::from_le(unsafe { four[row].cast::<u16>().read_unaligned() }));
+    vcreate_u16((half(0) | (half(1) << 16)) | ((half(2) | (half(3) << 16)) << 32))
 }
 
-/// The two halves at `address` as `f32`.
+/// The two halves at each of four addresses: the first ones, and the second ones.
 ///
 /// # Safety
 ///
-/// Four bytes can be read there.
+/// Four bytes can be read at each.
 #[inline]
 #[target_feature(enable = "neon")]
-pub(super) unsafe fn two_halves_at(address: *const u8) -> float32x2_t {
+pub(super) unsafe fn pairs_of_four(four: Four) -> (uint16x4_t, uint16x4_t) {
     // SAFETY: the caller's promise.
-    let bits = u32::from_le(unsafe { address.cast::<u32>().read_unaligned() });
-    vget_low_f32(widened(vcreate_u16(u64::from(bits))))
+    let pair = |row: usize| u64::from(u32::from_le(unsafe { four[row].cast::<u32>().read_unaligned() }));
+    let all = vcombine_u64(vcreate_u64(pair(0) | (pair(1) << 32)), vcreate_u64(pair(2) | (pair(3) << 32)));
+    let all = vreinterpretq_u32_u64(all);
+    (vmovn_u32(all), vshrn_n_u32::<16>(all))
 }
 
-/// Four halves as `f32`.
+/// Four halves as `f32`, in one instruction, which has no stable name yet.
 #[inline]
 #[target_feature(enable = "neon")]
 pub(super) fn widened(halves: uint16x4_t) -> float32x4_t {
@@ -451,7 +443,7 @@ pub(super) fn widened(halves: uint16x4_t) -> float32x4_t {
             "fcvtl {wide:v}.4s, {halves:v}.4h",
             wide = lateout(vreg) wide,
             halves = in(vreg) halves,
-            // Not `preserves_flags`, as above.
+            // Not `preserves_flags`: a signalling NaN is reported in FPSR, which is one of them.
             options(pure, nomem, nostack)
         );
     }

@@ -55,7 +55,7 @@ unsafe fn tiles<const N: usize>(rows: &Rows<'_>, first: usize) -> usize {
     // Behind the widened numbers of a copy lie the same as `bf16`.
     let tokens: [_; N] = from_fn(|at| rows.copy(first + at).wrapping_add(rows.columns * size_of::<f32>()));
     for row in (0..count).step_by(HEIGHT) {
-        let weights: [_; HEIGHT] = from_fn(|at| rows.weights[(row + at).min(count - 1) * rows.row_bytes..].as_ptr());
+        let weights: [_; HEIGHT] = rows.starts(row);
         let mut sums = [[_mm512_setzero_ps(); HEIGHT]; N];
         // SAFETY: the columns of these rows and tokens are there.
         unsafe {
@@ -72,7 +72,8 @@ unsafe fn tiles<const N: usize>(rows: &Rows<'_>, first: usize) -> usize {
             }
         }
         for token in 0..N {
-            rows.put_four(first + token, row, count, four(sums[token]));
+            // SAFETY: four numbers either way.
+            rows.put_lanes(first + token, row, count, unsafe { transmute::<__m128, [f32; HEIGHT]>(four(sums[token])) });
         }
     }
     N

@@ -67,9 +67,7 @@ kernel! {
             short.copy_from_slice(&brain.to_ne_bytes()[if cfg!(target_endian = "little") { 0..2 } else { 2..4 }]);
         }
     }
-}
 
-kernel! {
     /// Quantises a row to Q8_0: rounded to even, as ggml does it with AVX2.
     pub(crate) fn quantize_q8_0(input: &[f32], out: &mut [u8]) {
         let count = input.len() / BLOCK;
@@ -103,9 +101,7 @@ kernel! {
             start.copy_from_slice(&(-128 * sum).to_ne_bytes());
         }
     }
-}
 
-kernel! {
     /// Quantises a row to Q8_K: the element furthest from zero becomes -127.
     pub(crate) fn quantize_q8k(input: &[f32], out: &mut [u8]) {
         let (blocks, behind) = out.split_at_mut(input.len() / SUPER * Q8K_BYTES);

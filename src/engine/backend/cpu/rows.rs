@@ -31,48 +31,31 @@ impl Rows<'_> {
         unsafe { self.out.set(token * self.stride + self.first + row, value) };
     }
 
+    /// Where the rows from `first` start; the last one stands in for those that are not there.
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+    #[inline(always)]
+    pub(super) fn starts<const N: usize>(&self, first: usize) -> [*const u8; N] {
+        let last = self.weights.len() - self.row_bytes;
+        std::array::from_fn(|lane| self.weights[((first + lane) * self.row_bytes).min(last)..].as_ptr())
+    }
+
     /// Writes the products of the rows from `first` with `token`, one in each lane, as far as there are `count` rows.
-    #[cfg(target_arch = "x86_64")]
-    #[inline]
-    #[target_feature(enable = "avx2")]
-    pub(super) fn put_eight(&self, token: usize, first: usize, count: usize, values: std::arch::x86_64::__m256) {
-        let mut lanes = [0f32; 8];
-        // SAFETY: eight numbers.
-        unsafe { std::arch::x86_64::_mm256_storeu_ps(lanes.as_mut_ptr(), values) };
-        // SAFETY: as in `put`.
-        let out = unsafe { self.out.slice(token * self.stride + self.first + first, (count - first).min(8)) };
-        for (out, lane) in out.iter_mut().zip(lanes) {
-            *out = lane;
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+    #[inline(always)]
+    pub(super) fn put_lanes<const N: usize>(&self, token: usize, first: usize, count: usize, lanes: [f32; N]) {
+        let len = count.saturating_sub(first).min(N);
+        if len == 0 {
+            return;
         }
-    }
-
-    /// The same of four rows.
-    #[cfg(target_arch = "x86_64")]
-    #[inline]
-    #[target_feature(enable = "avx2")]
-    pub(super) fn put_four(&self, token: usize, first: usize, count: usize, values: std::arch::x86_64::__m128) {
-        let mut lanes = [0f32; 4];
-        // SAFETY: four numbers.
-        unsafe { std::arch::x86_64::_mm_storeu_ps(lanes.as_mut_ptr(), values) };
-        // SAFETY: as in `put`.
-        let out = unsafe { self.out.slice(token * self.stride + self.first + first, (count - first).min(4)) };
-        for (out, lane) in out.iter_mut().zip(lanes) {
-            *out = lane;
-        }
-    }
-
-    /// The same of sixteen rows.
-    #[cfg(target_arch = "x86_64")]
-    #[inline]
-    #[target_feature(enable = "avx512f")]
-    pub(super) fn put_sixteen(&self, token: usize, first: usize, count: usize, values: std::arch::x86_64::__m512) {
-        let len = (count - first).min(16);
         // SAFETY: as in `put`.
         let out = unsafe { self.out.slice(token * self.stride + self.first + first, len) };
-        let mask = u16::MAX >> (16 - len);
-        if out.len() == len {
-            // SAFETY: as many elements as the mask has.
-            unsafe { std::arch::x86_64::_mm512_mask_storeu_ps(out.as_mut_ptr(), mask, values) };
+        // All at once where they are there, without a loop.
+        if let Some(out) = out.first_chunk_mut() {
+            *out = lanes;
+        } else {
+            for (out, lane) in out.iter_mut().zip(lanes) {
+                *out = lane;
+            }
         }
     }
 }

@@ -10,7 +10,7 @@
 //! The order of every sum is the one of [`avx512`](super::avx512): each block in whole numbers, each fourth block as
 //! `sum + total · (scale · factor)` in one rounding, then the four sums by halves. So all sets of x86-64 yield the same bits.
 
-use std::{arch::x86_64::*, hint};
+use std::{arch::x86_64::*, hint, mem::transmute};
 
 use super::{
     quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER},
@@ -73,12 +73,6 @@ impl<'rows, const N: usize> Job<'rows, N> {
         }
     }
 
-    /// Where the rows start; the last one stands in for those that are not there.
-    fn starts(&self) -> Four {
-        let start = |row: usize| self.rows.weights[row.min(self.count - 1) * self.rows.row_bytes..].as_ptr();
-        std::array::from_fn(|row| start(self.first + row))
-    }
-
     /// What is asked for first: the rows after them, or what memory takes longer to bring. It is asked for once.
     fn ahead(&self) -> Option<*const u8> {
         let start = self.rows.weights[self.first * self.rows.row_bytes..].as_ptr();
@@ -123,7 +117,7 @@ pub(super) unsafe fn super_rows<S: Set, T: Super>(rows: &Rows<'_>) {
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn super_four<S: Set, T: Super, const N: usize>(job: &Job<'_, N>) {
     let zero = _mm256_setzero_si256();
-    let (mut four, mut ahead) = (job.starts(), job.ahead());
+    let (mut four, mut ahead) = (job.rows.starts(job.first), job.ahead());
     // Hidden from the compiler, which would make two shuffles of one.
     let places: &Places = hint::black_box(&PLACES);
     let blocks = job.rows.columns / SUPER;
@@ -168,12 +162,9 @@ unsafe fn super_four<S: Set, T: Super, const N: usize>(job: &Job<'_, N>) {
         let sum = _mm256_add_ps(_mm256_add_ps(sum(0), sum(2)), _mm256_add_ps(sum(1), sum(3)));
         let (even, odd) = (_mm256_castps256_ps128(sum), _mm256_extractf128_ps::<1>(sum));
         let (sum, low) = (_mm_movelh_ps(even, odd), _mm_movehl_ps(odd, even));
-        job.rows.put_four(
-            job.token + ahead,
-            job.first,
-            job.count,
-            if T::MINIMUMS { _mm_sub_ps(sum, low) } else { sum },
-        );
+        let sum = if T::MINIMUMS { _mm_sub_ps(sum, low) } else { sum };
+        // SAFETY: four numbers either way.
+        job.rows.put_lanes(job.token + ahead, job.first, job.count, unsafe { transmute::<__m128, [f32; ROWS]>(sum) });
     }
 }
 
@@ -280,7 +271,7 @@ type Pair = __m256;
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn small_four<S: Set, T: Small, const N: usize>(job: &Job<'_, N>) {
-    let (mut four, mut ahead) = (job.starts(), job.ahead());
+    let (mut four, mut ahead) = (job.rows.starts(job.first), job.ahead());
     let blocks = job.rows.columns / BLOCK;
     let mut sums: [[Pair; N]; SUMS / 2] = [[_mm256_setzero_ps(); N]; SUMS / 2];
     for index in (0..blocks / 2 * 2).step_by(2) {
@@ -298,7 +289,8 @@ unsafe fn small_four<S: Set, T: Small, const N: usize>(job: &Job<'_, N>) {
         let sum = _mm256_add_ps(sums[0][ahead], sums[1][ahead]);
         let (even, odd) = (_mm256_castps256_ps128(sum), _mm256_extractf128_ps::<1>(sum));
         let sum = _mm_add_ps(_mm_movelh_ps(even, odd), _mm_movehl_ps(odd, even));
-        job.rows.put_four(job.token + ahead, job.first, job.count, sum);
+        // SAFETY: four numbers either way.
+        job.rows.put_lanes(job.token + ahead, job.first, job.count, unsafe { transmute::<__m128, [f32; ROWS]>(sum) });
     }
 }
 

@@ -8,7 +8,7 @@
 //! The order of every sum is the one of [`avx512`](super::avx512), so that a chunk of one token and a chunk of many
 //! yield the same bits.
 
-use std::{arch::x86_64::*, hint};
+use std::{arch::x86_64::*, hint, mem::transmute};
 
 use super::{
     flash512::square,
@@ -115,12 +115,6 @@ impl Turned {
     }
 }
 
-/// Where the rows from `first` start; the last one stands in for those that are not there.
-fn starts(rows: &Rows<'_>, first: usize, count: usize) -> [[*const u8; LANES]; PAIR] {
-    let start = |row: usize| rows.weights[row.min(count - 1) * rows.row_bytes..].as_ptr();
-    std::array::from_fn(|part| std::array::from_fn(|lane| start(first + part * LANES + lane)))
-}
-
 /// Running sums of some tokens, one for each block of four.
 type Sums = [[[Line; PAIR]; TOKENS]; BLOCKS];
 
@@ -146,7 +140,8 @@ unsafe fn everywhere(address: *const u8) -> __m512i {
     _mm512_set1_epi32(unsafe { address.cast::<i32>().read_unaligned() })
 }
 
-/// Calls a tile function with as many tokens as there are left, at most [`STEP`], until none is.
+/// Calls a tile function for one block of rows or for [`PAIR`], with as many tokens as there are left, at most [`STEP`],
+/// until none is.
 macro_rules! for_tokens {
     ($tokens:expr, |$token:ident| $function:ident::<$parts:literal $(, $more:tt)*>($($argument:expr),* $(,)?)) => {{
         let mut $token = 0;
@@ -171,11 +166,18 @@ macro_rules! for_tokens {
             }
         }
     }};
+    ($tokens:expr, $parts:expr, |$token:ident| $function:ident[$($more:tt),*]($($argument:expr),* $(,)?)) => {
+        if $parts == PAIR {
+            for_tokens!($tokens, |$token| $function::<2 $(, $more)*>($($argument),*));
+        } else {
+            for_tokens!($tokens, |$token| $function::<1 $(, $more)*>($($argument),*));
+        }
+    };
 }
 
 macro_rules! super_tiles {
-    ($(#[$meta:meta])* $name:ident, $bytes:expr, $turn:ident, $sub:expr, $separate_mins:expr, $less:expr) => {
-        $(#[$meta])*
+    ($name:ident, $bytes:expr, $turn:ident, $sub:expr, $separate_mins:expr, $less:expr) => {
+        /// All rows of this type times all tokens.
         ///
         /// # Safety
         ///
@@ -191,7 +193,7 @@ macro_rules! super_tiles {
                 let tokens = TOKENS.min(rows.tokens - from);
                 for first in (0..count).step_by(PAIR * LANES) {
                     let parts = (count - first).div_ceil(LANES).min(PAIR);
-                    let starts = starts(rows, first, count);
+                    let starts = [rows.starts::<LANES>(first), rows.starts(first + LANES)];
                     for index in 0..blocks {
                         for (part, turned) in turned.iter_mut().enumerate().take(parts) {
                             let place = index * $bytes;
@@ -202,15 +204,14 @@ macro_rules! super_tiles {
                         let copy = |token: usize| rows.copy(from + token).wrapping_add(index * Q8K_BYTES);
                         // SAFETY: copies of that many tokens, each with this block.
                         unsafe {
-                            if parts == PAIR {
-                                for_tokens!(tokens, |token| multiply::<2, $sub, $separate_mins, $less>(
-                                    &turned, copy, (index, blocks), &mut values, &mut lows, token,
-                                ));
-                            } else {
-                                for_tokens!(tokens, |token| multiply::<1, $sub, $separate_mins, $less>(
-                                    &turned, copy, (index, blocks), &mut values, &mut lows, token,
-                                ));
-                            }
+                            for_tokens!(tokens, parts, |token| multiply[$sub, $separate_mins, $less](
+                                &turned,
+                                copy,
+                                (index, blocks),
+                                &mut values,
+                                &mut lows,
+                                token,
+                            ));
                         }
                     }
                     for token in 0..tokens {
@@ -219,7 +220,9 @@ macro_rules! super_tiles {
                             if $separate_mins {
                                 value = _mm512_sub_ps(value, last_sum(&lows, token, part, blocks));
                             }
-                            rows.put_sixteen(from + token, first + part * LANES, count, value);
+                            // SAFETY: sixteen numbers either way.
+                            let lanes = unsafe { transmute::<__m512, [f32; LANES]>(value) };
+                            rows.put_lanes(from + token, first + part * LANES, count, lanes);
                         }
                     }
                 }
@@ -228,26 +231,11 @@ macro_rules! super_tiles {
     };
 }
 
-super_tiles! {
-    /// Rows of Q4_K.
-    rows_q4k, 144, turn_q4k, 32, true, 0
-}
-super_tiles! {
-    /// Rows of Q5_K.
-    rows_q5k, 176, turn_q5k, 32, true, 0
-}
-super_tiles! {
-    /// Rows of Q6_K.
-    rows_q6k, 210, turn_q6k, 16, false, 5
-}
-super_tiles! {
-    /// Rows of Q3_K.
-    rows_q3k, 110, turn_q3k, 16, false, 2
-}
-super_tiles! {
-    /// Rows of Q2_K.
-    rows_q2k, 84, turn_q2k, 16, true, 0
-}
+super_tiles!(rows_q4k, 144, turn_q4k, 32, true, 0);
+super_tiles!(rows_q5k, 176, turn_q5k, 32, true, 0);
+super_tiles!(rows_q6k, 210, turn_q6k, 16, false, 5);
+super_tiles!(rows_q3k, 110, turn_q3k, 16, false, 2);
+super_tiles!(rows_q2k, 84, turn_q2k, 16, true, 0);
 
 /// One block of `G` times sixteen rows (its index, and how many a row has), times `N` tokens from `token`; `SUB` columns share a scale.
 /// Without minimums of their own quants are 1 << `LESS` too large.
@@ -593,8 +581,8 @@ impl TurnedSmall {
 }
 
 macro_rules! small_tiles {
-    ($(#[$meta:meta])* $name:ident, $bytes:expr, $turn:ident) => {
-        $(#[$meta])*
+    ($name:ident, $bytes:expr, $turn:ident) => {
+        /// All rows of this type times all tokens.
         ///
         /// # Safety
         ///
@@ -609,7 +597,7 @@ macro_rules! small_tiles {
                 let tokens = TOKENS.min(rows.tokens - from);
                 for first in (0..count).step_by(PAIR * LANES) {
                     let parts = (count - first).div_ceil(LANES).min(PAIR);
-                    let starts = starts(rows, first, count);
+                    let starts = [rows.starts::<LANES>(first), rows.starts(first + LANES)];
                     for index in (0..all).step_by(8) {
                         let blocks = 8.min(all - index);
                         for (part, turned) in turned.iter_mut().enumerate().take(parts) {
@@ -621,21 +609,16 @@ macro_rules! small_tiles {
                         let copy = |token: usize| rows.copy(from + token);
                         // SAFETY: copies of that many tokens, each with these blocks.
                         unsafe {
-                            if parts == PAIR {
-                                for_tokens!(tokens, |token| multiply_small::<2>(
-                                    &turned, copy, (index, blocks, all), &mut sums, token,
-                                ));
-                            } else {
-                                for_tokens!(tokens, |token| multiply_small::<1>(
-                                    &turned, copy, (index, blocks, all), &mut sums, token,
-                                ));
-                            }
+                            for_tokens!(tokens, parts, |token| multiply_small[](
+                                &turned, copy, (index, blocks, all), &mut sums, token,
+                            ));
                         }
                     }
                     for token in 0..tokens {
                         for part in 0..parts {
-                            let value = last_sum(&sums, token, part, all);
-                            rows.put_sixteen(from + token, first + part * LANES, count, value);
+                            // SAFETY: sixteen numbers either way.
+                            let lanes = unsafe { transmute::<__m512, [f32; LANES]>(last_sum(&sums, token, part, all)) };
+                            rows.put_lanes(from + token, first + part * LANES, count, lanes);
                         }
                     }
                 }
@@ -644,14 +627,8 @@ macro_rules! small_tiles {
     };
 }
 
-small_tiles! {
-    /// Rows of Q8_0.
-    rows_q8_0, 34, turn_q8_0
-}
-small_tiles! {
-    /// Rows of Q4_0.
-    rows_q4_0, 18, turn_q4_0
-}
+small_tiles!(rows_q8_0, 34, turn_q8_0);
+small_tiles!(rows_q4_0, 18, turn_q4_0);
 
 /// Blocks of `G` times sixteen rows (the first one, how many, and how many a row has), times `N` tokens from `token`.
 ///

@@ -7,7 +7,7 @@
 //!
 //! The order of every sum is the one of [`rows256`](super::rows256).
 
-use std::{arch::x86_64::*, hint};
+use std::{arch::x86_64::*, hint, mem::transmute};
 
 use super::{
     flash_tiles::square,
@@ -82,12 +82,6 @@ macro_rules! for_tokens {
     }};
 }
 
-/// Where the rows from `first` start; the last one stands in for those that are not there.
-fn starts(rows: &Rows<'_>, first: usize, count: usize) -> [[*const u8; LANES]; PAIR] {
-    let start = |row: usize| rows.weights[row.min(count - 1) * rows.row_bytes..].as_ptr();
-    std::array::from_fn(|part| std::array::from_fn(|lane| start(first + part * LANES + lane)))
-}
-
 /// The dword at `address`, in all lanes.
 ///
 /// # Safety
@@ -152,7 +146,8 @@ unsafe fn put(rows: &Rows<'_>, (from, tokens): (usize, usize), first: usize, sum
             if let Some(lows) = lows {
                 value = _mm256_sub_ps(value, last(lows, token, part));
             }
-            rows.put_eight(from + token, first, count, value);
+            // SAFETY: eight numbers either way.
+            rows.put_lanes(from + token, first, count, unsafe { transmute::<__m256, [f32; LANES]>(value) });
         }
     }
 }
@@ -180,7 +175,7 @@ pub(super) unsafe fn super_rows<S: Set, T: Super>(rows: &Rows<'_>) {
         let tokens = TOKENS.min(rows.tokens - from);
         for first in (0..count).step_by(PAIR * LANES) {
             let parts = (count - first).div_ceil(LANES).min(PAIR);
-            let starts = starts(rows, first, count);
+            let starts = [rows.starts::<LANES>(first), rows.starts(first + LANES)];
             for sums in values.iter_mut().chain(&mut lows) {
                 sums[..tokens].fill([_mm256_setzero_ps(); PAIR]);
             }
@@ -439,7 +434,7 @@ pub(super) unsafe fn small_rows<S: Set, T: Small>(rows: &Rows<'_>) {
         let tokens = TOKENS.min(rows.tokens - from);
         for first in (0..count).step_by(PAIR * LANES) {
             let parts = (count - first).div_ceil(LANES).min(PAIR);
-            let starts = starts(rows, first, count);
+            let starts = [rows.starts::<LANES>(first), rows.starts(first + LANES)];
             for sums in &mut sums {
                 sums[..tokens].fill([_mm256_setzero_ps(); PAIR]);
             }

@@ -1,7 +1,7 @@
 //! A context on the first GPU: streams, kernels, and calls that bind the thread first.
 
 use std::{
-    ffi::{CString, c_int, c_void},
+    ffi::{CStr, c_int, c_void},
     ptr,
     sync::Arc,
 };
@@ -19,7 +19,7 @@ pub(super) struct Gpu {
     pub(super) driver: &'static Driver,
     context: Context,
     module: Module,
-    kernels: [Function; Kernel::ALL.len()],
+    kernels: [Function; Kernel::NAMES.len()],
     /// What computes.
     stream: Stream,
     /// What brings weights, from any thread.
@@ -68,75 +68,45 @@ impl Drop for Observer {
     }
 }
 
-/// A kernel by its name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kernel {
-    Activate,
-    Attend128,
-    Attend256,
-    AttendJoin,
-    Convert,
-    Delta32,
-    Delta64,
-    Delta128,
-    Embed,
-    Finish,
-    Heads,
-    Norm,
-    Product1,
-    Product4,
-    Product8,
-    ProductTiles,
+/// Kernels: each by its name in the module, with the threads of a block that it was compiled for.
+macro_rules! kernels {
+    ($($kernel:ident $name:literal $threads:literal,)*) => {
+        /// A kernel by its name.
+        #[derive(Clone, Copy, Debug)]
+        pub(super) enum Kernel {
+            $($kernel,)*
+        }
+
+        impl Kernel {
+            /// Of all, in their order.
+            const NAMES: &[&CStr] = &[$($name,)*];
+
+            const fn threads(self) -> u32 {
+                match self {
+                    $(Self::$kernel => $threads,)*
+                }
+            }
+        }
+    };
 }
 
-impl Kernel {
-    const ALL: [Self; 16] = [
-        Self::Activate,
-        Self::Attend128,
-        Self::Attend256,
-        Self::AttendJoin,
-        Self::Convert,
-        Self::Delta32,
-        Self::Delta64,
-        Self::Delta128,
-        Self::Embed,
-        Self::Finish,
-        Self::Heads,
-        Self::Norm,
-        Self::Product1,
-        Self::Product4,
-        Self::Product8,
-        Self::ProductTiles,
-    ];
-
-    const fn name(self) -> &'static str {
-        match self {
-            Self::Activate => "activate",
-            Self::Attend128 => "attend_128",
-            Self::Attend256 => "attend_256",
-            Self::AttendJoin => "attend_join",
-            Self::Convert => "convert",
-            Self::Delta32 => "delta_32",
-            Self::Delta64 => "delta_64",
-            Self::Delta128 => "delta_128",
-            Self::Embed => "embed",
-            Self::Finish => "finish",
-            Self::Heads => "heads",
-            Self::Norm => "residual_norm",
-            Self::Product1 => "product_1",
-            Self::Product4 => "product_4",
-            Self::Product8 => "product_8",
-            Self::ProductTiles => "product_tiles",
-        }
-    }
-
-    /// Threads of a block, as the kernel was compiled for.
-    const fn threads(self) -> u32 {
-        match self {
-            Self::Norm | Self::Finish | Self::Delta32 | Self::Delta64 | Self::Delta128 => 256,
-            _ => 128,
-        }
-    }
+kernels! {
+    Activate c"activate" 128,
+    Attend128 c"attend_128" 128,
+    Attend256 c"attend_256" 128,
+    AttendJoin c"attend_join" 128,
+    Convert c"convert" 128,
+    Delta32 c"delta_32" 256,
+    Delta64 c"delta_64" 256,
+    Delta128 c"delta_128" 256,
+    Embed c"embed" 128,
+    Finish c"finish" 256,
+    Heads c"heads" 128,
+    Norm c"residual_norm" 256,
+    Product1 c"product_1" 128,
+    Product4 c"product_4" 128,
+    Product8 c"product_8" 128,
+    ProductTiles c"product_tiles" 128,
 }
 
 impl Gpu {
@@ -153,7 +123,7 @@ impl Gpu {
             driver,
             context,
             module: ptr::null_mut(),
-            kernels: [ptr::null_mut(); Kernel::ALL.len()],
+            kernels: [ptr::null_mut(); Kernel::NAMES.len()],
             stream: ptr::null_mut(),
             copies: ptr::null_mut(),
             image: name,
@@ -171,8 +141,7 @@ impl Gpu {
         }
         // SAFETY: an image of a format that the driver knows, with a zero behind it.
         unsafe { calls.cuModuleLoadData(&raw mut self.module, image.as_ptr().cast()) }?;
-        for (kernel, place) in Kernel::ALL.into_iter().zip(&mut self.kernels) {
-            let name = CString::new(kernel.name()).unwrap_or_default();
+        for (name, place) in Kernel::NAMES.iter().zip(&mut self.kernels) {
             // SAFETY: a place for the handle, and a text that ends with a zero.
             unsafe { calls.cuModuleGetFunction(place, self.module, name.as_ptr()) }?;
         }
@@ -186,8 +155,7 @@ impl Gpu {
     }
 
     fn function(&self, kernel: Kernel) -> Function {
-        let place = Kernel::ALL.iter().position(|known| *known == kernel);
-        place.and_then(|place| self.kernels.get(place)).copied().unwrap_or(ptr::null_mut())
+        self.kernels.get(kernel as usize).copied().unwrap_or(ptr::null_mut())
     }
 
     /// Bytes that may be allocated on the device.

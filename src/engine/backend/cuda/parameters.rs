@@ -3,7 +3,10 @@
 use candle_core::quantized::GgmlDType;
 
 use super::driver::Address;
-use crate::{engine::backend::Types, policy::kv_type::KvType};
+use crate::{
+    engine::{backend::Types, gguf::SUPPORTED},
+    policy::kv_type::KvType,
+};
 
 /// Copies of activations: see `copies.cuh`.
 #[repr(C)]
@@ -194,24 +197,10 @@ pub(super) struct FinishJob {
     pub(super) cap: f32,
 }
 
-/// Number of a weight type among `Type` of `weights.cuh`; none of those that there is no kernel for.
-pub(super) const fn kind_of(dtype: GgmlDType) -> Option<u32> {
-    Some(match dtype {
-        GgmlDType::F32 => 0,
-        GgmlDType::F16 => 1,
-        GgmlDType::BF16 => 2,
-        GgmlDType::Q4_0 => 3,
-        GgmlDType::Q4_1 => 4,
-        GgmlDType::Q5_0 => 5,
-        GgmlDType::Q5_1 => 6,
-        GgmlDType::Q8_0 => 7,
-        GgmlDType::Q2K => 8,
-        GgmlDType::Q3K => 9,
-        GgmlDType::Q4K => 10,
-        GgmlDType::Q5K => 11,
-        GgmlDType::Q6K => 12,
-        GgmlDType::Q8_1 | GgmlDType::Q8K => return None,
-    })
+/// Number of a weight type among `Type` of `weights.cuh`, whose order is that of [`SUPPORTED`]; none of those that
+/// there is no kernel for.
+pub(super) fn kind_of(dtype: GgmlDType) -> Option<u32> {
+    SUPPORTED.iter().position(|known| *known == dtype).and_then(|number| u32::try_from(number).ok())
 }
 
 /// The format of activations that a product with weights of a type takes: one of `Format` of `copies.cuh`.

@@ -84,33 +84,15 @@ fn says(model: &mut Model, expected: &[f32]) {
     model.reset();
 }
 
-/// A shed, and then the end.
-#[derive(Default)]
-struct ShedAndStop {
-    looks: u32,
-    reported: Option<ApplyReport>,
-}
-
-impl Checkpoint for ShedAndStop {
-    fn poll(&mut self) -> Flow {
-        self.looks += 1;
-        if self.looks == 1 { Flow::Apply(plan(0..3)) } else { Flow::Stop }
-    }
-
-    fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
-        self.reported = Some(result.unwrap());
-    }
-}
-
 #[test]
 fn orders_are_taken_while_an_embedding_does_not_come() {
     let (mut model, expected, _folder) = model(Architecture::Llama, 0..5);
     let disk = Disk::put_into(&mut model, LONG);
     disk.hang(true);
-    let mut orders = ShedAndStop::default();
+    let mut orders = Plans { plans: vec![plan(0..3)], stops: true, ..Plans::default() };
     let error = model.forward(&TOKENS, &mut orders).unwrap_err();
     assert!(matches!(error, ForwardError::Cancelled { position: 0, layer: 0 }), "{error}");
-    let report = orders.reported.unwrap();
+    let report = orders.applied.pop().unwrap().unwrap();
     assert!(report.plan == plan(0..3) && report.freed > Bytes::ZERO, "{report:?}");
     disk.hang(false);
     assert_eq!(model.recover(), 0);
@@ -209,14 +191,7 @@ impl Source for Slow {
         let within = |run: &Extent| (run.offset..run.offset + run.bytes as u64).contains(&extent.offset);
         while !self.fast.iter().any(within) && !self.open.load(Ordering::Acquire) {
             if progress.is_given_up() {
-                return Err(ReadError {
-                    path: PathBuf::new(),
-                    what: extent.what.to_string(),
-                    offset: extent.offset,
-                    bytes: Bytes::of_len(extent.bytes),
-                    problem: "it is not wanted any more".to_owned(),
-                    replaced: false,
-                });
+                return Err(extent.error(Path::new(""), "it is not wanted any more"));
             }
             thread::sleep(Duration::from_millis(1));
             progress.note();

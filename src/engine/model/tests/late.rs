@@ -11,10 +11,12 @@ use crate::engine::LoadErrorKind;
 use crate::engine::backend::{Backend, Buffer, DeviceError, Fence, Limits, Operation, Region, cpu::Cpu};
 
 /// The CPU, executing late.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Late {
     moment: Moment,
     fault: Fault,
+    /// Whether memory is found; always where this is `None`.
+    memory: Option<Refusing>,
     /// Becomes the most operations that were in flight.
     most: Option<&'static AtomicUsize>,
 }
@@ -23,6 +25,8 @@ struct Late {
 #[derive(Clone, Copy, Debug)]
 enum Moment {
     Never,
+    /// When they are queued.
+    Now,
     /// At some calls, by a seed.
     Random(u32),
 }
@@ -41,7 +45,7 @@ enum Fault {
 
 impl Late {
     const fn honest(moment: Moment) -> Self {
-        Self { moment, fault: Fault::None, most: None }
+        Self { moment, fault: Fault::None, memory: None, most: None }
     }
 }
 
@@ -58,6 +62,16 @@ pub(super) fn late_by(seed: u32) -> Arc<dyn Device> {
     Arc::new(Late::honest(Moment::Random(seed)))
 }
 
+/// The CPU, on which memory is found as `memory` says; executing at once, or at moments by a seed where
+/// `COTENANT_TEST_LATE` has one.
+pub(super) fn refusing(memory: Refusing) -> Arc<dyn Device> {
+    let moment = match env::var("COTENANT_TEST_LATE") {
+        Ok(seed) => Moment::Random(seed.parse().unwrap()),
+        Err(_) => Moment::Now,
+    };
+    Arc::new(Late { memory: Some(memory), ..Late::honest(moment) })
+}
+
 impl Device for Late {
     fn copies_bytes(&self, types: &[GgmlDType], columns: usize) -> Bytes {
         CpuDevice(2).copies_bytes(types, columns)
@@ -70,7 +84,7 @@ impl Device for Late {
     fn start(&self, _: &Limits) -> Result<Box<dyn Backend>, LoadErrorKind> {
         Ok(Box::new(LateBackend {
             inner: Cpu::new(2).map_err(LoadErrorKind::Threads)?,
-            late: *self,
+            late: self.clone(),
             kept: VecDeque::new(),
             executed: 0,
         }))
@@ -98,12 +112,15 @@ impl LateBackend {
 
     /// Executes some of what is kept.
     fn moment(&mut self) -> Result<(), DeviceError> {
-        let Moment::Random(seed) = &mut self.late.moment else {
-            return Ok(());
+        let most = match &mut self.late.moment {
+            Moment::Never => 0,
+            Moment::Now => usize::MAX,
+            Moment::Random(seed) => {
+                *seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                ((*seed >> 8) as usize % 40).saturating_sub(30)
+            }
         };
-        *seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-        let most = (*seed >> 8) as usize % 40;
-        self.execute(most.saturating_sub(30).min(self.kept.len()))
+        self.execute(most.min(self.kept.len()))
     }
 }
 
@@ -115,6 +132,9 @@ unsafe impl Backend for LateBackend {
     }
 
     fn allocate(&self, bytes: Bytes, backing: Backing) -> io::Result<Buffer> {
+        if self.late.memory.as_ref().is_some_and(Refusing::refuses) {
+            return Err(io::ErrorKind::OutOfMemory.into());
+        }
         self.inner.allocate(bytes, backing)
     }
 
@@ -204,7 +224,7 @@ fn random_sheds_leave_no_trace(architecture: Architecture, dtype: GgmlDType, sch
     let mut done = [0; 3];
     for seed in 0..schedules {
         for (turn, late) in honest_by(seed).into_iter().enumerate() {
-            let mut model = open_on(Arc::new(late), None, &path, 16 << 10, &roomy(0..1));
+            let mut model = open_on(Arc::new(late.clone()), None, &path, 16 << 10, &roomy(0..1));
             let mut orders = Orders {
                 parts: u32::try_from(model.shape().layers.len()).unwrap(),
                 left: 3,
@@ -233,7 +253,7 @@ fn sequences_are_cut_back_and_copied_on_a_device_that_executes_late() {
     let (_folder, path) = written(Architecture::Qwen35, GgmlDType::Q8_0);
     let mut plain = open_in_parts(&path, usize::MAX, &roomy(0..5), 1);
     for late in HONEST {
-        let mut model = open_on(Arc::new(late), None, &path, 16 << 10, &roomy([0, 3]));
+        let mut model = open_on(Arc::new(late.clone()), None, &path, 16 << 10, &roomy([0, 3]));
         let mut expected = Vec::new();
         for model in [&mut plain, &mut model] {
             model.reset();
@@ -279,33 +299,13 @@ fn a_slot_of_the_ring_that_is_released_too_early_is_found() {
 fn a_wait_that_is_forgotten_before_memory_is_given_up_is_found() {
     for fault in [Fault::None, Fault::ForgottenWait] {
         // At the third layer, so that the parts of the others are in flight.
-        let mut order = Later { left: 2, order: OnePlan { plan: Some(roomy([])), reported: None } };
+        let mut order = Plans { plans: vec![roomy([])], left: 2, ..Plans::default() };
         let (logits, expected) = with(fault, true, &mut order);
-        let report = order.order.reported.unwrap().unwrap();
+        let report = order.applied.pop().unwrap().unwrap();
         assert!(report.asked > Bytes::ZERO);
         assert_eq!(report.freed == report.asked, fault == Fault::None, "{report:?}");
         // What is in flight keeps its memory: it is the shed that fails, and not the answer.
         assert!(fault != Fault::None || logits == expected);
-    }
-}
-
-/// An order at a later look.
-struct Later {
-    left: u32,
-    order: OnePlan,
-}
-
-impl Checkpoint for Later {
-    fn poll(&mut self) -> Flow {
-        if self.left > 0 {
-            self.left -= 1;
-            return Flow::Continue;
-        }
-        self.order.poll()
-    }
-
-    fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
-        self.order.applied(result);
     }
 }
 

@@ -11,7 +11,7 @@ use crate::policy::{
     pressure::PressureLevel,
     residency::PlanLimits,
     snapshot::{
-        EngineState, Keepers,
+        EngineState,
         WorkerState::{AwaitingMemory, BackingOff, Ready, Starting},
     },
 };
@@ -186,7 +186,7 @@ fn zoe_outage_keeps_no_holder_small_for_what_can_never_be_had() {
     let out_of_reach = |decision: &Decision| match decision {
         Decision::Admission(AdmissionDecision::StartOutOfReach { worker, wait }) if worker == "indexer" => {
             assert_eq!((wait.needs, wait.configured, wait.most), (mib(396), mib(100), mib(372)));
-            assert_eq!(wait.keepers, Keepers::Of(vec![("llm".to_owned(), mib(28))]));
+            assert_eq!(wait.keepers, [("llm".to_owned(), mib(28))]);
             true
         }
         _ => false,
@@ -368,12 +368,7 @@ fn ipad_cliff_is_not_walked_over() {
     let plan = applies(&mut rig, &model);
     assert!(model.plan_bytes(&plan) <= mib(2820) && plan.resident.len() < 24, "{plan:?}");
     let limits = PlanLimits::new(&EngineParams::default(), Tokens::ZERO);
-    let speed = |plan: &EnginePlan| {
-        let worth = model.worth(&limits);
-        let streamed = mib(170 * (32 - plan.resident.len() as u64));
-        worth.speed().milli_tokens_per_s(worth.weights(), streamed)
-    };
-    assert!(speed(&plan) > speed(&model.floor_plan(&limits)));
+    assert!(plan.resident.len() > model.floor_plan(&limits).resident.len());
     // The warning: 5.3 GB become 1.6, and everything optional goes at once.
     rig.wait(10);
     sample(&mut rig, 0);

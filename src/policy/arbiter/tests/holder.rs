@@ -138,7 +138,7 @@ fn a_place_in_the_queue_is_that_of_the_process_that_took_it() {
 
 /// The holders that the last denial names.
 fn holders(rig: &Rig) -> Vec<(LeaseId, Bytes)> {
-    let Denial::InsufficientMemory { holders: Holders::Shares { shares, .. }, .. } = rig.denial() else {
+    let Denial::InsufficientMemory { holders: Holders { shares, .. }, .. } = rig.denial() else {
         panic!("{:?}", rig.denial());
     };
     shares.iter().map(|share| (share.holder.id, share.held)).collect()
