@@ -36,9 +36,11 @@ use cotenant::{
     policy::{
         compute::{Compute, CudaKernels, CudaMemory, DeviceChoice, DeviceSettings},
         kv_type::KvType,
+        pressure::GpuUse,
         residency::EnginePlan,
     },
-    units::Tokens,
+    probe::{ProbeRoot, Sampler},
+    units::{Bytes, Timestamp, Tokens},
 };
 use libtest_mimic::{Arguments, Failed, Trial};
 use serde_json::Value;
@@ -56,7 +58,7 @@ fn main() -> ExitCode {
         Some("models") => return write_models(Path::new(&arguments.next().unwrap())),
         _ => {}
     }
-    let tests: [(&str, fn()); 20] = [
+    let tests: [(&str, fn()); 21] = [
         named!(a_call_that_fails_once_or_permanently_is_an_error_and_leaves_nothing),
         named!(a_call_that_fails_in_each_kind_of_memory_leaves_nothing),
         named!(a_leak_and_a_panic_are_found),
@@ -73,6 +75,7 @@ fn main() -> ExitCode {
         named!(a_long_context_takes_no_more_addresses_than_it_is_limited_to),
         named!(a_token_takes_few_launches_one_wait_and_no_allocation),
         named!(the_book_has_what_the_driver_has),
+        named!(what_a_shed_gives_back_is_seen_in_the_page_pool_of_the_board_and_beside_it),
         named!(weights_lie_where_an_integrated_device_reads_them_faster),
         named!(models_answer_as_on_the_cpu_whenever_the_driver_executes),
         named!(weights_on_the_device_and_plain_kernels_answer_the_same),
@@ -242,6 +245,19 @@ fn history(path: &Path, compute: Compute) -> Result<(String, Vec<Vec<f32>>), Str
         println!("book {}", (book.total - book.header).get());
         mem::forget(model);
         return Ok((String::new(), rows));
+    }
+    if let Some(board) = env::var_os("FAKE_CUDA_BOARD") {
+        let mut sampler = Sampler::open(&ProbeRoot::at(Path::new(&board)), None).map_err(|error| error.to_string())?;
+        for resident in [parts, 0, parts] {
+            change(&mut model, &plan(resident, 128, KvType::F16))?;
+            step(&mut model, &text(2, 3))?;
+            let sample = sampler.read().map_err(|error| error.to_string())?.sample(Timestamp::START);
+            let pool = sample.gpu.nvmap_pool.unwrap_or_default();
+            let gpu = sample.gpu.gpu_used.map_or(Bytes::ZERO, GpuUse::bytes);
+            let figures = [sample.available(), pool, gpu, model.breakdown().total].map(Bytes::get);
+            println!("board {}", figures.map(|bytes| bytes.to_string()).join(" "));
+        }
+        return Ok((model.backend_name(), rows));
     }
     if let Some(capacity) = number("GROW") {
         step(&mut model, &text(9, 3))?;
@@ -828,6 +844,39 @@ fn the_book_has_what_the_driver_has() {
         let driver = of("bytes") + of("registered_bytes") + 8_388_608.0;
         println!("{resident}/4 resident on {device}, {memory}: {book} on the book, {driver} of the driver");
         assert!((book - driver).abs() <= driver / 100.0, "{book} on the book, {driver} of the driver");
+    }
+}
+
+/// Of a board with 24 MiB, whose pool keeps 3 MiB: what a shed credits is available by the sample after it, in the pool and
+/// beside it.
+fn what_a_shed_gives_back_is_seen_in_the_page_pool_of_the_board_and_beside_it() {
+    let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
+    let path = folder.path().join("model.gguf");
+    let model = Synthetic { layers: 8, feed_forward: 1024, ..Synthetic::tiny(Architecture::Qwen35, TypeMix::Q4KM, 7) };
+    model.write(&path).unwrap();
+    for memory in ["device", "mapped"] {
+        let board = folder.path().join(memory);
+        for below in ["proc", "sys/kernel/debug/nvmap/stats", "sys/kernel/debug/nvmap/pagepool"] {
+            fs::create_dir_all(board.join(below)).unwrap();
+        }
+        let settings = [("FAKE_CUDA_BOARD", board.to_str().unwrap()), ("FAKE_CUDA_MEMORY", "25165824")];
+        let output = run(&driver, &settings, &[path.to_str().unwrap(), "cuda", memory]);
+        assert!(output.status.success(), "{}", reported(&output));
+        let text = reported(&output);
+        let figures = text.lines().filter_map(|line| line.strip_prefix("board "));
+        let figures = figures.map(|line| line.split(' ').map(|word| word.parse().unwrap()).collect::<Vec<i64>>());
+        let [full, shed, grown] = figures.collect::<Vec<_>>().try_into().unwrap();
+        println!("{memory}: available, pool, GPU, book: {full:?}, without layers {shed:?}, with them again {grown:?}");
+        let gains = |at: usize| shed[at] - full[at];
+        let (available, pool, gpu, book) = (gains(0), gains(1), gains(2), gains(3));
+        assert!(book < -(1 << 20) && available == -book, "{memory}: {available} more available, {} credited", -book);
+        if memory == "device" {
+            assert_eq!((shed[1], available > pool), (3 << 20, true), "the pool is full, and the system has the rest");
+            assert!(gpu < book, "what is streamed lies in a ring that is no memory of nvmap");
+        } else {
+            assert_eq!((pool, gpu), (0, 0), "memory of the system");
+        }
+        assert_eq!((grown[0], grown[2], grown[3]), (full[0], full[2], full[3]), "{memory}");
     }
 }
 

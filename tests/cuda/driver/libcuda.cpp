@@ -11,6 +11,8 @@
 //   FAKE_CUDA_FAULTS=NAME@N=CODE[!|!!],...   call N of NAME fails with CODE; with `!` every later call fails too until the context
 //                                   is gone, with `!!` until the process is. NAME may be `memory` (any allocation) or `kernel` (a run)
 //   FAKE_CUDA_WRONG=NAME@N         a bit is flipped of what kernel NAME writes, where the address lies that is N bytes into its parameters
+//   FAKE_CUDA_BOARD=FOLDER          with `orin`: memory as /proc/meminfo and nvmap show it, below FOLDER; what is freed goes to a pool
+//                                   of up to an eighth of the memory first, where only the next allocation gets it
 //   FAKE_CUDA_LOG=FILE              JSON lines: faults, findings, what a context left when it was destroyed, and counts at exit
 //
 // What is assumed of the driver, and where from. [api] CUDA driver API reference 12.6, [guide] CUDA C++ programming guide 12.6,
@@ -92,7 +94,7 @@ constexpr size_t GRANULE = 2 << 20, PAGE = 4096, RESERVED_MOST = 8ull << 30, POI
 struct State {
   std::recursive_mutex mutex;
   const Device* device = &DEVICES[0]; int driver = 12060; uint64_t total = 0, seed = 0, context_bytes = 0, mapped_ms = 0, device_ms = 0; bool eager = false, late = false;
-  std::string largest, log, wrong; size_t wrong_at = 0; std::vector<Fault> faults;
+  std::string largest, log, wrong, board; uint64_t pool = 0; size_t wrong_at = 0; std::vector<Fault> faults;
   bool initialised = false; int broken = 0, lost = 0;              // until the context is gone; until the process is
   std::map<std::string, uint64_t> calls; uint64_t executed = 0, waits = 0, event_waits = 0, to_host = 0, turn = 0, used = 0, peak = 0, host_peak = 0; Handle next = 1;
   Context* primary = nullptr; unsigned retained = 0; bool reset = false; std::set<Context*> contexts;
@@ -139,7 +141,7 @@ bool read_environment() {
   if (auto v = env("FAKE_CUDA_CONTEXT"); !v.empty()) s.context_bytes = strtoull(v.c_str(), nullptr, 10);
   if (auto v = env("FAKE_CUDA_DRIVER"); !v.empty()) s.driver = atoi(v.c_str());
   if (auto v = env("FAKE_CUDA_WRONG"); !v.empty()) { s.wrong = v.substr(0, v.find('@')); s.wrong_at = strtoull(v.c_str() + v.find('@') + 1, nullptr, 10); }
-  s.largest = env("FAKE_CUDA_LARGEST"); s.log = env("FAKE_CUDA_LOG");
+  s.largest = env("FAKE_CUDA_LARGEST"); s.log = env("FAKE_CUDA_LOG"); s.board = env("FAKE_CUDA_BOARD");
   const std::string order = env("FAKE_CUDA_ORDER");
   s.eager = order == "eager"; s.late = order.empty() || order == "late"; s.seed = strtoull(order.c_str(), nullptr, 10);
   for (std::string all = env("FAKE_CUDA_FAULTS"); known && !all.empty();) {
@@ -198,13 +200,27 @@ void remove_device_memory(CUdeviceptr p, size_t bytes) {
   simt_memory_remove((void*)p); s.device_memory.erase(p);
   mmap((void*)p, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
 }
+// Writes what the kernel would show of the board.
+void show_board() {
+  if (s.board.empty() || !s.device->integrated) return;
+  uint64_t registered = 0; for (Context* c : s.contexts) for (auto& [p, n] : c->registered) registered += n;
+  const auto put = [](const std::string& name, const std::string& what) {
+    if (FILE* f = fopen((s.board + name).c_str(), "w")) { fwrite(what.data(), 1, what.size(), f); fclose(f); }
+  };
+  const unsigned long long left = (s.total - s.used - s.pool - registered) / 1024, nvmap = s.used, pages = s.pool / PAGE;
+  put("/proc/meminfo", text("MemTotal: %llu kB\nMemFree: %llu kB\nMemAvailable: %llu kB\n", (unsigned long long)s.total / 1024, left, left));
+  put("/sys/kernel/debug/nvmap/stats/total_memory", text("%llu\n", nvmap));
+  put("/sys/kernel/debug/nvmap/pagepool/page_pool_available_pages", text("%llu\n", pages));
+}
+void hold(uint64_t n) { s.pool -= std::min(s.pool, n); s.used += n; s.peak = std::max(s.peak, s.used); show_board(); }
+void give(uint64_t n) { s.used -= n; if (!s.board.empty()) s.pool = std::min(s.pool + n, s.total / 8 / PAGE * PAGE); show_board(); }
 int take(size_t n) {
   const int e = planned("memory");
   if (e) return e;
   uint64_t most = ~0ull; const uint64_t left = s.total - s.used;
   if (!s.largest.empty()) { most = strtoull(s.largest.c_str(), nullptr, 10); if (s.largest.back() == '%') most = left * most / 100; }
   if (n > most || n > left) return OUT_OF_MEMORY;
-  s.used += n; s.peak = std::max(s.peak, s.used);
+  hold(n);
   return OK;
 }
 const std::pair<const CUdeviceptr, size_t>* host_range(CUdeviceptr p) {
@@ -299,13 +315,13 @@ int unsafe_in_capture() {
 }
 void destroy(Context* c) {
   write_line("{\"event\":\"context\",\"left\":" + left_in(*c) + "}");
-  for (auto& [p, n] : c->allocations) { remove_device_memory(p, (n + PAGE - 1) / PAGE * PAGE); s.used -= n; }
+  for (auto& [p, n] : c->allocations) { remove_device_memory(p, (n + PAGE - 1) / PAGE * PAGE); give(n); }
   for (auto& [p, m] : c->mapped) if (m.accessible) remove_device_memory(p, m.bytes);
-  for (auto& [h, p] : c->physical) { fallocate(s.physical_file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, p.offset, p.bytes); s.used -= p.bytes; }
-  for (auto& [p, n] : c->pinned) { simt_memory_remove((void*)p); munmap((void*)p, n); if (s.device->integrated) s.used -= n; }
+  for (auto& [h, p] : c->physical) { fallocate(s.physical_file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, p.offset, p.bytes); give(p.bytes); }
+  for (auto& [p, n] : c->pinned) { simt_memory_remove((void*)p); munmap((void*)p, n); if (s.device->integrated) give(n); }
   for (auto& [p, n] : c->registered) simt_memory_remove((void*)p);
   for (auto& [p, n] : c->reserved) munmap((void*)p, n);
-  s.contexts.erase(c); s.used -= s.context_bytes; if (s.contexts.empty()) s.broken = 0;                                  // the value stays: threads may have it as current
+  s.contexts.erase(c); give(s.context_bytes); if (s.contexts.empty()) s.broken = 0;                                  // the value stays: threads may have it as current
 }
 int with_context() { return !s.initialised ? NOT_INITIALIZED : !current ? INVALID_CONTEXT : !s.contexts.count(current) ? CONTEXT_IS_DESTROYED : OK; }
 template <class T> bool is(const std::set<T*>& all, T* one) { return all.count(one) != 0; }
@@ -344,7 +360,7 @@ API(cuDeviceGetAttribute, int* v, int which, int) {
 static Context* make_context(bool primary) {
   if (s.context_bytes > s.total - s.used) return nullptr;
   Context* c = new Context{primary, {std::make_shared<Queue>(), {}}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}, {}};
-  s.contexts.insert(c); s.used += s.context_bytes; return c;
+  s.contexts.insert(c); hold(s.context_bytes); return c;
 }
 API(cuDevicePrimaryCtxRetain, Context** c, int) {
   DRIVER(cuDevicePrimaryCtxRetain); TRY(s.initialised ? OK : NOT_INITIALIZED);
@@ -395,7 +411,7 @@ API(cuMemFree_v2, CUdeviceptr p) {
   RELEASE(cuMemFree_v2); size_t n;
   if (!take_from(current->allocations, p, n)) return INVALID_VALUE;
   if (!s.late && !s.eager && random_number() % 2) wait_all(*current);      // it may, and the program may not count on it
-  s.used -= n; remove_device_memory(p, pages(n)); RELEASED;
+  give(n); remove_device_memory(p, pages(n)); RELEASED;
 }
 API(cuMemHostAlloc, void** p, size_t n, unsigned) {
   ENTER(cuMemHostAlloc); if (!n) return INVALID_VALUE;
@@ -405,7 +421,7 @@ API(cuMemHostAlloc, void** p, size_t n, unsigned) {
 API(cuMemFreeHost, void* p) {
   RELEASE(cuMemFreeHost); size_t n;
   if (!take_from(current->pinned, (CUdeviceptr)p, n)) return INVALID_VALUE;
-  if (s.device->integrated) s.used -= n;
+  if (s.device->integrated) give(n);
   simt_memory_remove(p); munmap(p, pages(n)); RELEASED;
 }
 API(cuMemHostRegister_v2, void* p, size_t n, unsigned) {
@@ -414,7 +430,7 @@ API(cuMemHostRegister_v2, void* p, size_t n, unsigned) {
   TRY(unsafe_in_capture());
   for (auto& [start, length] : current->registered) if (start < at + n && at < start + length) return HOST_MEMORY_ALREADY_REGISTERED;
   if (madvise(p, pages(n), MADV_POPULATE_WRITE)) return INVALID_VALUE;      // pages that are not there, or not writable
-  current->registered[at] = n; simt_memory_add(p, n, true); return OK;
+  current->registered[at] = n; simt_memory_add(p, n, true); show_board(); return OK;
 }
 API(cuMemHostUnregister, void* p) {
   RELEASE(cuMemHostUnregister); size_t n;
@@ -422,7 +438,7 @@ API(cuMemHostUnregister, void* p) {
   std::vector<unsigned char> resident(pages(n) / PAGE);
   if (mincore(p, pages(n), resident.data())) finding("registered memory was unmapped");
   else if (std::count(resident.begin(), resident.end(), 0)) finding("registered memory was discarded, or mapped again");
-  simt_memory_remove(p); RELEASED;
+  simt_memory_remove(p); show_board(); RELEASED;
 }
 API(cuMemHostGetDevicePointer_v2, CUdeviceptr* d, void* p, unsigned) { ENTER(cuMemHostGetDevicePointer_v2); if (!host_range((CUdeviceptr)p)) return INVALID_VALUE; *d = (CUdeviceptr)p; return OK; }
 
@@ -454,7 +470,7 @@ API(cuMemCreate, Handle* h, size_t n, const Properties* wanted, unsigned long lo
 }
 static void forget_if_unused(Handle h) {
   auto it = current->physical.find(h); if (it == current->physical.end() || it->second.maps || !it->second.released) return;
-  fallocate(s.physical_file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, it->second.offset, it->second.bytes); s.used -= it->second.bytes; current->physical.erase(it);
+  fallocate(s.physical_file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, it->second.offset, it->second.bytes); give(it->second.bytes); current->physical.erase(it);
 }
 API(cuMemRelease, Handle h) {
   RELEASE(cuMemRelease); auto it = current->physical.find(h);
