@@ -15,6 +15,6 @@ pub use counted::LoadProgress;
 pub use file::{Extent, Source, WeightFile};
 pub use progress::ReadProgress;
 pub use rows::{RowReader, WantedRows};
-pub(super) use staged::{read_staged, staging_bytes};
+pub(super) use staged::read_staged;
 pub(super) use stream::PATIENCE_STEP;
 pub use stream::{Missing, READERS, Stream};

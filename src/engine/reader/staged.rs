@@ -6,13 +6,7 @@ use super::{
     file::{Extent, Source},
     progress::ReadProgress,
 };
-use crate::{
-    engine::{
-        arena::{DeviceMemory, PAGE},
-        error::ReadError,
-    },
-    units::Bytes,
-};
+use crate::engine::{arena::DeviceMemory, error::ReadError};
 
 /// Reads the aligned superset of `extent` to `target` in memory of a device, through `staging` with its length: in as many reads as
 /// that takes.
@@ -48,12 +42,3 @@ pub(in crate::engine) unsafe fn read_staged(
     }
     Ok(())
 }
-
-/// What readers stage pieces in of a ring with so many bytes, for each of them: no more than one read asks for, and of a small ring
-/// a quarter of it.
-pub(in crate::engine) fn staging_bytes(ring: Bytes) -> Bytes {
-    Bytes::new(ring.get() / 4).min(STAGING_MAX).round_up(PAGE)
-}
-
-/// Larger reads and copies are no faster.
-const STAGING_MAX: Bytes = Bytes::from_mib(4);

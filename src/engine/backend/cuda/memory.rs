@@ -14,7 +14,7 @@ use crate::{
     engine::{
         arena::{Backing, DeviceMemory, Mapping, SharedMapping},
         backend::memory::DeviceSpace,
-        reader::{READERS, staging_bytes},
+        reader::READERS,
     },
     units::Bytes,
 };
@@ -306,9 +306,11 @@ impl Drop for Space {
     }
 }
 
-/// What a ring of so many bytes takes with what it is staged in.
+/// What a ring of so many bytes takes with what it is staged in, for each reader: no more than one read asks for, and of a small
+/// ring a quarter of it.
 pub(super) fn staged_bytes(ring: Bytes) -> Bytes {
-    ring.saturating_add(staging_bytes(ring).saturating_mul(READERS as u64))
+    let staging = Bytes::new(ring.get() / 4).min(STAGING_MAX).round_up(Bytes::of_len(PAGE));
+    ring.saturating_add(staging.saturating_mul(READERS as u64))
 }
 
 /// What is allocated for so many bytes.
@@ -319,3 +321,16 @@ pub(super) const fn allocated_bytes(bytes: usize) -> usize {
 /// `CU_MEMHOSTREGISTER_DEVICEMAP` of `cuda.h`.
 const DEVICE_MAP: u32 = 2;
 const PAGE: usize = 4096;
+/// Larger reads and copies are no faster.
+const STAGING_MAX: Bytes = Bytes::from_mib(4);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_ring_is_staged_in_whole_pages_of_at_most_one_read() {
+        let staging = |ring: u64| (staged_bytes(Bytes::from_kib(ring)).get() >> 10) - ring;
+        assert_eq!((staging(16), staging(100), staging(64 << 10)), (2 * 4, 2 * 28, 2 * 4096));
+    }
+}
