@@ -263,7 +263,7 @@ impl Model {
         self.sequence.droppable()
     }
 
-    /// Whether [`Self::mark`] is of any use: a model without recurrent layers can be cut back anywhere.
+    /// Whether copies of its state are needed to go back: a model without recurrent layers can be cut back anywhere.
     #[must_use]
     pub fn needs_marks(&self) -> bool {
         self.sequence.needs_marks()
