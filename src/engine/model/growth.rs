@@ -18,7 +18,7 @@ use crate::{
         backend::Buffer,
         disk::{DiskTimeout, Retained, Stalled},
         error::ReadError,
-        reader::{Extent, PATIENCE_STEP, ReadProgress, Source, WeightFile, read_staged},
+        reader::{Extent, PATIENCE_STEP, READERS, ReadProgress, Source, WeightFile, read_staged},
         shape::PartLayout,
     },
     units::Bytes,
@@ -128,7 +128,9 @@ pub(super) fn read_parts(
         steps.extend(part.steps.into_iter().map(|step| (number, step)));
         arenas.push(part.arena);
     }
-    let threads = GROWERS.min(steps.len());
+    // A device has its pages at once, and each thread stages in page-locked memory of its own.
+    let is_staged = arenas.iter().any(|arena: &Buffer| arena.shared().is_beyond_host());
+    let threads = if is_staged { READERS } else { GROWERS }.min(steps.len());
     let shared = Arc::new(Shared {
         file: Arc::clone(file),
         steps,
