@@ -135,7 +135,7 @@ impl<'pass> Preemption<'pass> {
         if let Some(seen) = open.kinds.get_mut(kind as usize) {
             *seen = true;
         }
-        if open.share < WHOLE {
+        if open.share < WHOLE || backend.holds(fence) {
             self.open = Some(open);
             return Ok(());
         }

@@ -55,12 +55,17 @@ impl Owner {
 
     /// Where the device has a view, all of which lies in its buffer.
     pub(super) fn device_address(&self, view: &View) -> Result<u64, DeviceError> {
+        self.device_place(view).map(|(start, offset)| start + offset)
+    }
+
+    /// The same as where the device has the buffer, and how far behind that the view begins.
+    pub(super) fn device_place(&self, view: &View) -> Result<(u64, u64), DeviceError> {
         self.is_own(view.owner)?;
         let inside = view.offset.checked_add(view.len);
         if inside.is_none_or(|end| end > view.memory.bytes().as_len()) {
             return Err(view.outside());
         }
-        let start = view.memory.device().map(|memory| memory.address() + view.offset as u64);
+        let start = view.memory.device().map(|memory| (memory.address(), view.offset as u64));
         start.ok_or_else(|| DeviceError::new("memory of the host is used".to_owned()))
     }
 

@@ -11,6 +11,7 @@ use candle_core::quantized::GgmlDType;
 use super::{
     arena::{Backing, PAGE},
     error::LoadErrorKind,
+    shape::Layout,
     spec::{AttentionSpec, Spec},
 };
 use crate::{policy::residency::KvShape, units::Bytes};
@@ -77,13 +78,15 @@ pub struct Limits {
     pub context: u32,
     /// Ranges of the head's rows that are said.
     pub said: usize,
+    /// Parts of the weights.
+    pub parts: usize,
 }
 
 impl Limits {
     /// Those of a model, whatever context it is opened with: what it needs is the same when it is inspected.
     #[must_use]
-    pub fn of(spec: &Spec) -> Self {
-        Self { context: spec.context_max, said: spec.said.as_ref().map_or(1, Vec::len) }
+    pub fn of(spec: &Spec, layout: &Layout) -> Self {
+        Self { context: spec.context_max, said: spec.said.as_ref().map_or(1, Vec::len), parts: layout.parts.len() }
     }
 }
 
@@ -140,8 +143,13 @@ pub unsafe trait Backend: Send {
     /// When it cannot be executed, or an earlier one could not be.
     fn queue(&mut self, operation: Operation<'_>) -> Result<(), DeviceError>;
 
-    /// The end of what is queued by now.
+    /// The end of what is queued by now. What makes a segment is handed on to the device by then.
     fn mark(&mut self) -> Fence;
+
+    /// Whether something before `fence` is held back, to be handed on together with what follows: a segment, a read and a wait do so.
+    fn holds(&self, _: Fence) -> bool {
+        false
+    }
 
     /// Whether everything before `fence` has been executed.
     ///

@@ -197,7 +197,7 @@ pub struct Rotate<'a> {
 }
 
 /// `stream += normed`, and then `normed = rms(stream) · weight`.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Norm {
     /// The residual stream; its rows are as long as `weight`.
     pub stream: View,
@@ -214,7 +214,7 @@ pub struct Norm {
 }
 
 /// What happens to the output of a part before it is added to the residual stream, in this order.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Residual {
     /// Added to it.
     pub bias: Option<View>,
@@ -244,6 +244,8 @@ pub struct Multiply<'a> {
 pub struct Product {
     /// Rows of the matrix one after the other, in the file's own format.
     pub weight: View,
+    /// The number of the model's part that they lie in, where that is resident: what may be kept for when it is multiplied with again.
+    pub part: Option<usize>,
     /// Their type.
     pub dtype: GgmlDType,
     /// Number of rows.

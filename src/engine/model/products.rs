@@ -79,9 +79,10 @@ pub(super) struct Want {
 }
 
 impl Want {
-    fn product(&self, weight: View, row: usize, rows: usize) -> Product {
+    fn product(&self, weight: View, part: Option<usize>, row: usize, rows: usize) -> Product {
         Product {
             weight,
+            part,
             dtype: self.dtype,
             rows,
             columns: self.columns,
@@ -146,16 +147,16 @@ impl Weights {
     /// Adds the matrices of a resident part that are wanted to `products`.
     fn resident_rows(
         &self,
-        part: usize,
+        number: usize,
         layout: &Layout,
         wants: &[Want],
         products: &mut Vec<Product>,
     ) -> Result<(), Failure> {
-        let (arena, part) = self.arena(part).zip(layout.parts.get(part)).ok_or(Failure::NoMatrix)?;
+        let (arena, part) = self.arena(number).zip(layout.parts.get(number)).ok_or(Failure::NoMatrix)?;
         for slab in &part.slabs {
             if let Some(want) = want_of(wants, slab.matrix) {
                 let weight = arena.view_bytes(slab.offset, slab.extent.bytes);
-                products.push(want.product(weight, slab.row, slab.rows));
+                products.push(want.product(weight, Some(number), slab.row, slab.rows));
             }
         }
         Ok(())
@@ -165,7 +166,7 @@ impl Weights {
     /// may have rows with others between them that are not there.
     fn rows_of_pieces(
         arena: &Buffer,
-        part: &PartLayout,
+        (number, part): (usize, &PartLayout),
         pieces: &[(usize, &Piece)],
         wants: &[Want],
         products: &mut Vec<Product>,
@@ -183,7 +184,7 @@ impl Weights {
             let count: usize = run.iter().map(|(_, piece)| piece.rows).sum();
             let offset = slab.offset + (first.row - slab.row) * slab.row_bytes;
             let weight = arena.view_bytes(offset, count * slab.row_bytes);
-            products.push(want.product(weight, first.row, count));
+            products.push(want.product(weight, Some(number), first.row, count));
         }
         Ok(())
     }
@@ -243,7 +244,7 @@ impl Weights {
             });
             let count = fitting.count().max(1);
             let slice = pieces.get(done..done + count).unwrap_or_default();
-            Self::rows_of_pieces(arena, part, slice, wants, &mut products)?;
+            Self::rows_of_pieces(arena, (at.part, part), slice, wants, &mut products)?;
             let began = Instant::now();
             input.queue(backend, &products)?;
             let work = works.iter().skip(done).take(count).sum();
@@ -284,7 +285,7 @@ impl Weights {
         let count = ready.len();
         let products = pieces.iter().zip(ready).filter_map(|((_, piece), weight)| {
             let want = want_of(wants, piece.matrix)?;
-            Some(want.product(weight, piece.row, piece.rows))
+            Some(want.product(weight, None, piece.row, piece.rows))
         });
         let products: Vec<Product> = products.collect();
         let queued = input.queue(backend, &products);

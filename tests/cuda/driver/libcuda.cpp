@@ -11,6 +11,8 @@
 //   FAKE_CUDA_FAULTS=NAME@N=CODE[!|!!],...   call N of NAME fails with CODE; with `!` every later call fails too until the context
 //                                   is gone, with `!!` until the process is. NAME may be `memory` (any allocation) or `kernel` (a run)
 //   FAKE_CUDA_WRONG=NAME@N         a bit is flipped of what kernel NAME writes, where the address lies that is N bytes into its parameters
+//   FAKE_CUDA_GRAPH_NODE=BYTES      what each command of a graph takes of the memory
+//   FAKE_CUDA_GRAPHS=cut            a graph leaves out its last command
 //   FAKE_CUDA_BOARD=FOLDER          with `orin`: memory as /proc/meminfo and nvmap show it, below FOLDER; what is freed goes to a pool
 //                                   of up to an eighth of the memory first, where only the next allocation gets it
 //   FAKE_CUDA_LOG=FILE              JSON lines: faults, findings, what a context left when it was destroyed, and counts at exit
@@ -70,7 +72,7 @@ struct Event { Mark recorded; bool timing; bool captured = false; std::shared_pt
 struct Capture { bool on = false, invalid = false; int mode = 0; std::thread::id by; std::vector<Work> nodes; };
 struct Stream { QueueRef queue; Capture capture; };
 struct Graph { std::vector<Work> nodes; };
-struct Exec { std::vector<Work> nodes; Mark last; };
+struct Exec { std::vector<Work> nodes; Mark last; size_t bytes; };
 struct Function { const SimtKernel* kernel; Entry entry; unsigned dynamic_max; };
 struct Module { std::map<std::string, Function> functions; };
 struct Physical { size_t bytes, offset; unsigned maps; bool released; };
@@ -93,7 +95,7 @@ constexpr size_t GRANULE = 2 << 20, PAGE = 4096, RESERVED_MOST = 8ull << 30, POI
 // Of the process, and never destroyed: other threads may still call when it exits.
 struct State {
   std::recursive_mutex mutex;
-  const Device* device = &DEVICES[0]; int driver = 12060; uint64_t total = 0, seed = 0, context_bytes = 0, mapped_ms = 0, device_ms = 0; bool eager = false, late = false;
+  const Device* device = &DEVICES[0]; int driver = 12060; uint64_t total = 0, seed = 0, context_bytes = 0, node_bytes = 0, mapped_ms = 0, device_ms = 0; bool eager = false, late = false, cut = false;
   std::string largest, log, wrong, board; uint64_t pool = 0; size_t wrong_at = 0; std::vector<Fault> faults;
   bool initialised = false; int broken = 0, lost = 0;              // until the context is gone; until the process is
   std::map<std::string, uint64_t> calls; uint64_t executed = 0, waits = 0, event_waits = 0, to_host = 0, turn = 0, used = 0, peak = 0, host_peak = 0; Handle next = 1;
@@ -120,6 +122,7 @@ void finding(const std::string& what) {
 std::string left_in(const Context& c) {
   size_t bytes = 0; for (auto& [p, n] : c.allocations) bytes += n;
   for (auto& [h, p] : c.physical) bytes += p.bytes;
+  for (Exec* e : c.execs) bytes += e->bytes;
   size_t registered = 0; for (auto& [p, n] : c.registered) registered += n;
   return text("{\"bytes\":%zu,\"registered_bytes\":%zu,\"allocations\":%zu,\"pinned\":%zu,\"registered\":%zu,\"reserved\":%zu,\"mapped\":%zu,\"physical\":%zu,\"streams\":%zu,\"events\":%zu,\"modules\":%zu,\"graphs\":%zu,\"execs\":%zu}",
     bytes, registered, c.allocations.size(), c.pinned.size(), c.registered.size(), c.reserved.size(), c.mapped.size(), c.physical.size(), c.streams.size(),
@@ -139,6 +142,7 @@ bool read_environment() {
   if (auto v = env("FAKE_CUDA_MEMORY"); !v.empty()) s.total = strtoull(v.c_str(), nullptr, 10);
   s.mapped_ms = strtoull(env("FAKE_CUDA_MAPPED_MS").c_str(), nullptr, 10); s.device_ms = strtoull(env("FAKE_CUDA_DEVICE_MS").c_str(), nullptr, 10);
   if (auto v = env("FAKE_CUDA_CONTEXT"); !v.empty()) s.context_bytes = strtoull(v.c_str(), nullptr, 10);
+  s.node_bytes = strtoull(env("FAKE_CUDA_GRAPH_NODE").c_str(), nullptr, 10); s.cut = env("FAKE_CUDA_GRAPHS") == "cut";
   if (auto v = env("FAKE_CUDA_DRIVER"); !v.empty()) s.driver = atoi(v.c_str());
   if (auto v = env("FAKE_CUDA_WRONG"); !v.empty()) { s.wrong = v.substr(0, v.find('@')); s.wrong_at = strtoull(v.c_str() + v.find('@') + 1, nullptr, 10); }
   s.largest = env("FAKE_CUDA_LARGEST"); s.log = env("FAKE_CUDA_LOG"); s.board = env("FAKE_CUDA_BOARD");
@@ -316,6 +320,7 @@ int unsafe_in_capture() {
 void destroy(Context* c) {
   write_line("{\"event\":\"context\",\"left\":" + left_in(*c) + "}");
   for (auto& [p, n] : c->allocations) { remove_device_memory(p, (n + PAGE - 1) / PAGE * PAGE); give(n); }
+  for (Exec* e : c->execs) give(e->bytes);
   for (auto& [p, m] : c->mapped) if (m.accessible) remove_device_memory(p, m.bytes);
   for (auto& [h, p] : c->physical) { fallocate(s.physical_file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, p.offset, p.bytes); give(p.bytes); }
   for (auto& [p, n] : c->pinned) { simt_memory_remove((void*)p); munmap((void*)p, n); if (s.device->integrated) give(n); }
@@ -651,15 +656,16 @@ API(cuStreamEndCapture, Stream* t, Graph** g) {
   if (c.mode != 2 && c.by != std::this_thread::get_id()) return STREAM_CAPTURE_WRONG_THREAD;
   current->graphs.insert(*g = new Graph{std::move(c.nodes)}); return OK;
 }
-API(cuGraphInstantiateWithFlags, Exec** e, Graph* g, unsigned long long) { ENTER(cuGraphInstantiateWithFlags); if (!is(current->graphs, g)) return INVALID_HANDLE; TRY(planned("memory")); current->execs.insert(*e = new Exec{g->nodes, {}}); return OK; }
+API(cuGraphInstantiateWithFlags, Exec** e, Graph* g, unsigned long long) { ENTER(cuGraphInstantiateWithFlags); if (!is(current->graphs, g)) return INVALID_HANDLE; const size_t n = g->nodes.size() * s.node_bytes; TRY(take(n)); current->execs.insert(*e = new Exec{g->nodes, {}, n}); return OK; }
 API(cuGraphUpload, Exec* e, Stream* t) { ENTER(cuGraphUpload); return stream_of(t) && is(current->execs, e) ? OK : INVALID_HANDLE; }
 API(cuGraphLaunch, Exec* e, Stream* t) {
   ENTER(cuGraphLaunch); STREAM(t); if (!is(current->execs, e)) return INVALID_HANDLE;
   if (t_stream.capture.on) { finding("a graph is launched into a capture, which is not imitated"); return STREAM_CAPTURE_UNSUPPORTED; }
   const std::vector<Mark> after{e->last};
   TRY(push(t_stream, nullptr, after));
-  for (auto& work : e->nodes) TRY(push(t_stream, work));
+  const std::vector<Work>& nodes = e->nodes;
+  for (size_t i = 0; i + s.cut < nodes.size(); i++) TRY(push(t_stream, nodes[i]));
   e->last = end_of(t_stream); return OK;
 }
-API(cuGraphExecDestroy, Exec* e) { RELEASE(cuGraphExecDestroy); if (!current->execs.erase(e)) return INVALID_HANDLE; delete e; RELEASED; }
+API(cuGraphExecDestroy, Exec* e) { RELEASE(cuGraphExecDestroy); if (!current->execs.erase(e)) return INVALID_HANDLE; give(e->bytes); delete e; RELEASED; }
 API(cuGraphDestroy, Graph* g) { RELEASE(cuGraphDestroy); if (!current->graphs.erase(g)) return INVALID_HANDLE; delete g; RELEASED; }

@@ -301,8 +301,16 @@ mod tests {
             types: [dtype].into_iter().collect(),
         };
         let mut out = vec![0.0; tokens * (rows + 3)];
-        let product =
-            Product { weight: buffer.from(0), dtype, rows, columns, out: buffer.from(0), stride: rows + 3, first: 2 };
+        let product = Product {
+            weight: buffer.from(0),
+            part: None,
+            dtype,
+            rows,
+            columns,
+            out: buffer.from(0),
+            stride: rows + 3,
+            first: 2,
+        };
         let copied = Access::new(&mut owner).read_bytes(&copies.memory).unwrap();
         let from = (input, copied, &copies);
         let task = Task::new(&product, bytes, Share::new(&mut out), from, tokens).unwrap();

@@ -79,9 +79,11 @@ impl CudaDevice {
 
     fn started(&self, limits: &Limits) -> Result<Cuda, Unavailable> {
         let gpu = Gpu::open()?;
+        gpu.set_graphs(self.trial.graphs).map_err(|error| refused(&error))?;
         let kernels = if self.plain() { ", without tensor cores" } else { "" };
+        let graphs = if self.trial.graphs { "" } else { ", without graphs" };
         let memory = if self.mapped() { "mapped" } else { "device" };
-        let name = format!("cuda ({}, {}, {memory} memory{kernels})", gpu.driver.name, gpu.image);
+        let name = format!("cuda ({}, {}, {memory} memory{kernels}{graphs})", gpu.driver.name, gpu.image);
         Cuda::new(&gpu, name, self.mapped(), self.plain(), limits).map_err(|error| refused(&error))
     }
 }
@@ -142,7 +144,13 @@ pub fn describe() -> String {
     let context = device.context_bytes(&Limits::default());
     let facts = format!("{facts}; its context takes {context}");
     let facts = device.probe.as_ref().map_or(facts.clone(), |probe| format!("{facts}; {probe}"));
-    if device.plain() { format!("{facts}; tensor cores are not used: they compute something else") } else { facts }
+    let tensor_cores = if device.plain() { "; tensor cores are not used: they compute something else" } else { "" };
+    let graphs = if device.trial.graphs {
+        ""
+    } else {
+        "; launches are not captured as graphs: they do something else then, or nothing"
+    };
+    format!("{facts}{tensor_cores}{graphs}")
 }
 
 fn is_integrated() -> bool {

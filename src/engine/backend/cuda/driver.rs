@@ -10,8 +10,8 @@ use cudarc::driver::{
     sys::{self, CUdevice_attribute as Attribute},
 };
 pub(super) use sys::{
-    CUcontext as Context, CUdeviceptr as Address, CUevent as Event, CUfunction as Function, CUmodule as Module,
-    CUstream as Stream,
+    CUcontext as Context, CUdeviceptr as Address, CUevent as Event, CUfunction as Function, CUgraph as Graph,
+    CUgraphExec as GraphExec, CUmodule as Module, CUstream as Stream,
 };
 
 use crate::engine::error::{DeviceError, Unavailable};
@@ -117,6 +117,13 @@ functions! {
     cuStreamCreate(stream: *mut Stream, flags: c_uint);
     cuStreamDestroy_v2(stream: Stream);
     cuStreamSynchronize(stream: Stream);
+    cuStreamBeginCapture_v2(stream: Stream, mode: sys::CUstreamCaptureMode);
+    cuStreamEndCapture(stream: Stream, graph: *mut Graph);
+    cuGraphInstantiateWithFlags(graph_exec: *mut GraphExec, graph: Graph, flags: c_ulonglong);
+    cuGraphUpload(graph: GraphExec, stream: Stream);
+    cuGraphLaunch(graph: GraphExec, stream: Stream);
+    cuGraphDestroy(graph: Graph);
+    cuGraphExecDestroy(graph: GraphExec);
     cuEventCreate(event: *mut Event, flags: c_uint);
     cuEventDestroy_v2(event: Event);
     cuEventRecord(event: Event, stream: Stream);

@@ -3,14 +3,17 @@
 use std::{
     ffi::{CStr, c_int, c_void},
     ptr,
-    sync::Arc,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use cudarc::driver::sys;
 
 use super::{
-    driver::{Address, Context, CudaError, Driver, Event, Function, Functions, Module, Stream, properties_on},
+    driver::{
+        Address, Context, CudaError, Driver, Event, Function, Functions, GraphExec, Module, Stream, properties_on,
+    },
     images,
+    segments::{Command, Segments, Tables},
 };
 use crate::engine::error::Unavailable;
 
@@ -22,6 +25,8 @@ pub(super) struct Gpu {
     kernels: [Function; Kernel::NAMES.len()],
     /// What computes.
     stream: Stream,
+    /// What is queued for it, and held back.
+    segments: Mutex<Segments>,
     /// What brings weights, from any thread.
     copies: Stream,
     /// What its kernels were compiled to.
@@ -72,7 +77,7 @@ impl Drop for Observer {
 macro_rules! kernels {
     ($($kernel:ident $name:literal $threads:literal,)*) => {
         /// A kernel by its name.
-        #[derive(Clone, Copy, Debug)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub(super) enum Kernel {
             $($kernel,)*
         }
@@ -125,6 +130,7 @@ impl Gpu {
             module: ptr::null_mut(),
             kernels: [ptr::null_mut(); Kernel::NAMES.len()],
             stream: ptr::null_mut(),
+            segments: Mutex::default(),
             copies: ptr::null_mut(),
             image: name,
             granule: 0,
@@ -184,13 +190,113 @@ impl Gpu {
         unsafe { (self.driver.functions).cuMemsetD32Async(to, word, count, self.stream) }
     }
 
+    fn segments(&self) -> MutexGuard<'_, Segments> {
+        self.segments.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Launches what is held back.
+    pub(super) fn submit(&self) -> Result<(), CudaError> {
+        self.calls()?;
+        self.segments().submit(self)
+    }
+
+    /// Launches what is held back if it is a whole segment; says whether nothing is any more.
+    pub(super) fn submit_whole(&self) -> Result<bool, CudaError> {
+        self.calls()?;
+        let mut segments = self.segments();
+        if segments.is_whole(self.driver.integrated) {
+            segments.submit(self)?;
+        }
+        Ok(segments.is_empty())
+    }
+
+    /// Has segments captured as graphs from now on, or not.
+    pub(super) fn set_graphs(&self, graphs: bool) -> Result<(), CudaError> {
+        self.calls()?;
+        self.segments().set_graphs(self, graphs);
+        Ok(())
+    }
+
+    /// Captures as many graphs as there will ever be; says whether that is so.
+    pub(super) fn fill_up(&self) -> Result<bool, CudaError> {
+        self.calls()?;
+        Ok(self.segments().fill_up(self))
+    }
+
+    /// Queues a command.
+    ///
+    /// # Safety
+    ///
+    /// The thread is bound. The parameters of a launch are those of the kernel, and what the command uses on the device is there until it
+    /// has been executed.
+    pub(super) unsafe fn issue(&self, command: &Command) -> Result<(), CudaError> {
+        let calls = self.driver.functions;
+        match command {
+            Command::Launch { kernel, grid: (x, y, z), shared, job } => {
+                let (mut places, none) = (job.places(), ptr::null_mut());
+                let (function, threads) = (self.function(*kernel), kernel.threads());
+                let places = places.as_mut_ptr();
+                // SAFETY: the caller's.
+                unsafe { calls.cuLaunchKernel(function, *x, *y, *z, threads, 1, 1, *shared, self.stream, places, none) }
+            }
+            // SAFETY: the caller's.
+            Command::Set { to, word, count } => unsafe { self.set(*to, *word, *count) },
+            // SAFETY: the caller's.
+            Command::Copy { from, to, bytes } => unsafe { calls.cuMemcpyDtoDAsync_v2(*to, *from, *bytes, self.stream) },
+        }
+    }
+
+    /// Commands as a graph; the thread is bound.
+    pub(super) fn capture(&self, commands: &[Command]) -> Result<GraphExec, CudaError> {
+        let calls = self.driver.functions;
+        let (mut graph, mut made) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: the stream of this context; nothing is executed.
+        unsafe { calls.cuStreamBeginCapture_v2(self.stream, OF_THIS_THREAD) }?;
+        // SAFETY: as above.
+        let issued = commands.iter().try_for_each(|command| unsafe { self.issue(command) });
+        // SAFETY: a place for the handle.
+        let mut end = || unsafe { calls.cuStreamEndCapture(self.stream, &raw mut graph) };
+        // Once more where that fails, so that no later command is captured.
+        let ended = end().inspect_err(|_| drop(end()));
+        // SAFETY: a place for the handle, and a graph that was captured just now.
+        let captured =
+            issued.and(ended).and_then(|()| unsafe { calls.cuGraphInstantiateWithFlags(&raw mut made, graph, 0) });
+        if !graph.is_null() {
+            // SAFETY: as above; what was made of it needs it no more.
+            unsafe { calls.cuGraphDestroy(graph) }.ok();
+        }
+        // SAFETY: made just now.
+        let uploaded = captured.and_then(|()| unsafe { calls.cuGraphUpload(made, self.stream) });
+        if uploaded.is_err() && !made.is_null() {
+            self.forget(made);
+        }
+        uploaded.map(|()| made)
+    }
+
+    /// Queues a graph.
+    ///
+    /// # Safety
+    ///
+    /// As of each of its commands, for [`issue`](Self::issue).
+    pub(super) unsafe fn launch(&self, graph: GraphExec) -> Result<(), CudaError> {
+        // SAFETY: the caller's.
+        unsafe { self.driver.functions.cuGraphLaunch(graph, self.stream) }
+    }
+
+    /// Gives a graph back, which may still be executed; the thread is bound.
+    pub(super) fn forget(&self, graph: GraphExec) {
+        // SAFETY: made by `capture`, and not launched any more.
+        unsafe { self.driver.functions.cuGraphExecDestroy(graph) }.ok();
+    }
+
     /// Copies floats to the host once everything that is queued has been executed.
     ///
     /// # Safety
     ///
     /// They are there.
     pub(super) unsafe fn receive(&self, from: Address, to: &mut [f32]) -> Result<(), CudaError> {
-        let calls = self.calls()?;
+        self.submit()?;
+        let calls = self.driver.functions;
         let bytes = size_of_val(to);
         // SAFETY: the caller's, and `to` is borrowed until the stream has come to its end.
         let queued = unsafe { calls.cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from, bytes, self.stream) };
@@ -213,8 +319,9 @@ impl Gpu {
 
     /// Waits for all that is queued.
     pub(super) fn synchronize(&self) -> Result<(), CudaError> {
+        let submitted = self.submit();
         // SAFETY: a stream of this context.
-        unsafe { self.calls()?.cuStreamSynchronize(self.stream) }
+        submitted.and(unsafe { self.calls()?.cuStreamSynchronize(self.stream) })
     }
 
     /// Waits for all that is queued before memory is given up; once more where that fails, which then has not waited.
@@ -257,40 +364,36 @@ impl Commands {
         usize::try_from(self.0.driver.processors).unwrap_or(1)
     }
 
-    /// Queues a kernel with its parameters.
+    /// Launches what is held back.
+    pub(super) fn submit(&self) -> Result<(), CudaError> {
+        self.0.segments().submit(&self.0)
+    }
+
+    /// Launches what is held back where some of it reads this, which may be written then.
+    pub(super) fn before_writing(&self, tables: Tables) -> Result<(), CudaError> {
+        let mut segments = self.0.segments();
+        if segments.reads(tables) { segments.submit(&self.0) } else { Ok(()) }
+    }
+
+    /// Queues a command behind those that are held back: one of a segment that reads so many bytes of weights, or one that is launched at once.
     ///
     /// # Safety
     ///
-    /// The thread is bound. They are those of the kernel, one pointer for each, and what they point to on the device is there until the kernel
-    /// has been executed.
-    pub(super) unsafe fn launch(
-        &self,
-        kernel: Kernel,
-        (x, y, z): (u32, u32, u32),
-        shared: u32,
-        parameters: &mut [*mut c_void],
-    ) -> Result<(), CudaError> {
-        let function = self.0.function(kernel);
-        let none = ptr::null_mut();
-        // SAFETY: the caller's.
-        unsafe {
-            self.0.driver.functions.cuLaunchKernel(
-                function,
-                x,
-                y,
-                z,
-                kernel.threads(),
-                1,
-                1,
-                shared,
-                self.0.stream,
-                parameters.as_mut_ptr(),
-                none,
-            )
+    /// As [`Gpu::issue`].
+    pub(super) unsafe fn queue(&self, command: &Command, weights: Option<usize>) -> Result<(), CudaError> {
+        let mut segments = self.0.segments();
+        match weights {
+            // SAFETY: the caller's.
+            Some(weights) => unsafe { segments.hold(&self.0, *command, weights) },
+            None => {
+                segments.submit(&self.0)?;
+                // SAFETY: the caller's.
+                unsafe { self.0.issue(command) }
+            }
         }
     }
 
-    /// Queues a copy from page-locked memory of the host.
+    /// Queues a copy from page-locked memory of the host, ahead of what is held back.
     ///
     /// # Safety
     ///
@@ -300,17 +403,7 @@ impl Commands {
         unsafe { (self.0.driver.functions).cuMemcpyHtoDAsync_v2(to, from, bytes, self.0.stream) }
     }
 
-    /// Queues a copy within the device.
-    ///
-    /// # Safety
-    ///
-    /// Both are there until it has been executed; the thread is bound.
-    pub(super) unsafe fn copy(&self, from: Address, to: Address, bytes: usize) -> Result<(), CudaError> {
-        // SAFETY: the caller's.
-        unsafe { (self.0.driver.functions).cuMemcpyDtoDAsync_v2(to, from, bytes, self.0.stream) }
-    }
-
-    /// As [`Gpu::set`].
+    /// As [`Gpu::set`], ahead of what is held back.
     ///
     /// # Safety
     ///
@@ -357,6 +450,7 @@ impl Drop for Gpu {
     fn drop(&mut self) {
         // What fails here has failed before: there is no caller to report to.
         if let Ok(calls) = self.calls() {
+            self.segments().set_graphs(self, false);
             // SAFETY: nothing else has them any more, and nothing runs in them: memory that kernels use holds this.
             unsafe {
                 for stream in [self.stream, self.copies] {
@@ -391,6 +485,8 @@ fn lost(error: CudaError) -> Unavailable {
 // Of `cuda.h`.
 const NON_BLOCKING: u32 = 1;
 const WITHOUT_TIME: u32 = 2;
+/// Readers bring weights from other threads meanwhile.
+const OF_THIS_THREAD: sys::CUstreamCaptureMode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
 const SHARED_MAX: sys::CUfunction_attribute =
     sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
 const GRANULE_LEAST: sys::CUmemAllocationGranularity_flags =

@@ -23,6 +23,8 @@ mod probe;
 #[cfg(feature = "cuda")]
 mod queue;
 #[cfg(feature = "cuda")]
+mod segments;
+#[cfg(feature = "cuda")]
 mod staging;
 #[cfg(feature = "cuda")]
 mod trial;

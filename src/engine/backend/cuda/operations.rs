@@ -1,15 +1,16 @@
 //! Operations as launches of kernels.
 
-use std::{ffi::c_void, io, ptr, sync::Arc};
+use std::{io, mem, sync::Arc};
 
 use super::{
     driver::Address,
     gpu::{ATTEND_SHARED_MAX, Commands, Gpu, Kernel},
     memory::{Allocation, allocated_bytes},
     parameters::{
-        AttendJob, CopiesTo, DeltaJob, EmbedJob, FinishJob, HeadsJob, JoinJob, MATRICES_MAX, Matrix, NormJob, Products,
-        cell_kind, copies_stride, format_of, formats_of, kind_of,
+        ActivateJob, AttendJob, ConvertJob, CopiesTo, DeltaJob, EmbedJob, FinishJob, HeadsJob, Job, JoinJob,
+        MATRICES_MAX, Matrix, NormJob, Products, cell_kind, copies_stride, format_of, formats_of, kind_of,
     },
+    segments::{Command, Tables},
     staging::{STAGING_BYTES, Staging, Table},
 };
 use crate::{
@@ -34,8 +35,13 @@ pub(super) struct Launcher {
     pub(super) owner: Owner,
     /// Products of prompts without tensor cores.
     plain: bool,
+    /// The operation under way is one of a token, so that its commands are held back for a segment.
+    of_token: bool,
     /// What kernels count in, at places of their own: see the constants below.
     counters: Allocation,
+    /// Where the parts of the weights lie, behind one that lies at zero, so that offsets in it are addresses.
+    parts: Table<Address>,
+    places: Vec<Address>,
     /// Where the blocks of the cache lie.
     blocks: Table<u64>,
     /// Growth of queries, cosines and sines of a gap, and the rows of the head that are said.
@@ -52,15 +58,18 @@ pub(super) struct Launcher {
 impl Launcher {
     /// With memory for all operations within `limits`.
     pub(super) fn new(gpu: &Arc<Gpu>, owner: Owner, plain: bool, limits: &Limits) -> io::Result<Self> {
-        let [blocks, growth, back, said] = table_places(limits);
+        let [parts, blocks, growth, back, said] = table_places(limits);
         Ok(Self {
             owner,
             plain,
+            of_token: false,
             counters: Allocation::new(gpu, COUNTERS_BYTES)?,
-            blocks: Table::new(gpu, blocks)?,
-            growth: Table::new(gpu, growth)?,
-            back: Table::new(gpu, back)?,
-            said: Table::new(gpu, said)?,
+            parts: Table::new(gpu, None, parts)?,
+            places: vec![0; parts],
+            blocks: Table::new(gpu, Some(Tables::Cache), blocks)?,
+            growth: Table::new(gpu, Some(Tables::Cache), growth)?,
+            back: Table::new(gpu, Some(Tables::Cache), back)?,
+            said: Table::new(gpu, Some(Tables::Said), said)?,
             position: None,
             copied: CopiesTo::default(),
             copied_in: 0,
@@ -71,28 +80,28 @@ impl Launcher {
 
     /// Queues an operation; the thread is bound.
     pub(super) fn queue(&mut self, operation: &Operation<'_>) -> Result<(), DeviceError> {
+        self.of_token = is_of_token(operation);
+        if !self.of_token {
+            self.commands.submit()?;
+        }
         match operation {
             Operation::Activate(job) => self.activate(job),
             Operation::Attend(job) => self.attend(job),
             Operation::Convert(job) => self.convert(job),
             Operation::Copy { from, to } => {
-                let (source, target) = (self.at(from)?, self.at(to)?);
                 self.fits(to, from.len())?;
-                // SAFETY: both are inside of buffers, which wait for what is queued before they are given up.
-                Ok(unsafe { self.commands.copy(source, target, from.len()) }?)
+                self.command(&Command::Copy { from: self.at(from)?, to: self.at(to)?, bytes: from.len() })
             }
             Operation::Delta(job) => self.delta(job),
             Operation::Fill { floats, value } => {
-                let target = self.at(floats)?;
-                // SAFETY: as above.
-                Ok(unsafe { self.commands.set(target, value.to_bits(), floats.len() / 4) }?)
+                let (to, count) = (self.at(floats)?, floats.len() / 4);
+                self.command(&Command::Set { to, word: value.to_bits(), count })
             }
             Operation::Finish(job) => self.finish(job),
             Operation::Move { space, from, to, len } => {
-                let source = self.owner.device_range(space, *from, *len)?;
-                let target = self.owner.device_range(space, *to, *len)?;
-                // SAFETY: as above.
-                Ok(unsafe { self.commands.copy(source, target, *len) }?)
+                let from = self.owner.device_range(space, *from, *len)?;
+                let to = self.owner.device_range(space, *to, *len)?;
+                self.command(&Command::Copy { from, to, bytes: *len })
             }
             Operation::Multiply(job) => self.multiply(job),
             Operation::Norm(job) => self.norm(job),
@@ -118,11 +127,18 @@ impl Launcher {
         }
     }
 
-    /// A kernel with one parameter.
-    fn launch<T: Copy>(&self, kernel: Kernel, grid: (u32, u32, u32), shared: u32, job: &T) -> Result<(), DeviceError> {
-        let parameters = &mut [ptr::from_ref(job).cast_mut().cast::<c_void>()];
-        // SAFETY: of the kernel's layout, with addresses of buffers, which wait for what is queued before they are given up.
-        Ok(unsafe { self.commands.launch(kernel, grid, shared, parameters) }?)
+    fn launch(&self, kernel: Kernel, grid: (u32, u32, u32), shared: u32, job: Job) -> Result<(), DeviceError> {
+        self.command(&Command::Launch { kernel, grid, shared, job })
+    }
+
+    fn command(&self, command: &Command) -> Result<(), DeviceError> {
+        self.command_with(command, 0)
+    }
+
+    /// A command that reads so many bytes of weights.
+    fn command_with(&self, command: &Command, weights: usize) -> Result<(), DeviceError> {
+        // SAFETY: parameters of the kernel, with addresses of buffers, which wait for what is queued before they are given up.
+        Ok(unsafe { self.commands.queue(command, self.of_token.then_some(weights)) }?)
     }
 
     fn counter(&self, place: usize) -> Address {
@@ -155,7 +171,7 @@ impl Launcher {
             scale: 1.0,
             ..NormJob::default()
         };
-        self.launch(Kernel::Norm, (word(rows)?, 1, 1), 0, &job)
+        self.launch(Kernel::Norm, (word(rows)?, 1, 1), 0, Job::Norm(job))
     }
 
     fn norm(&mut self, job: &Norm) -> Result<(), DeviceError> {
@@ -178,7 +194,7 @@ impl Launcher {
             launched.scale = residual.scale;
         }
         launched.to = self.prepare(&job.prepare, rows, width)?;
-        self.launch(Kernel::Norm, (word(rows)?, 1, 1), 0, &launched)
+        self.launch(Kernel::Norm, (word(rows)?, 1, 1), 0, Job::Norm(launched))
     }
 
     fn multiply(&mut self, job: &Multiply<'_>) -> Result<(), DeviceError> {
@@ -225,7 +241,7 @@ impl Launcher {
     }
 
     /// Products, with what becomes of two of them and where its copies go.
-    fn products(&self, job: &Multiply<'_>, pair: Option<(&Activate, CopiesTo)>) -> Result<(), DeviceError> {
+    fn products(&mut self, job: &Multiply<'_>, pair: Option<(&Activate, CopiesTo)>) -> Result<(), DeviceError> {
         let (kernel, rows, tokens) = match job.rows {
             0 => return Ok(()),
             1 => (Kernel::Product1, 32, 1),
@@ -235,17 +251,19 @@ impl Launcher {
             _ => (Kernel::ProductTiles, 64, 64),
         };
         for products in job.products.chunks(MATRICES_MAX) {
+            let parts = self.parts_of(products)?;
             let mut launched = Products {
-                parts: self.counter(NULL_PART),
+                parts,
                 input: self.copied,
                 tokens: word(job.rows)?,
                 matrices: word(products.len())?,
                 ..Products::default()
             };
-            let mut blocks = 0;
+            let (mut blocks, mut weights) = (0, 0);
             for (product, matrix) in products.iter().zip(&mut launched.matrix) {
                 *matrix = self.matrix(product, job.rows, blocks)?;
                 blocks += matrix.rows.div_ceil(rows);
+                weights += product.weight.len();
             }
             if let Some((activate, to)) = pair {
                 (launched.pair_to, launched.pair_counters) = (to, self.counter(PAIR));
@@ -256,9 +274,29 @@ impl Launcher {
                 }
             }
             let grid = (blocks, word(job.rows.div_ceil(tokens))?, 1);
-            self.launch(kernel, grid, 0, &launched)?;
+            let job = Job::Products(launched);
+            self.command_with(&Command::Launch { kernel, grid, shared: 0, job }, weights)?;
         }
         Ok(())
+    }
+
+    /// The table of parts, with those of these products.
+    fn parts_of(&mut self, products: &[Product]) -> Result<Address, DeviceError> {
+        let mut is_same = true;
+        for product in products {
+            let Some(number) = product.part else { continue };
+            let (place, _) = self.owner.device_place(&product.weight)?;
+            let known = self.places.get_mut(number + 1);
+            let known = known.ok_or_else(|| DeviceError::new(format!("there is no part {number}")))?;
+            if mem::replace(known, place) != place {
+                self.commands.before_writing(Tables::Part(word(number + 1)?))?;
+                is_same = false;
+            }
+        }
+        if is_same {
+            return Ok(self.parts.address());
+        }
+        self.parts.put(&mut self.staging, self.places.iter().copied().map(Ok))
     }
 
     fn matrix(&self, product: &Product, tokens: usize, first_block: u32) -> Result<Matrix, DeviceError> {
@@ -271,8 +309,13 @@ impl Launcher {
         if product.columns != self.copied.columns as usize || format_of(dtype) & self.copied.formats == 0 {
             return Err(DeviceError::new("an input was copied for other products".to_owned()));
         }
+        let (part, offset) = match product.part {
+            Some(number) => (word(number + 1)?, self.owner.device_place(&product.weight)?.1),
+            None => (0, self.at(&product.weight)?),
+        };
         Ok(Matrix {
-            offset: self.at(&product.weight)?,
+            part,
+            offset,
             out: self.at(&product.out)? + 4 * product.first as u64,
             kind,
             rows: word(product.rows)?,
@@ -288,19 +331,15 @@ impl Launcher {
         self.fits(&job.up, job.gate.len())?;
         self.add_bias(gate, rows, job.gate_bias.as_ref())?;
         self.add_bias(up, rows, job.up_bias.as_ref())?;
-        let mut to = self.prepare(&job.prepare, rows, job.width)?;
-        let (mut gate, mut up, mut stride) = (gate, up, word(job.width)?);
-        let mut activation = number_of(job.activation);
+        let launched = ActivateJob {
+            gate,
+            up,
+            stride: word(job.width)?,
+            activation: number_of(job.activation),
+            to: self.prepare(&job.prepare, rows, job.width)?,
+        };
         let grid = (word(job.width.div_ceil(1024))?, word(rows)?, 1);
-        let parameters: &mut [*mut c_void] = &mut [
-            (&raw mut gate).cast(),
-            (&raw mut up).cast(),
-            (&raw mut stride).cast(),
-            (&raw mut activation).cast(),
-            (&raw mut to).cast(),
-        ];
-        // SAFETY: the kernel's parameters; their buffers wait for what is queued before they are given up.
-        Ok(unsafe { self.commands.launch(Kernel::Activate, grid, 0, parameters) }?)
+        self.launch(Kernel::Activate, grid, 0, Job::Activate(launched))
     }
 
     fn rotate(&mut self, job: &Rotate<'_>) -> Result<(), DeviceError> {
@@ -333,7 +372,7 @@ impl Launcher {
                 RowBytes::View(view) => {
                     self.fits(view, row_bytes)?;
                     let launched = EmbedJob {
-                        parts: self.counter(NULL_PART),
+                        parts: self.parts.address(),
                         offset: self.at(view)?,
                         stream: target,
                         scale: job.scale,
@@ -342,7 +381,8 @@ impl Launcher {
                         row_bytes: word(row_bytes)?,
                         ..EmbedJob::default()
                     };
-                    self.launch(Kernel::Embed, (word(elements.div_ceil(1024))?, 1, 1), 0, &launched)?;
+                    let grid = (word(elements.div_ceil(1024))?, 1, 1);
+                    self.launch(Kernel::Embed, grid, 0, Job::Embed(launched))?;
                 }
             }
         }
@@ -354,6 +394,7 @@ impl Launcher {
         let (position, place) = (word(position)?, self.counter(POSITION));
         if self.position != Some(position) {
             self.position = None;
+            self.commands.before_writing(Tables::Cache)?;
             // SAFETY: a word of the counters.
             unsafe { self.commands.set(place, position, 1) }?;
             self.position = Some(position);
@@ -446,7 +487,7 @@ impl Launcher {
                 ..HeadsJob::default()
             };
             let all_heads = word((spec.heads + 2 * spec.kv_heads).div_ceil(4))?;
-            self.launch(Kernel::Heads, (all_heads, word(rows)?, 1), 0, &heads)?;
+            self.launch(Kernel::Heads, (all_heads, word(rows)?, 1), 0, Job::Heads(heads))?;
             let attend = AttendJob {
                 query: turned,
                 query_back: if back == 0 { 0 } else { turned_back },
@@ -469,7 +510,7 @@ impl Launcher {
             let tiles = (rows * (spec.heads / spec.kv_heads.max(1))).div_ceil(16);
             let kernel = if dim > 128 { Kernel::Attend256 } else { Kernel::Attend128 };
             let grid = (word(spec.kv_heads)?, word(tiles)?, word(groups)?);
-            self.launch(kernel, grid, shared, &attend)?;
+            self.launch(kernel, grid, shared, Job::Attend(attend))?;
             let join = JoinJob {
                 partial,
                 gate: if spec.gated { query_floats + 4 * dim as u64 } else { 0 },
@@ -483,7 +524,7 @@ impl Launcher {
                 unused: 0,
             };
             let grid = (word(query.div_ceil(1024))?, word(rows)?, 1);
-            self.launch(Kernel::AttendJoin, grid, 0, &join)?;
+            self.launch(Kernel::AttendJoin, grid, 0, Job::Join(join))?;
             first += rows;
         }
         Ok(())
@@ -508,21 +549,12 @@ impl Launcher {
         let elements = u32::try_from(job.elements).unwrap_or(u32::MAX);
         let bytes = |kind: KvType| usize::try_from(kind.row_bytes(elements)).unwrap_or(usize::MAX);
         let (had, has) = (bytes(job.from), bytes(job.to));
-        let mut memory = self.owner.device_range(&job.space, 0, job.rows * had.max(has))?;
-        let (mut dim, mut from, mut to) = (elements, cell_kind(job.from), cell_kind(job.to));
-        let mut wave = |first: usize, end: usize| {
-            let (mut first, mut count) = (first as u64, word(end - first)?);
-            let grid = (count.div_ceil(4), 1, 1);
-            let parameters: &mut [*mut c_void] = &mut [
-                (&raw mut memory).cast(),
-                (&raw mut first).cast(),
-                (&raw mut count).cast(),
-                (&raw mut dim).cast(),
-                (&raw mut from).cast(),
-                (&raw mut to).cast(),
-            ];
-            // SAFETY: the kernel's parameters; all rows are open, and stay so until the host has waited.
-            Ok::<(), DeviceError>(unsafe { self.commands.launch(Kernel::Convert, grid, 0, parameters) }?)
+        let memory = self.owner.device_range(&job.space, 0, job.rows * had.max(has))?;
+        let wave = |first: usize, end: usize| {
+            let count = word(end - first)?;
+            let (from, to) = (cell_kind(job.from), cell_kind(job.to));
+            let launched = ConvertJob { memory, first: first as u64, count, dim: elements, from, to };
+            self.launch(Kernel::Convert, (count.div_ceil(4), 1, 1), 0, Job::Convert(launched))
         };
         // In waves that write where rows of later ones have been, and no row of the same wave that another block reads.
         if has <= had {
@@ -583,7 +615,7 @@ impl Launcher {
             epsilon: job.epsilon,
             unused: 0,
         };
-        self.launch(kernel, (heads, 1, 1), 0, &launched)
+        self.launch(kernel, (heads, 1, 1), 0, Job::Delta(launched))
     }
 
     fn finish(&mut self, job: &Finish<'_>) -> Result<(), DeviceError> {
@@ -608,9 +640,26 @@ impl Launcher {
             scale: job.scale,
             cap: job.cap.unwrap_or(0.0),
         };
-        self.launch(Kernel::Finish, (word(blocks)?, 1, 1), 0, &launched)?;
-        // SAFETY: words of the counters, and of a buffer, which waits for what is queued before it is given up.
-        Ok(unsafe { self.commands.copy(self.counter(RESULT), found, 12) }?)
+        self.launch(Kernel::Finish, (word(blocks)?, 1, 1), 0, Job::Finish(launched))?;
+        self.command(&Command::Copy { from: self.counter(RESULT), to: found, bytes: 12 })
+    }
+}
+
+/// Whether an operation is one of a single token, on weights that stay where they are: with the next token it will mostly be the same.
+fn is_of_token(operation: &Operation<'_>) -> bool {
+    match operation {
+        Operation::Activate(job) => job.gate.len() == 4 * job.width,
+        Operation::Attend(job) => job.rows == 1,
+        Operation::Delta(job) => job.rows.len() == 1,
+        Operation::Finish(_) => true,
+        Operation::Multiply(job) => job.rows == 1 && job.products.iter().all(|product| product.part.is_some()),
+        Operation::Norm(job) => job.stream.len() == job.weight.len(),
+        Operation::Convert(_)
+        | Operation::Copy { .. }
+        | Operation::Fill { .. }
+        | Operation::Move { .. }
+        | Operation::Rotate(_)
+        | Operation::Widen(_) => false,
     }
 }
 
@@ -636,8 +685,7 @@ const SCRATCH_ROWS: usize = 128;
 /// Tokens of a part: `PART` of `attention.cu`.
 const PART_TOKENS: usize = 256;
 
-// Places among the counters. A part that lies at zero, so that offsets are addresses:
-const NULL_PART: usize = 0;
+// Places among the counters:
 const POSITION: usize = 64;
 const RESULT: usize = 128;
 const FINISH: usize = 192;
@@ -651,16 +699,16 @@ const PAIR: usize = PARTIAL + 12 * FINISH_BLOCKS_MAX;
 const PAIR_COUNTERS_MAX: usize = 1024;
 const COUNTERS_BYTES: usize = PAIR + 4 * PAIR_COUNTERS_MAX;
 
-/// Places in the tables of a launcher: of blocks, growth of queries, cosines and sines of a gap, and rows that are said.
-fn table_places(limits: &Limits) -> [usize; 4] {
+/// Places in the tables of a launcher: of parts, blocks, growth of queries, cosines and sines of a gap, and rows that are said.
+fn table_places(limits: &Limits) -> [usize; 5] {
     let blocks = usize::try_from(limits.context).unwrap_or(usize::MAX).div_ceil(BLOCK_TOKENS);
-    [blocks, SCRATCH_ROWS, HEAD_DIM_MAX, limits.said]
+    [1 + limits.parts, blocks, SCRATCH_ROWS, HEAD_DIM_MAX, limits.said]
 }
 
 /// What a launcher takes for itself: counters, tables, and what is staged for them.
 pub(super) fn own_bytes(limits: &Limits) -> usize {
-    let [blocks, growth, back, said] = table_places(limits);
-    let pages = [COUNTERS_BYTES, blocks * 8, growth * 4, back * 4, said * 8].map(allocated_bytes);
+    let [parts, blocks, growth, back, said] = table_places(limits);
+    let pages = [COUNTERS_BYTES, parts * 8, blocks * 8, growth * 4, back * 4, said * 8].map(allocated_bytes);
     pages.into_iter().sum::<usize>() + STAGING_BYTES
 }
 /// Rows of a gate that are activated together: `pair_of` of `products.cu`.

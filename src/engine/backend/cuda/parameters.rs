@@ -1,5 +1,7 @@
 //! Parameters of the kernels, as `kernels/` declares them.
 
+use std::{ffi::c_void, ptr};
+
 use candle_core::quantized::GgmlDType;
 
 use super::driver::Address;
@@ -8,9 +10,74 @@ use crate::{
     policy::kv_type::KvType,
 };
 
+/// The parameters of a launch.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[expect(clippy::large_enum_variant, reason = "products are most of what is launched")]
+pub(super) enum Job {
+    Activate(ActivateJob),
+    Attend(AttendJob),
+    Convert(ConvertJob),
+    Delta(DeltaJob),
+    Embed(EmbedJob),
+    Finish(FinishJob),
+    Heads(HeadsJob),
+    Join(JoinJob),
+    Norm(NormJob),
+    Products(Products),
+}
+
+impl Job {
+    /// Where each of the kernel's parameters is; of fewer than six the others are not read.
+    pub(super) fn places(&self) -> [*mut c_void; 6] {
+        fn at<T>(parameter: &T) -> *mut c_void {
+            ptr::from_ref(parameter).cast_mut().cast()
+        }
+        let one = |place: *mut c_void| {
+            [place, ptr::null_mut(), ptr::null_mut(), ptr::null_mut(), ptr::null_mut(), ptr::null_mut()]
+        };
+        match self {
+            Self::Activate(job) => {
+                [at(&job.gate), at(&job.up), at(&job.stride), at(&job.activation), at(&job.to), ptr::null_mut()]
+            }
+            Self::Attend(job) => one(at(job)),
+            Self::Convert(job) => {
+                [at(&job.memory), at(&job.first), at(&job.count), at(&job.dim), at(&job.from), at(&job.to)]
+            }
+            Self::Delta(job) => one(at(job)),
+            Self::Embed(job) => one(at(job)),
+            Self::Finish(job) => one(at(job)),
+            Self::Heads(job) => one(at(job)),
+            Self::Join(job) => one(at(job)),
+            Self::Norm(job) => one(at(job)),
+            Self::Products(job) => one(at(job)),
+        }
+    }
+}
+
+/// Parameters of `activate` in `layers.cu`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct ActivateJob {
+    pub(super) gate: Address,
+    pub(super) up: Address,
+    pub(super) stride: u32,
+    pub(super) activation: u32,
+    pub(super) to: CopiesTo,
+}
+
+/// Parameters of `convert` in `attention.cu`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct ConvertJob {
+    pub(super) memory: Address,
+    pub(super) first: u64,
+    pub(super) count: u32,
+    pub(super) dim: u32,
+    pub(super) from: u32,
+    pub(super) to: u32,
+}
+
 /// Copies of activations: see `copies.cuh`.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct CopiesTo {
     pub(super) base: Address,
     pub(super) formats: u32,
@@ -22,7 +89,7 @@ pub(super) struct CopiesTo {
 
 /// `Matrix` of `products.cu`.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Matrix {
     pub(super) offset: Address,
     pub(super) out: Address,
@@ -37,7 +104,7 @@ pub(super) struct Matrix {
 
 /// `Products` of `products.cu`.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Products {
     pub(super) parts: Address,
     pub(super) input: CopiesTo,
@@ -52,7 +119,7 @@ pub(super) struct Products {
 
 /// `Norm` of `layers.cu`.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct NormJob {
     pub(super) stream: Address,
     pub(super) other: Address,
@@ -67,7 +134,7 @@ pub(super) struct NormJob {
 
 /// `Embed` of `layers.cu`.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct EmbedJob {
     pub(super) parts: Address,
     pub(super) offset: Address,
@@ -83,7 +150,7 @@ pub(super) struct EmbedJob {
 
 /// `Heads` of `layers.cu`.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct HeadsJob {
     pub(super) query: Address,
     pub(super) key: Address,
@@ -116,7 +183,7 @@ pub(super) struct HeadsJob {
 
 /// `Attend` of `attention.cu`.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct AttendJob {
     pub(super) query: Address,
     pub(super) query_back: Address,
@@ -139,7 +206,7 @@ pub(super) struct AttendJob {
 
 /// `Join` of `attention.cu`.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct JoinJob {
     pub(super) partial: Address,
     pub(super) gate: Address,
@@ -155,7 +222,7 @@ pub(super) struct JoinJob {
 
 /// `Delta` of `delta.cu`.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct DeltaJob {
     pub(super) mixed: Address,
     pub(super) gate: Address,
@@ -184,7 +251,7 @@ pub(super) struct DeltaJob {
 
 /// `Finish` of `layers.cu`.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct FinishJob {
     pub(super) logits: Address,
     pub(super) ranges: Address,

@@ -211,10 +211,11 @@ impl std::fmt::Display for Probe {
         let Self { speed, room, .. } = self;
         write!(
             formatter,
-            "weights at {:.1} GB/s in its own memory and {:.1} GB/s mapped, a launch in {:.1} us; {} in one piece and {} in several may be had",
+            "weights at {:.1} GB/s in its own memory and {:.1} GB/s mapped, a launch in {:.1} us and in a graph in {:.1} us; {} in one piece and {} in several may be had",
             gigabytes(speed.device),
             gigabytes(speed.mapped),
             speed.launch.as_secs_f64() * 1e6,
+            speed.in_graph.as_secs_f64() * 1e6,
             Bytes::of_len(room.largest_bytes),
             Bytes::of_len(room.sum_bytes),
         )?;

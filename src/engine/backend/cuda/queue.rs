@@ -23,8 +23,9 @@ pub(super) struct Cuda {
     launcher: Launcher,
     /// Weights lie in mappings that it reads where they are.
     mapped: bool,
-    /// Operations that were queued, and those of them that are known to be executed.
+    /// Operations that were queued, those of them that are known to be launched, and those that are known to be executed.
     queued: u64,
+    launched: u64,
     executed: u64,
     /// Events behind operations that are not known to be, in order.
     marks: VecDeque<(u64, Event)>,
@@ -47,6 +48,7 @@ impl Cuda {
             launcher: Launcher::new(gpu, Owner::new(), plain, limits)?,
             mapped,
             queued: 0,
+            launched: 0,
             executed: 0,
             marks: VecDeque::new(),
             spare: Vec::new(),
@@ -80,15 +82,24 @@ impl Cuda {
         }
     }
 
+    /// Launches what is held back where that is a whole segment, and marks the end of what is launched.
+    fn end_segment(&mut self) -> Result<(), CudaError> {
+        if self.gpu.submit_whole()? {
+            self.launched = self.queued;
+            self.try_mark()?;
+        }
+        Ok(())
+    }
+
     fn try_mark(&mut self) -> Result<(), CudaError> {
-        if self.marks.back().map_or(self.executed, |(at, _)| *at) >= self.queued {
+        if self.marks.back().map_or(self.executed, |(at, _)| *at) >= self.launched {
             return Ok(());
         }
         let event = match self.spare.pop() {
             Some(event) => event,
             None => self.gpu().event()?,
         };
-        self.marks.push_back((self.queued, event));
+        self.marks.push_back((self.launched, event));
         // SAFETY: of this context.
         unsafe { self.gpu().record(event) }
     }
@@ -162,10 +173,14 @@ unsafe impl Backend for Cuda {
 
     fn mark(&mut self) -> Fence {
         if self.failed.is_none() {
-            let marked = self.try_mark().map_err(Into::into);
-            self.keep(marked).ok();
+            let ended = self.end_segment().map_err(Into::into);
+            self.keep(ended).ok();
         }
         Fence(self.queued)
+    }
+
+    fn holds(&self, fence: Fence) -> bool {
+        fence.0 > self.launched
     }
 
     fn done(&mut self, fence: Fence) -> Result<bool, DeviceError> {
@@ -181,6 +196,11 @@ unsafe impl Backend for Cuda {
 
     fn wait(&mut self, fence: Fence) -> Result<(), DeviceError> {
         self.sound().map_err(Clone::clone)?;
+        if self.holds(fence) {
+            let submitted = self.gpu.submit().map_err(Into::into);
+            self.keep(submitted)?;
+            self.launched = self.queued;
+        }
         while self.executed < fence.0 {
             if self.marks.is_empty() {
                 let marked = self.try_mark().map_err(Into::into);
@@ -202,7 +222,7 @@ unsafe impl Backend for Cuda {
         while let Some((_, event)) = self.marks.pop_front() {
             self.spare.push(event);
         }
-        self.executed = self.queued;
+        (self.launched, self.executed) = (self.queued, self.queued);
         self.launcher.staging.passed();
         Ok(&self.shown)
     }

@@ -6,6 +6,7 @@ use super::{
     driver::{Address, CudaError, Event},
     gpu::{Commands, Gpu},
     memory::{Allocation, registered},
+    segments::Tables,
 };
 use crate::{
     engine::{
@@ -46,11 +47,11 @@ impl Staging {
         Ok(staging)
     }
 
-    /// Queues that memory of the device has these values; they may be given up when this returns.
+    /// Queues that memory of the device has these values, ahead of what is held back; they may be given up when this returns.
     ///
     /// # Safety
     ///
-    /// There is room on the device until it has been executed; the thread is bound.
+    /// There is room on the device until it has been executed, and nothing that is held back uses it; the thread is bound.
     pub(super) unsafe fn send<T: Copy>(&mut self, mut to: Address, values: &[T]) -> Result<(), CudaError> {
         for values in values.chunks((SLOT_BYTES / size_of::<T>().max(1)).max(1)) {
             let bytes = size_of_val(values);
@@ -108,15 +109,21 @@ impl Drop for Staging {
 /// A table on the device that the host writes, with room for all that it will ever hold.
 pub(super) struct Table<T> {
     memory: Allocation,
+    /// What may read it while it is written; nothing where that is looked for before.
+    kind: Option<Tables>,
     places: usize,
     /// What it will hold.
     last: Vec<T>,
 }
 
 impl<T: Copy + PartialEq> Table<T> {
-    pub(super) fn new(gpu: &Arc<Gpu>, places: usize) -> Result<Self, CudaError> {
+    pub(super) fn new(gpu: &Arc<Gpu>, kind: Option<Tables>, places: usize) -> Result<Self, CudaError> {
         let memory = Allocation::new(gpu, places * size_of::<T>())?;
-        Ok(Self { memory, places, last: Vec::with_capacity(places) })
+        Ok(Self { memory, kind, places, last: Vec::with_capacity(places) })
+    }
+
+    pub(super) fn address(&self) -> Address {
+        self.memory.address()
     }
 
     /// Where it lies once it holds `values`, for what is queued from now on: operations before it have had what they need by then,
@@ -144,6 +151,9 @@ impl<T: Copy + PartialEq> Table<T> {
             self.last.truncate(count);
         }
         if !is_same {
+            if let Some(kind) = self.kind {
+                staging.commands.before_writing(kind)?;
+            }
             // SAFETY: there is room in it; the thread is bound.
             unsafe { staging.send(self.memory.address(), &self.last) }?;
         }

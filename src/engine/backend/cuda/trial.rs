@@ -31,14 +31,17 @@ use crate::{
 pub(super) struct Trial {
     /// Tensor cores compute the same as other kernels.
     pub(super) tensor_cores: bool,
+    /// Captured graphs do the same as their commands one by one.
+    pub(super) graphs: bool,
     /// Bytes of the pieces in which the cache comes and goes.
     pub(super) granule: usize,
-    /// Bytes that a context takes with its kernels.
+    /// Bytes that a context takes with its kernels, and as many graphs as there may be.
     pub(super) context: usize,
 }
 
 impl Trial {
-    /// Computes products of a prompt with and without tensor cores, in every kind of memory that a model needs.
+    /// Computes products of a prompt with and without tensor cores, in every kind of memory that a model needs, and some of one token
+    /// with and without graphs.
     ///
     /// # Errors
     ///
@@ -57,9 +60,11 @@ impl Trial {
         };
         let by_others = product(true).map_err(|error| refused(&error))?;
         let by_tensor_cores = product(false).map_err(|error| refused(&error))?;
+        let graphs = graphs_compute(&gpu).map_err(|error| refused(&error))?;
         let context = before.saturating_sub(free(&observer)?);
         Ok(Self {
             tensor_cores: by_others == by_tensor_cores,
+            graphs,
             granule: gpu.granule,
             context: context.next_multiple_of(CONTEXT_STEP).min(CONTEXT_MAX),
         })
@@ -75,6 +80,8 @@ pub(super) struct Speed {
     pub(super) mapped: u64,
     /// Time of a launch among others, of a kernel that has hardly anything to do.
     pub(super) launch: Duration,
+    /// The same in a graph.
+    pub(super) in_graph: Duration,
 }
 
 impl Speed {
@@ -89,7 +96,8 @@ impl Speed {
             Ok::<_, io::Error>(Self {
                 device: reading(&gpu, false)?,
                 mapped: reading(&gpu, true)?,
-                launch: launching(&gpu)?,
+                launch: launching(&gpu, false)?,
+                in_graph: launching(&gpu, true)?,
             })
         };
         measured().map_err(|error| refused(&error))
@@ -109,7 +117,7 @@ pub(super) fn refused(error: &dyn std::error::Error) -> Unavailable {
 }
 
 fn cuda(gpu: &Arc<Gpu>, mapped: bool, plain: bool) -> io::Result<Cuda> {
-    Cuda::new(gpu, String::new(), mapped, plain, &Limits::default())
+    Cuda::new(gpu, String::new(), mapped, plain, &Limits { parts: 1, ..Limits::default() })
 }
 
 fn failed(error: DeviceError) -> io::Error {
@@ -118,6 +126,7 @@ fn failed(error: DeviceError) -> io::Error {
 
 /// Rows of floats with copies, as a norm leaves them for products.
 struct Input {
+    norm: Norm,
     normed: Buffer,
     copies: Copies,
     rows: usize,
@@ -152,8 +161,13 @@ impl Input {
             epsilon: 1e-6,
             prepare: Prepare { copies: copies.clone(), types, first: 0 },
         };
-        cuda.queue(Operation::Norm(norm)).map_err(failed)?;
-        Ok(Self { normed, copies, rows, columns })
+        let input = Self { norm, normed, copies, rows, columns };
+        input.norm(cuda)?;
+        Ok(input)
+    }
+
+    fn norm(&self, cuda: &mut Cuda) -> io::Result<()> {
+        cuda.queue(Operation::Norm(self.norm.clone())).map_err(failed)
     }
 
     fn multiply(&self, cuda: &mut Cuda, products: &[Product]) -> io::Result<()> {
@@ -178,6 +192,7 @@ fn product(cuda: &mut Cuda) -> io::Result<Vec<u32>> {
     let products: Vec<Product> = products
         .map(|(number, (dtype, weights))| Product {
             weight: weights.view_bytes(0, ROWS * row_bytes(dtype, COLUMNS)),
+            part: None,
             dtype,
             rows: ROWS,
             columns: COLUMNS,
@@ -229,6 +244,7 @@ fn timed_product(cuda: &mut Cuda, bytes: usize) -> io::Result<(usize, Duration)>
     let (weights, out) = (cuda.part(Bytes::of_len(bytes))?, cuda.allocate(Bytes::of_len(rows * 4), Backing::Now)?);
     let product = Product {
         weight: weights.view_bytes(0, bytes),
+        part: None,
         dtype,
         rows,
         columns: WIDE,
@@ -243,23 +259,56 @@ fn timed_product(cuda: &mut Cuda, bytes: usize) -> io::Result<(usize, Duration)>
     Ok((bytes, shortest))
 }
 
-/// Time of a launch when several are queued, each of a product with 32 rows.
-fn launching(gpu: &Arc<Gpu>) -> io::Result<Duration> {
-    let mut cuda = cuda(gpu, true, true)?;
-    let input = Input::new(&mut cuda, 1, COLUMNS, [GgmlDType::Q8_0].into_iter().collect())?;
-    let weights = weights(&cuda, GgmlDType::Q8_0)?;
-    let out = cuda.allocate(Bytes::of_len(32 * 4), Backing::Now)?;
-    let product = Product {
-        weight: weights.view_bytes(0, 32 * row_bytes(GgmlDType::Q8_0, COLUMNS)),
-        dtype: GgmlDType::Q8_0,
-        rows: 32,
+/// Some products of a row with few weights of a resident part, and their results.
+fn small_products(cuda: &Cuda, count: usize) -> io::Result<(Vec<Product>, Buffer)> {
+    let dtype = GgmlDType::Q8_0;
+    let out = cuda.allocate(Bytes::of_len(count * FEW_ROWS * 4), Backing::Now)?;
+    let weight = weights(cuda, dtype)?.view_bytes(0, FEW_ROWS * row_bytes(dtype, COLUMNS));
+    let product = |number: usize| Product {
+        weight: weight.clone(),
+        part: Some(0),
+        dtype,
+        rows: FEW_ROWS,
         columns: COLUMNS,
-        out: out.view(0..32),
-        stride: 32,
+        out: out.view(number * FEW_ROWS..(number + 1) * FEW_ROWS),
+        stride: FEW_ROWS,
         first: 0,
     };
-    let took =
-        timed(&mut cuda, |cuda| (0..LAUNCHES).try_for_each(|_| input.multiply(cuda, std::slice::from_ref(&product))))?;
+    Ok(((0..count).map(product).collect(), out))
+}
+
+/// Whether a segment of a token has the same results when it is captured and when it is launched again. As many graphs are made as
+/// there will ever be, so that it is seen what they take.
+fn graphs_compute(gpu: &Arc<Gpu>) -> io::Result<bool> {
+    let mut cuda = cuda(gpu, true, true)?;
+    let input = Input::new(&mut cuda, 1, COLUMNS, [GgmlDType::Q8_0].into_iter().collect())?;
+    let (products, out) = small_products(&cuda, 8)?;
+    let floats = 0..products.len() * FEW_ROWS;
+    gpu.set_graphs(true)?;
+    let mut results = Vec::new();
+    for _ in 0..3 {
+        cuda.queue(Operation::Fill { floats: out.view(floats.clone()), value: 0.0 }).map_err(failed)?;
+        for product in &products {
+            input.norm(&mut cuda)?;
+            input.multiply(&mut cuda, std::slice::from_ref(product))?;
+        }
+        let made = cuda.read(&out, floats.clone()).map_err(failed)?;
+        results.push(made.iter().map(|number| number.to_bits()).collect::<Vec<u32>>());
+    }
+    Ok(gpu.fill_up()? && results.windows(2).all(|two| two.first() == two.last()))
+}
+
+/// Time of a launch when several are queued, each of a product with 32 rows.
+fn launching(gpu: &Arc<Gpu>, in_graph: bool) -> io::Result<Duration> {
+    let mut cuda = cuda(gpu, true, true)?;
+    let input = Input::new(&mut cuda, 1, COLUMNS, [GgmlDType::Q8_0].into_iter().collect())?;
+    let (product, _) = small_products(&cuda, 1)?;
+    gpu.set_graphs(in_graph)?;
+    let mut took = Duration::MAX;
+    for _ in 0..TURNS {
+        let launches = |cuda: &mut Cuda| (0..LAUNCHES).try_for_each(|_| input.multiply(cuda, &product));
+        took = took.min(timed(&mut cuda, launches)?);
+    }
     Ok(took / LAUNCHES)
 }
 
@@ -303,6 +352,7 @@ const MANY: usize = 64 << 20;
 /// A device that takes longer for few is slower than any disk, and is not asked for many.
 const FEW_TAKE_MAX: Duration = Duration::from_millis(4);
 const TURNS: u32 = 4;
+const FEW_ROWS: usize = 32;
 const LAUNCHES: u32 = 50;
 /// Mapped weights are preferred when they are read as fast but for what two measurements differ by.
 const MAPPED_PERCENT: u64 = 97;
@@ -313,7 +363,7 @@ mod tests {
 
     #[test]
     fn mapped_memory_is_preferred_where_it_is_read_as_fast() {
-        let speed = |mapped| Speed { device: 60_000_000_000, mapped, launch: Duration::ZERO };
+        let speed = |mapped| Speed { device: 60_000_000_000, mapped, launch: Duration::ZERO, in_graph: Duration::ZERO };
         assert!(speed(58_200_000_000).prefers_mapped() && speed(70_000_000_000).prefers_mapped());
         assert!(!speed(58_000_000_000).prefers_mapped());
     }

@@ -1,0 +1,215 @@
+//! Segments of a token: what is queued is held back until it makes one, and is launched as one graph where the same was queued before.
+//!
+//! A graph stands for exactly the commands that it was captured from: whatever is queued otherwise, since a layer is streamed or a cache is kept as
+//! another type, is launched command by command. Weights are found through a table of where their parts lie, so that a part
+//! that was given up and read again leaves the commands what they were.
+
+use std::mem;
+
+use super::{
+    driver::{Address, CudaError, GraphExec},
+    gpu::{Gpu, Kernel},
+    parameters::Job,
+};
+
+/// What is queued on a stream.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[expect(clippy::large_enum_variant, reason = "nearly all are launches")]
+pub(super) enum Command {
+    Launch {
+        kernel: Kernel,
+        grid: (u32, u32, u32),
+        shared: u32,
+        job: Job,
+    },
+    /// Sets so many words.
+    Set {
+        to: Address,
+        word: u32,
+        count: usize,
+    },
+    Copy {
+        from: Address,
+        to: Address,
+        bytes: usize,
+    },
+}
+
+/// What the host writes in tables, and kernels read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Tables {
+    /// Where a part of the weights lies, by its place in the table.
+    Part(u32),
+    /// What attention needs to know of the cache.
+    Cache,
+    /// Rows of the head.
+    Said,
+}
+
+impl Command {
+    fn reads(&self, tables: Tables) -> bool {
+        let Self::Launch { job, .. } = self else { return false };
+        match job {
+            Job::Products(job) => job.matrix.iter().any(|matrix| tables == Tables::Part(matrix.part)),
+            Job::Heads(_) | Job::Attend(_) | Job::Join(_) => tables == Tables::Cache,
+            Job::Finish(_) => tables == Tables::Said,
+            Job::Activate(_) | Job::Convert(_) | Job::Delta(_) | Job::Embed(_) | Job::Norm(_) => false,
+        }
+    }
+}
+
+/// What is held back of a context's stream, and the segments that it had before.
+#[derive(Debug, Default)]
+pub(super) struct Segments {
+    held: Vec<Command>,
+    /// Bytes of the weights that they read.
+    weights: usize,
+    known: Vec<Known>,
+    /// Segments so far.
+    clock: u64,
+    /// Graphs are captured, as long as that succeeds.
+    graphs: bool,
+    /// What was held back could not be launched, which is lost.
+    failed: Option<CudaError>,
+}
+
+/// A segment that was launched before.
+#[derive(Debug)]
+struct Known {
+    commands: Vec<Command>,
+    /// From the second time on.
+    graph: Option<GraphExec>,
+    /// When it was launched last.
+    used: u64,
+}
+
+impl Segments {
+    /// Whether nothing is held back.
+    pub(super) const fn is_empty(&self) -> bool {
+        self.held.is_empty()
+    }
+
+    /// Whether what is held back is a whole one, on an integrated device or another one.
+    pub(super) const fn is_whole(&self, integrated: bool) -> bool {
+        self.held.len() >= SEGMENT || (integrated && self.weights >= WEIGHTS_MAX)
+    }
+
+    /// Whether something that is held back reads this.
+    pub(super) fn reads(&self, tables: Tables) -> bool {
+        self.held.iter().any(|command| command.reads(tables))
+    }
+
+    /// Holds a command back that reads so many bytes of weights.
+    ///
+    /// # Safety
+    ///
+    /// What it uses is there until [`submit`](Self::submit) has been called and what that launches has been executed; the thread is bound.
+    pub(super) unsafe fn hold(&mut self, gpu: &Gpu, command: Command, weights: usize) -> Result<(), CudaError> {
+        if self.held.len() >= HELD_MAX {
+            self.submit(gpu)?;
+        }
+        self.held.push(command);
+        self.weights += weights;
+        Ok(())
+    }
+
+    /// Launches what is held back; the thread is bound. An error is permanent.
+    pub(super) fn submit(&mut self, gpu: &Gpu) -> Result<(), CudaError> {
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
+        }
+        let held = mem::take(&mut self.held);
+        let launched = self.launch(gpu, &held);
+        (self.held, self.weights) = (held, 0);
+        self.held.clear();
+        launched.inspect_err(|error| self.failed = Some(error.clone()))
+    }
+
+    fn launch(&mut self, gpu: &Gpu, commands: &[Command]) -> Result<(), CudaError> {
+        let graph = if self.graphs && commands.len() >= SEGMENT_MIN { self.graph_of(gpu, commands) } else { None };
+        match graph {
+            // SAFETY: captured from these commands, whose memory is there by the contract of `hold`.
+            Some(graph) => unsafe { gpu.launch(graph) },
+            // SAFETY: as above.
+            None => commands.iter().try_for_each(|command| unsafe { gpu.issue(command) }),
+        }
+    }
+
+    /// The graph of a segment, which is captured when it comes for the second time.
+    fn graph_of(&mut self, gpu: &Gpu, commands: &[Command]) -> Option<GraphExec> {
+        self.clock += 1;
+        let Some(known) = self.known.iter_mut().find(|known| known.commands == commands) else {
+            self.make_room(gpu, commands.len());
+            self.known.push(Known { commands: commands.to_vec(), graph: None, used: self.clock });
+            return None;
+        };
+        known.used = self.clock;
+        if known.graph.is_none() {
+            known.graph = gpu.capture(commands).ok();
+        }
+        let graph = known.graph;
+        if graph.is_none() {
+            // For want of memory, mostly: what there is of it is needed otherwise.
+            self.set_graphs(gpu, false);
+        }
+        graph
+    }
+
+    /// Forgets those that were not launched for the longest time, until there is room for so many commands.
+    fn make_room(&mut self, gpu: &Gpu, commands: usize) {
+        while self.commands() + commands > COMMANDS_MAX {
+            let oldest = self.known.iter().enumerate().min_by_key(|(_, known)| known.used);
+            let Some((oldest, _)) = oldest else { return };
+            self.known.swap_remove(oldest).forget(gpu);
+        }
+    }
+
+    /// Commands of all that are known.
+    fn commands(&self) -> usize {
+        self.known.iter().map(|known| known.commands.len()).sum()
+    }
+
+    /// Has graphs captured from now on, or never again.
+    pub(super) fn set_graphs(&mut self, gpu: &Gpu, graphs: bool) {
+        self.graphs = graphs;
+        for known in self.known.drain(..) {
+            known.forget(gpu);
+        }
+    }
+
+    /// Captures the last segment again and again, until there are as many graphs as there may be; says whether that is so.
+    pub(super) fn fill_up(&mut self, gpu: &Gpu) -> bool {
+        let graphs = |known: &Known| known.graph.is_some();
+        let Some(commands) = self.known.iter().rfind(|known| graphs(known)).map(|known| known.commands.clone()) else {
+            return false;
+        };
+        while self.graphs && self.commands() + commands.len() <= COMMANDS_MAX {
+            let Ok(graph) = gpu.capture(&commands) else {
+                self.set_graphs(gpu, false);
+                break;
+            };
+            self.known.push(Known { commands: commands.clone(), graph: Some(graph), used: 0 });
+        }
+        self.graphs
+    }
+}
+
+impl Known {
+    fn forget(self, gpu: &Gpu) {
+        if let Some(graph) = self.graph {
+            gpu.forget(graph);
+        }
+    }
+}
+
+/// Launches that make a segment: of a 4B model a quarter of a token. With fewer, more of them wait for the host; with more, the device
+/// waits for the first one.
+const SEGMENT: usize = 64;
+/// Fewer are not worth a graph.
+const SEGMENT_MIN: usize = 4;
+/// The most that is held back, where nobody asks for a segment's end.
+const HELD_MAX: usize = 2 * SEGMENT;
+/// Weights that an integrated device reads in one: 4 ms at 32 GB/s, since a command waits for what has been launched.
+const WEIGHTS_MAX: usize = 128 << 20;
+/// Commands of all segments that are known, 0.5 MiB of the host's: four tokens of a 4B model, or one with 100 layers.
+const COMMANDS_MAX: usize = 1024;
