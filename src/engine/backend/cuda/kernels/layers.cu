@@ -12,10 +12,10 @@ template <class T> DEVICE void eight_of(const uint8_t* row, uint32_t chunk, floa
   T::template quads<2>(step, p, w, q);
   float scale, least;
   if constexpr (T::SUPER) {
-    uint32_t scales, leasts;
-    T::scales(step, p, scales, leasts);
+    uint32_t scales[T::WORDS], leasts[T::WORDS];
+    T::scales(step, p >> 2, scales, leasts);
     const float2 f = T::factors(step);
-    scale = f.x * (float)signed_byte(scales, w >> 2); least = f.y * (float)signed_byte(leasts, w >> 2);
+    scale = f.x * (float)T::scale_of(scales, p & 3, w >> 2); least = f.y * (float)T::scale_of(leasts, p & 3, w >> 2);
   } else {
     const float2 f = T::factors(step, p);
     scale = f.x; least = -f.y;

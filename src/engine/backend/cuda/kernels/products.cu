@@ -48,9 +48,10 @@ DEVICE float eight_lanes(float v) {
 }
 DEVICE float activated(uint32_t kind, float gate, float up) { return (kind == 2u ? gelu_of(gate) : silu_of(gate)) * up; }
 
-template <class V> DEVICE V four_lanes(V v) {
-  v += __shfl_xor_sync(ALL, v, 1);
-  return v + __shfl_xor_sync(ALL, v, 2);
+// Sums over four lanes: of one value each lane gets the sum; of four, which lane p has in the order p ^ 0 to p ^ 3, it gets sum p.
+template <int N, class V> DEVICE V four_lanes(const V* v) {
+  const V pair = v[0] + __shfl_xor_sync(ALL, v[N > 1 ? 1 : 0], 1);
+  return pair + (N > 1 ? __shfl_xor_sync(ALL, v[2], 2) + __shfl_xor_sync(ALL, v[3], 3) : __shfl_xor_sync(ALL, pair, 2));
 }
 
 // Steps that are copied at once, and the bytes of a row's in shared memory, with what lies around them in units of 16 bytes.
@@ -58,7 +59,8 @@ template <class T> struct Together { static constexpr int STEPS = T::STEP > 210 
 #define SEGMENT_MAX 464
 #define ROWS_OF_BLOCK (8 * WARPS)
 
-// Eight rows of a warp by N tokens: four lanes have a row, each of them two sub-blocks of a step.
+// Eight rows of a warp by N tokens: four lanes have a row, each of them a quarter of a step: two sub-blocks, or 16 columns of four.
+// Lane p takes tokens in the order n ^ p, and has the sums of tokens p and p + 4.
 template <class T, int N> DEVICE void rows_of(const Products& job, const Matrix& m, uint32_t block, uint32_t first, uint8_t* memory) {
   constexpr int K = Together<T>::STEPS, SEGMENT = Together<T>::BYTES, STAGE = ROWS_OF_BLOCK * SEGMENT_MAX;
   static_assert(SEGMENT <= SEGMENT_MAX, "a segment has its place");
@@ -87,14 +89,22 @@ template <class T, int N> DEVICE void rows_of(const Products& job, const Matrix&
     skip = (skip + K * T::STEP) & 15u; left -= K * T::STEP; fetched += K;
     fill = fill == (STAGES - 1) * STAGE ? 0u : fill + STAGE;
   };
-  const uint8_t* x = job.input.base + format_offset(job.input.formats, T::SUPER ? FORMAT_Q8K : FORMAT_Q8_0, columns);
-  const uint8_t* bytes[N];                             // of these tokens; sums and scales lie behind
-  float sum[N];
+  // Where tokens lie behind the first: from lanes that have computed it once, as compilers would do so again in every step.
+  uint32_t token[N];
 #pragma unroll
-  for (int n = 0; n < N; n++) { sum[n] = 0.0f; bytes[n] = x + (size_t)min(first + n, job.tokens - 1u) * job.input.stride; }
+  for (int n = 0; n < N; n++) {
+    token[n] = (min(first + (n & 4) + (N > 1 ? p : 0), job.tokens - 1u) - first) * job.input.stride;
+    if (N > 1) token[n] = __shfl_xor_sync(ALL, token[n], n & 3);
+  }
+  const uint8_t* x = job.input.base + format_offset(job.input.formats, T::SUPER ? FORMAT_Q8K : FORMAT_Q8_0, columns) + (size_t)first * job.input.stride;
+  const uint8_t* bytes = x + (T::SUPER ? (p >> 1) * 128 + (p & 1) * 16 : p * 64);
+  const uint8_t *sums = x + columns + p * 8, *scales = x + columns + columns / 8u + (T::SUPER ? 0 : p * 8);
+  constexpr int OWN = (N + 3) / 4;
+  float sum[OWN];
+#pragma unroll
+  for (int n = 0; n < OWN; n++) sum[n] = 0.0f;
 #pragma unroll
   for (int s = 0; s < STAGES - 1; s++) fetch();
-  size_t at_bytes = (size_t)p * 64u, at_sums = columns + (size_t)p * 8u, at_scale = columns + columns / 8u + (T::SUPER ? 0u : (size_t)p * 8u);
   uint32_t drain = 0u, before = odd;
   for (uint32_t from = 0; from < steps; from += K) {
 #ifdef MUTANT_NO_COPY_WAIT
@@ -109,73 +119,75 @@ template <class T, int N> DEVICE void rows_of(const Products& job, const Matrix&
     const uint8_t* stage = mine + drain + before;
     drain = drain == (STAGES - 1) * STAGE ? 0u : drain + STAGE;
     before = (before + K * T::STEP) & 15u;
-#pragma unroll(N > 4 ? 1 : K)
+#pragma unroll
     for (int k = 0; k < K; k++) {
       if (k > 0 && from + k >= steps) break;
       const uint8_t* step = stage + k * T::STEP;
-      uint32_t scale[2] = {}, least[2] = {}; float2 factors[2] = {make_float2(0.0f, 0.0f), make_float2(0.0f, 0.0f)};
-      bool inside[2] = {true, true};
-      uint32_t q[2][8];                                // unpacked once for several tokens
-      if constexpr (T::SUPER) { T::scales(step, 2 * p, scale[0], least[0]); T::scales(step, 2 * p + 1, scale[1], least[1]); factors[0] = T::factors(step); }
-      else
+      // Weights are unpacked once for several tokens.
+      if constexpr (T::SUPER) {
+        uint32_t q[4][4], scale[T::WORDS], least[T::WORDS]; int i1[N], i2[N];
+        T::sixteens(step, p, q);
+        T::scales(step, p >> 1, scale, least);
+        const int of_sums = (int)T::four_of(T::MINIMUM ? least : scale, p & 1);
 #pragma unroll
-        for (int j = 0; j < 2; j++) { inside[j] = (from + k) * 8u + 2u * p + j < blocks; if (inside[j]) factors[j] = T::factors(step, 2 * p + j); }
-      if constexpr (N > 1)
+        for (int n = 0; n < N; n++) {
+          i1[n] = i2[n] = 0;
 #pragma unroll
-        for (int j = 0; j < 2; j++) if (inside[j]) T::template quads<8>(step, 2 * p + j, 0, q[j]);
+          for (int j = 0; j < 4; j++) {
+            const uint4 v = load16(bytes + token[n] + k * 256 + j * 32);
+            int products = dp4a_unsigned(q[j][0], (int)v.x, 0);
+            products = dp4a_unsigned(q[j][1], (int)v.y, products);
+            products = dp4a_unsigned(q[j][2], (int)v.z, products);
+            products = dp4a_unsigned(q[j][3], (int)v.w, products);
+            i1[n] += T::scale_of(scale, j, p & 1) * (1 << T::up(j)) * products;
+          }
+          if constexpr (T::MINIMUM || T::LESS != 0) {
+            const uint2 four = load8(sums + token[n] + k * 32);
+            i2[n] = dp2a_hi((int)four.y, of_sums, dp2a_lo((int)four.x, of_sums, 0));
+            if constexpr (T::LESS != 0) i1[n] -= (T::LESS << T::RAISED) * i2[n];
+          }
+        }
 #pragma unroll
-      for (int n = 0; n < N; n++) {
-        const uint8_t* copy = bytes[n] + at_bytes + k * 256;
-        const uint8_t* sums_of = bytes[n] + at_sums + k * 32;
-        const float* scales = (const float*)(bytes[n] + at_scale + k * (T::SUPER ? 4 : 32));
-        int i1 = 0, i2 = 0; float t[2] = {0.0f, 0.0f};
+        for (int n = 0; n < OWN; n++) {
+          const int products = four_lanes<N>(i1 + 4 * n) >> T::RAISED, minimums = T::MINIMUM ? four_lanes<N>(i2 + 4 * n) : 0;
+          sum[n] = chained<T>(sum[n], T::factors(step), *(const float*)(scales + token[4 * n] + k * 4), products, minimums);
+        }
+      } else {
+        float t[N] = {};
 #pragma unroll
         for (int j = 0; j < 2; j++) {
-          if (!inside[j]) continue;
-          const uint4 a = load16(copy + j * 32), c = load16(copy + j * 32 + 16);
-          const int v[8] = {(int)a.x, (int)a.y, (int)a.z, (int)a.w, (int)c.x, (int)c.y, (int)c.z, (int)c.w};
-          int low = 0, high = 0;
-          if constexpr (N == 1) T::dots(step, 2 * p + j, v, low, high);
-          else {
+          if ((from + k) * 8u + 2u * p + j >= blocks) continue;
+          const float2 factors = T::factors(step, 2 * p + j);
+          uint32_t q[8];
+          if constexpr (N > 1) T::template quads<8>(step, 2 * p + j, 0, q);
 #pragma unroll
-            for (int i = 0; i < 4; i++) low = dp4a((int)q[j][i], v[i], low);
-            if (T::SUPER && T::SUB16) {
+          for (int n = 0; n < N; n++) {
+            const uint8_t* copy = bytes + token[n] + k * 256 + j * 32;
+            const uint4 a = load16(copy), c = load16(copy + 16);
+            const int v[8] = {(int)a.x, (int)a.y, (int)a.z, (int)a.w, (int)c.x, (int)c.y, (int)c.z, (int)c.w};
+            int low = 0, high = 0;
+            if constexpr (N == 1) T::dots(step, 2 * p + j, v, low, high);
+            else
 #pragma unroll
-              for (int i = 4; i < 8; i++) high = dp4a((int)q[j][i], v[i], high);
-            } else {
-#pragma unroll
-              for (int i = 4; i < 8; i++) low = dp4a((int)q[j][i], v[i], low);
-            }
-          }
-          const uint32_t sums = T::LESS != 0 || T::MINIMUM ? *(const uint32_t*)(sums_of + j * 4) : 0u;
-          if constexpr (T::SUPER) {
-            i1 += signed_byte(scale[j], 0) * low;
-            if constexpr (T::SUB16) i1 += signed_byte(scale[j], 1) * high;
-            if constexpr (T::LESS != 0) i2 = dp2a_lo((int)sums, (int)scale[j], i2);
-            if constexpr (T::MINIMUM) i2 = dp2a_lo((int)sums, (int)least[j], i2);
-          } else {
-            const int all = T::LESS != 0 || T::MINIMUM ? low_short(sums) + high_short(sums) : 0;
-            t[j] = term<T>(factors[j], scales[j], low + high - T::LESS * all, all);
+              for (int i = 0; i < 8; i++) low = dp4a((int)q[i], v[i], low);
+            const uint32_t both = T::LESS != 0 || T::MINIMUM ? *(const uint32_t*)(sums + token[n] + k * 32 + j * 4) : 0u;
+            const int all = low_short(both) + high_short(both);
+            const float one = term<T>(factors, *(const float*)(scales + token[n] + k * 32 + j * 4), low + high - T::LESS * all, all);
+            t[n] = j ? t[n] + one : one;
           }
         }
-        if constexpr (T::SUPER) {
-          if constexpr (T::LESS != 0) i1 -= T::LESS * i2;
-          i1 = four_lanes(i1);
-          if constexpr (T::MINIMUM) i2 = four_lanes(i2);
-          sum[n] = chained<T>(sum[n], factors[0], scales[0], i1, i2);
-        } else {
-          sum[n] += four_lanes(t[0] + t[1]);
-        }
+#pragma unroll
+        for (int n = 0; n < OWN; n++) sum[n] += four_lanes<N>(t + 4 * n);
       }
     }
-    at_bytes += K * 256; at_sums += K * 32; at_scale += K * (T::SUPER ? 4 : 32);
+    bytes += K * 256; sums += K * 32; scales += K * (T::SUPER ? 4 : 32);
   }
   copies_wait<0>();
-  // Every lane of four has the sum: lane p writes tokens p and p + 4.
 #pragma unroll
-  for (int n = 0; n < N; n++) {
-    if (p != (n & 3) || row >= m.rows || first + n >= job.tokens) continue;
-    m.out[(size_t)(first + n) * m.stride + row] = m.bias ? sum[n] + m.bias[row] : sum[n];
+  for (int n = 0; n < OWN; n++) {
+    const uint32_t own = first + 4u * n + p;
+    if (row >= m.rows || own >= job.tokens || p >= N) continue;
+    m.out[(size_t)own * m.stride + row] = m.bias ? sum[n] + m.bias[row] : sum[n];
   }
 }
 
@@ -323,15 +335,11 @@ template <class T> DEVICE void tile_of(const Products& job, const Matrix& m, uin
         const uint8_t* step = (const uint8_t*)tile.raw + r * RAW_STRIDE + ((uint32_t)(size_t)(weights + (size_t)row * row_bytes + begin) & 15u);
         if (j >= parts) continue;
         if constexpr (T::SUPER) {
-          uint32_t scale, least;
+          if (j >= 2u) continue;
+          uint32_t scale[T::WORDS], least[T::WORDS];
           T::scales(step, j, scale, least);
-          if (T::SUB == 32) {
-            ((int8_t*)tile.row.super.scale[r])[j] = (int8_t)signed_byte(scale, 0);
-            if (T::MINIMUM) ((int8_t*)tile.row.super.least[r])[j] = (int8_t)signed_byte(least, 0);
-          } else {
-            ((uint16_t*)tile.row.super.scale[r])[j] = (uint16_t)scale;
-            if (T::MINIMUM) ((uint16_t*)tile.row.super.least[r])[j] = (uint16_t)least;
-          }
+#pragma unroll
+          for (int w = 0; w < T::WORDS; w++) { tile.row.super.scale[r][j * T::WORDS + w] = scale[w]; if (T::MINIMUM) tile.row.super.least[r][j * T::WORDS + w] = least[w]; }
           if (j == 0u) tile.row.super.factors[r] = T::factors(step);
         } else {
           tile.row.small[r][j] = T::factors(step, j);

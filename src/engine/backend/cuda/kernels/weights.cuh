@@ -4,8 +4,9 @@
 
 enum Type { TYPE_F32, TYPE_F16, TYPE_BF16, TYPE_Q4_0, TYPE_Q4_1, TYPE_Q5_0, TYPE_Q5_1, TYPE_Q8_0, TYPE_Q2_K, TYPE_Q3_K, TYPE_Q4_K, TYPE_Q5_K, TYPE_Q6_K };
 
-// `W` consecutive words `at` bytes behind an address that is a multiple of `ALIGN`; `at` is one of four.
-template <int ALIGN, int W> DEVICE void words_at(const uint8_t* base, int at, uint32_t (&out)[W]) {
+// `W` consecutive words `at` bytes behind an address that is a multiple of `ALIGN`; `at` is one of four. Of an even address they
+// are shifted to the right by less than 16 bits as well. `MORE`: the word behind may be read.
+template <int ALIGN, int W, bool MORE = false> DEVICE void words_at(const uint8_t* base, int at, uint32_t (&out)[W], int right = 0) {
   const uint8_t* p = base + at;
   if constexpr (ALIGN >= 16 && W % 4 == 0) {
 #pragma unroll
@@ -21,16 +22,18 @@ template <int ALIGN, int W> DEVICE void words_at(const uint8_t* base, int at, ui
     uint32_t raw[W + 1];
 #pragma unroll
     for (int i = 0; i < W; i++) raw[i] = from[i];
-    raw[W] = odd ? from[W] : 0u;
+    raw[W] = MORE || odd ? from[W] : 0u;
 #pragma unroll
-    for (int i = 0; i < W; i++) out[i] = funnel(raw[i], raw[i + 1], odd * 8u);
+    for (int i = 0; i < W; i++) out[i] = funnel(raw[i], raw[i + 1], odd * 8u + right);
   }
 }
+// Some bits of a and some others of b.
+DEVICE uint32_t joined(uint32_t a, uint32_t b, uint32_t of_a, uint32_t of_b) { return (a & of_a) | (b & of_b); }
 DEVICE float half_at(const uint8_t* p) { return half_bits(*(const uint16_t*)p); }
 
 // Types whose blocks have 32 columns: value = d * (quant - LESS) + m. A step has eight blocks.
 template <int BLOCK_BYTES, int AT, int LESSENED, bool MIN, bool FIFTH> struct Small {
-  static constexpr bool SUPER = false, SUB16 = false, MINIMUM = MIN;
+  static constexpr bool SUPER = false, MINIMUM = MIN;
   static constexpr int STEP = 8 * BLOCK_BYTES, LESS = LESSENED, ALIGN = BLOCK_BYTES % 8 == 0 ? 8 : BLOCK_BYTES % 4 == 0 ? 4 : 2;
   // Words `w` and following of sub-block `p`: four unsigned quants each. W is 8 (then w is 0), 2 or 1.
   template <int W> static DEVICE void quads(const uint8_t* step, int p, int w, uint32_t (&q)[W]) {
@@ -87,9 +90,12 @@ typedef Small<34, -1, 0, false, false> Q8_0;
 
 // Types whose blocks have 256 columns: value = d * scale * (quant - LESS) - dmin * least. `SUB` columns share a scale.
 //
-// Scales and minimums of the two halves of a sub-block are two signed bytes. Quants lie in planes of bytes, each of
-// which has some bits of several sub-blocks: `plane` tells where those of sub-block `p` are, and how far they are shifted. Products
-// take bits where they lie and are shifted themselves, which is exact.
+// Scales and minimums of a half, 128 columns, are signed bytes in the order of columns. Quants lie in planes of bytes, each of
+// which has some bits of several sub-blocks: `plane` tells where those of sub-block `p` are, and how far they are shifted.
+//
+// A few tokens' products take bits near where they lie. Lane `p` of four has 16 columns of each sub-block of a half: `sixteens`
+// reads them, multiplied by 2^(RAISED - up(j)) for sub-block `j` of the half. With its scale times 2^up(j) the sum is 2^RAISED times
+// what it stands for, which is exact.
 struct Plane { int at; uint32_t mask; int right, left; };
 template <class T> struct Super {
   static constexpr bool SUPER = true;
@@ -104,90 +110,136 @@ template <class T> struct Super {
       for (int i = 0; i < W; i++) { const uint32_t bits = (raw[i] & plane.mask) >> plane.right << plane.left; q[i] = n ? q[i] | bits : bits; }
     }
   }
-  // Products of the first and the last 16 quants of sub-block `p` with bytes; both in `low` where they share a scale.
-  static DEVICE void dots(const uint8_t* step, int p, const int (&x)[8], int& low, int& high) {
-    low = high = 0;
-#pragma unroll
-    for (int n = 0; n < T::PLANES; n++) {
-      const Plane plane = T::plane(n, p);
-      uint32_t raw[8]; int a = 0, b = 0;
-      words_at<T::ALIGN, 8>(step, plane.at, raw);
-#pragma unroll
-      for (int i = 0; i < 4; i++) a = dp4a_unsigned(raw[i] & plane.mask, x[i], a);
-      if (T::SUB == 32) b = a;
-#pragma unroll
-      for (int i = 4; i < 8; i++) b = dp4a_unsigned(raw[i] & plane.mask, x[i], b);
-      if (T::SUB == 32) low += b >> plane.right << plane.left;
-      else { low += a >> plane.right << plane.left; high += b >> plane.right << plane.left; }
-    }
-  }
+};
+// With a scale for 16 columns.
+template <class T> struct Super16 : Super<T> {
+  static constexpr int SUB = 16, WORDS = 2;
+  // Of 16 columns of sub-block `j`, the first or the last.
+  static DEVICE int scale_of(const uint32_t (&scales)[2], int j, int last) { return signed_byte((j & 2 ? scales[1] : scales[0]) >> 8 * last, 2 * (j & 1)); }
+  // The four of two sub-blocks, the first or the last of the half.
+  static DEVICE uint32_t four_of(const uint32_t (&scales)[2], int last) { return last ? scales[1] : scales[0]; }
 };
 template <class T> struct SixBitHead : Super<T> {
-  static constexpr bool MINIMUM = true, SUB16 = false;
-  static constexpr int LESS = 0, SUB = 32, ALIGN = 16;
+  static constexpr bool MINIMUM = true;
+  static constexpr int LESS = 0, SUB = 32, WORDS = 1, ALIGN = 16;
   static DEVICE float2 factors(const uint8_t* step) { const uint32_t d = *(const uint32_t*)step; return make_float2(half_bits(d), half_bits(d >> 16)); }
-  static DEVICE void scales(const uint8_t* step, int p, uint32_t& scale, uint32_t& least) {
+  static DEVICE void scales(const uint8_t* step, int half, uint32_t (&scale)[1], uint32_t (&least)[1]) {
     const uint4 head = load16(step);
-    // Of the first four sub-blocks six bits together; of the others four here and two above the first ones'.
-    const int shift = 8 * (p & 3);
-    const uint32_t six = p < 4 ? 63u : 0u, four = p < 4 ? 0u : 15u, two = p < 4 ? 0u : 48u;
-    const uint32_t a = head.y >> shift, b = head.z >> shift, c = head.w >> shift;
-    scale = ((a & six) | (c & four) | (a >> 2 & two)) * 0x0101u;
-    least = ((b & six) | (c >> 4 & four) | (b >> 2 & two)) * 0x0101u;
+    // Of the first half six bits together; of the other four here and two above the first ones'.
+    const uint32_t six = half ? 0u : 0x3f3f3f3fu, four = half ? 0x0f0f0f0fu : 0u, two = half ? 0x30303030u : 0u;
+    scale[0] = (head.y & six) | (head.w & four) | (head.y >> 2 & two);
+    least[0] = (head.z & six) | (head.w >> 4 & four) | (head.z >> 2 & two);
+  }
+  static DEVICE int scale_of(const uint32_t (&scales)[1], int j, int) { return signed_byte(scales[0], j); }
+  static DEVICE uint32_t four_of(const uint32_t (&scales)[1], int last) {
+    const uint32_t two = scales[0] >> 16 * last;
+    return joined(two, two << 8, 0x000000ffu, 0x00ff0000u) * 0x0101u;
   }
   static DEVICE uint32_t centred(uint32_t q) { return q; }
 };
 struct Q4_K : SixBitHead<Q4_K> {
-  static constexpr int STEP = 144, PLANES = 1;
+  static constexpr int STEP = 144, PLANES = 1, RAISED = 4;
   static DEVICE Plane plane(int, int p) { const int s = 4 * (p & 1); return {16 + 32 * (p >> 1), 0x0f0f0f0fu << s, s, 0}; }
+  static DEVICE int up(int j) { return j & 1 ? 0 : 4; }
+  static DEVICE void sixteens(const uint8_t* step, int p, uint32_t (&q)[4][4]) {
+    uint32_t a[4], b[4];
+    words_at<16>(step, 16 + 64 * (p >> 1) + 16 * (p & 1), a); words_at<16>(step, 48 + 64 * (p >> 1) + 16 * (p & 1), b);
+#pragma unroll
+    for (int i = 0; i < 4; i++) { q[0][i] = a[i] & 0x0f0f0f0fu; q[1][i] = a[i] & 0xf0f0f0f0u; q[2][i] = b[i] & 0x0f0f0f0fu; q[3][i] = b[i] & 0xf0f0f0f0u; }
+  }
 };
 struct Q5_K : SixBitHead<Q5_K> {
-  static constexpr int STEP = 176, PLANES = 2;
+  static constexpr int STEP = 176, PLANES = 2, RAISED = 3;
   static DEVICE Plane plane(int n, int p) {
     const int s = 4 * (p & 1);
     if (n) return {16, 0x01010101u << p, p, 4};
     return {48 + 32 * (p >> 1), 0x0f0f0f0fu << s, s, 0};
   }
+  static DEVICE int up(int j) { return j == 3 ? 0 : j == 1 ? 2 : 3; }
+  static DEVICE void sixteens(const uint8_t* step, int p, uint32_t (&q)[4][4]) {
+    uint32_t a[4], b[4], fifth[4];
+    words_at<16>(step, 48 + 64 * (p >> 1) + 16 * (p & 1), a); words_at<16>(step, 80 + 64 * (p >> 1) + 16 * (p & 1), b);
+    words_at<16>(step, 16 + 16 * (p & 1), fifth);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const uint32_t f = fifth[i] << (p & 2 ? 0 : 4);           // of sub-block j bit 4 + j
+      q[0][i] = joined(a[i], f, 0x0f0f0f0fu, 0x10101010u); q[1][i] = joined(a[i] >> 3, f, 0x1e1e1e1eu, 0x20202020u);
+      q[2][i] = joined(b[i], f >> 2, 0x0f0f0f0fu, 0x10101010u); q[3][i] = joined(b[i] >> 1, f, 0x78787878u, 0x80808080u);
+    }
+  }
 };
-struct Q2_K : Super<Q2_K> {
-  static constexpr bool SUB16 = true, MINIMUM = true;
-  static constexpr int STEP = 84, LESS = 0, SUB = 16, ALIGN = 4, PLANES = 1;
+struct Q2_K : Super16<Q2_K> {
+  static constexpr bool MINIMUM = true;
+  static constexpr int STEP = 84, LESS = 0, ALIGN = 4, PLANES = 1, RAISED = 6;
   static DEVICE Plane plane(int, int p) { const int s = 2 * (p & 3); return {16 + 32 * (p >> 2), 0x03030303u << s, s, 0}; }
   static DEVICE float2 factors(const uint8_t* step) { const uint32_t d = *(const uint32_t*)(step + 80); return make_float2(half_bits(d), half_bits(d >> 16)); }
-  static DEVICE void scales(const uint8_t* step, int p, uint32_t& scale, uint32_t& least) {
-    const uint32_t both = *(const uint16_t*)(step + 2 * p);
-    scale = both & 0x0f0fu; least = both >> 4 & 0x0f0fu;
+  static DEVICE void scales(const uint8_t* step, int half, uint32_t (&scale)[2], uint32_t (&least)[2]) {
+    words_at<4>(step, 8 * half, scale);
+#pragma unroll
+    for (int i = 0; i < 2; i++) { least[i] = scale[i] >> 4 & 0x0f0f0f0fu; scale[i] &= 0x0f0f0f0fu; }
+  }
+  static DEVICE int up(int j) { return 6 - 2 * j; }
+  static DEVICE void sixteens(const uint8_t* step, int p, uint32_t (&q)[4][4]) {
+    uint32_t a[4];
+    words_at<4>(step, 16 + 16 * p, a);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) q[j][i] = a[i] & 0x03030303u << 2 * j;
   }
   static DEVICE uint32_t centred(uint32_t q) { return q; }
 };
-struct Q3_K : Super<Q3_K> {
-  static constexpr bool SUB16 = true, MINIMUM = false;
-  static constexpr int STEP = 110, LESS = 4, SUB = 16, ALIGN = 2, PLANES = 2;
+struct Q3_K : Super16<Q3_K> {
+  static constexpr bool MINIMUM = false;
+  static constexpr int STEP = 110, LESS = 4, ALIGN = 2, PLANES = 2, RAISED = 4;
   static DEVICE Plane plane(int n, int p) {
     const int s = 2 * (p & 3);
     if (n) return {0, 0x01010101u << p, p, 2};
     return {32 + 32 * (p >> 2), 0x03030303u << s, s, 0};
   }
   static DEVICE float2 factors(const uint8_t* step) { return make_float2(half_at(step + 108), 0.0f); }
-  static DEVICE void scales(const uint8_t* step, int p, uint32_t& scale, uint32_t& least) {
-    // Scale 2p and 2p + 1: four bits each of bytes 2p mod 8, two bits each of bytes 8 + 2p mod 4.
-    const uint32_t low = *(const uint16_t*)(step + 96 + (2 * p & 7)) >> (p & 4), high = *(const uint16_t*)(step + 104 + (2 * p & 3)) >> (p & 6);
-    scale = (((low & 0x0f0fu) | (high & 0x0303u) << 4) + 0x6060u) ^ 0x8080u;           // less 32
-    least = 0u;
+  static DEVICE void scales(const uint8_t* step, int half, uint32_t (&scale)[2], uint32_t (&least)[2]) {
+    // Four bits each of eight bytes, and two of four.
+    uint32_t raw[3];
+    words_at<2>(step, 96, raw, 4 * half);
+#pragma unroll
+    for (int i = 0; i < 2; i++) { scale[i] = (joined(raw[i], raw[2] << (i ? 2 : 4), 0x0f0f0f0fu, 0x30303030u) + 0x60606060u) ^ 0x80808080u; least[i] = 0u; }    // less 32
+  }
+  static DEVICE int up(int j) { return j == 3 ? 0 : j == 0 ? 4 : 2; }
+  static DEVICE void sixteens(const uint8_t* step, int p, uint32_t (&q)[4][4]) {
+    uint32_t a[4], third[4];
+    words_at<2, 4, true>(step, 32 + 16 * p, a); words_at<2, 4, true>(step, 16 * (p & 1), third, 4 * (p >> 1));
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const uint32_t two = third[i] << 2, three = third[i] << 3, down = a[i] >> 2;
+      q[0][i] = joined(a[i], two, 0x03030303u, 0x04040404u); q[1][i] = joined(a[i], three, 0x0c0c0c0cu, 0x10101010u);
+      q[2][i] = joined(down, two, 0x0c0c0c0cu, 0x10101010u); q[3][i] = joined(down, three, 0x30303030u, 0x40404040u);
+    }
   }
   static DEVICE uint32_t centred(uint32_t q) { return (q + 0x7c7c7c7cu) ^ 0x80808080u; }
 };
-struct Q6_K : Super<Q6_K> {
-  static constexpr bool SUB16 = true, MINIMUM = false;
-  static constexpr int STEP = 210, LESS = 32, SUB = 16, ALIGN = 2, PLANES = 2;
+struct Q6_K : Super16<Q6_K> {
+  static constexpr bool MINIMUM = false;
+  static constexpr int STEP = 210, LESS = 32, ALIGN = 2, PLANES = 2, RAISED = 2;
   static DEVICE Plane plane(int n, int p) {
     const int four = 2 * (p & 2), two = 2 * (p & 3);
     if (n) return {128 + 32 * (p >> 2), 0x03030303u << two, two, 4};
     return {64 * (p >> 2) + 32 * (p & 1), 0x0f0f0f0fu << four, four, 0};
   }
   static DEVICE float2 factors(const uint8_t* step) { return make_float2(half_at(step + 208), 0.0f); }
-  static DEVICE void scales(const uint8_t* step, int p, uint32_t& scale, uint32_t& least) {
-    scale = *(const uint16_t*)(step + 192 + 2 * p); least = 0u;
+  static DEVICE void scales(const uint8_t* step, int half, uint32_t (&scale)[2], uint32_t (&least)[2]) {
+    words_at<2>(step, 192 + 8 * half, scale); least[0] = least[1] = 0u;
+  }
+  static DEVICE int up(int j) { return j < 2 ? 2 : 0; }
+  static DEVICE void sixteens(const uint8_t* step, int p, uint32_t (&q)[4][4]) {
+    uint32_t a[4], b[4], two[4];
+    words_at<2, 4, true>(step, 64 * (p >> 1) + 16 * (p & 1), a); words_at<2, 4, true>(step, 32 + 64 * (p >> 1) + 16 * (p & 1), b);
+    words_at<2, 4, true>(step, 128 + 16 * p, two);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      q[0][i] = joined(a[i], two[i] << 4, 0x0f0f0f0fu, 0x30303030u); q[1][i] = joined(b[i], two[i] << 2, 0x0f0f0f0fu, 0x30303030u);
+      q[2][i] = joined(a[i] >> 2, two[i] << 2, 0x3c3c3c3cu, 0xc0c0c0c0u); q[3][i] = joined(b[i] >> 2, two[i], 0x3c3c3c3cu, 0xc0c0c0c0u);
+    }
   }
   static DEVICE uint32_t centred(uint32_t q) { return (q + 0x60606060u) ^ 0x80808080u; }
 };
