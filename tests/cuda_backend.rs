@@ -146,7 +146,11 @@ fn child(arguments: &[String]) -> ExitCode {
     if let Some(folder) = env::var_os("PROBES") {
         cuda::keep_probe_in(Path::new(&folder));
     }
-    match history(Path::new(word(0)), compute) {
+    let mut answer = history(Path::new(word(0)), compute);
+    if answer.is_err() && env::var_os("AGAIN").is_some() {
+        answer = history(Path::new(word(0)), compute);
+    }
+    match answer {
         Ok((name, rows)) => {
             println!("{name}");
             if !word(4).is_empty() {
@@ -496,8 +500,13 @@ fn tokens_are_launched_in_segments_that_answer_the_same_and_outlive_a_shed() {
 fn what_cannot_be_captured_is_launched_as_it_is() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
     let path = written(folder.path(), 0, Architecture::Qwen3);
-    let settings =
-        [("FAKE_CUDA_DEVICE", "hopper"), ("SEGMENTS", "2"), ("FAKE_CUDA_FAULTS", ""), ("FAKE_CUDA_GRAPHS", "")];
+    let settings = [
+        ("FAKE_CUDA_DEVICE", "hopper"),
+        ("SEGMENTS", "2"),
+        ("AGAIN", "1"),
+        ("FAKE_CUDA_FAULTS", ""),
+        ("FAKE_CUDA_GRAPHS", ""),
+    ];
     let with = |name: &str, value: &str| {
         let settings = settings.map(|(key, sound)| (key, if key == name { value } else { sound }));
         let out = answered(&driver, value, &path, &settings, ["cuda", "device", "auto"]).1;
@@ -506,11 +515,16 @@ fn what_cannot_be_captured_is_launched_as_it_is() {
     let (sound, (launched, captured, name)) = with("", "");
     assert!(launched > 0 && !name.contains("without graphs"), "{name}");
     for call in ["cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuGraphInstantiateWithFlags", "cuGraphUpload"] {
-        for (at, in_trial) in [(1, true), (captured, false)] {
-            let (logits, (_, few, name)) = with("FAKE_CUDA_FAULTS", &format!("{call}@{at}=2"));
-            assert!(logits == sound && few <= captured, "{call}@{at}");
+        for (at, in_trial) in [(2, true), (captured, false)] {
+            let (logits, (_, _, name)) = with("FAKE_CUDA_FAULTS", &format!("{call}@{at}=2"));
+            assert!(logits == sound, "{call}@{at}");
             assert_eq!(name.contains("without graphs"), in_trial, "{call}@{at}: {name}");
         }
+    }
+    // One that could not be launched may have begun: the model is lost, and the next one has none.
+    for at in [1, launched] {
+        let (logits, (_, _, name)) = with("FAKE_CUDA_FAULTS", &format!("cuGraphLaunch@{at}=2"));
+        assert!(logits == sound && name.contains("without graphs"), "{at}: {name}");
     }
     let (logits, (_, _, name)) = with("FAKE_CUDA_GRAPHS", "cut");
     assert!(logits == sound && name.contains("without graphs"), "{name}");

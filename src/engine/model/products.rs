@@ -112,6 +112,8 @@ impl Weights {
             [Want { number: 0, dtype: spec.head.dtype, columns: spec.width, stride: spec.vocabulary, out: logits }];
         let mut at = from;
         while at.part < layout.head.end {
+            // As long as a layer, or several.
+            backend.mark();
             match preemption.check_if_due() {
                 Preempt::No => {}
                 Preempt::Pause => return Ok(Progress::Paused(at)),

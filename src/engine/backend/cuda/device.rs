@@ -12,6 +12,7 @@ use super::{
     parameters::{copies_stride, formats_of, kind_of},
     probe::Probe,
     queue::Cuda,
+    segments::are_graphs_allowed,
     trial::{Trial, refused},
 };
 use crate::{
@@ -59,7 +60,7 @@ impl CudaDevice {
         let mut verdict = VERDICT.lock().unwrap_or_else(PoisonError::into_inner);
         let trial = verdict.get_or_insert_with(Trial::run).clone()?;
         let is_asked = compute.device.memory == CudaMemory::Auto && is_integrated();
-        let probe = if is_asked { Probe::of_device().ok() } else { None };
+        let probe = if is_asked { Probe::of_device(trial.graphs).ok() } else { None };
         Ok(Self { compute, trial, probe })
     }
 
@@ -79,9 +80,10 @@ impl CudaDevice {
 
     fn started(&self, limits: &Limits) -> Result<Cuda, Unavailable> {
         let gpu = Gpu::open()?;
-        gpu.set_graphs(self.trial.graphs).map_err(|error| refused(&error))?;
+        let graphs = self.trial.graphs && are_graphs_allowed();
+        gpu.set_graphs(graphs).map_err(|error| refused(&error))?;
         let kernels = if self.plain() { ", without tensor cores" } else { "" };
-        let graphs = if self.trial.graphs { "" } else { ", without graphs" };
+        let graphs = if graphs { "" } else { ", without graphs" };
         let memory = if self.mapped() { "mapped" } else { "device" };
         let name = format!("cuda ({}, {}, {memory} memory{kernels}{graphs})", gpu.driver.name, gpu.image);
         Cuda::new(&gpu, name, self.mapped(), self.plain(), limits).map_err(|error| refused(&error))

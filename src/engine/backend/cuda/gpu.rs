@@ -13,7 +13,7 @@ use super::{
         Address, Context, CudaError, Driver, Event, Function, Functions, GraphExec, Module, Stream, properties_on,
     },
     images,
-    segments::{Command, Segments, Tables},
+    segments::{self, Command, Segments, Tables},
 };
 use crate::engine::error::Unavailable;
 
@@ -27,6 +27,8 @@ pub(super) struct Gpu {
     stream: Stream,
     /// What is queued for it, and held back.
     segments: Mutex<Segments>,
+    /// What graphs are captured on: memory is given up, and waited for, from any thread, which may not meet a capture.
+    captures: Stream,
     /// What brings weights, from any thread.
     copies: Stream,
     /// What its kernels were compiled to.
@@ -131,6 +133,7 @@ impl Gpu {
             kernels: [ptr::null_mut(); Kernel::NAMES.len()],
             stream: ptr::null_mut(),
             segments: Mutex::default(),
+            captures: ptr::null_mut(),
             copies: ptr::null_mut(),
             image: name,
             granule: 0,
@@ -141,7 +144,7 @@ impl Gpu {
 
     fn fill(&mut self, image: &[u8]) -> Result<(), CudaError> {
         let calls = self.calls()?;
-        for stream in [&mut self.stream, &mut self.copies] {
+        for stream in [&mut self.stream, &mut self.copies, &mut self.captures] {
             // SAFETY: a place for the handle.
             unsafe { calls.cuStreamCreate(stream, NON_BLOCKING) }?;
         }
@@ -204,7 +207,7 @@ impl Gpu {
     pub(super) fn submit_whole(&self) -> Result<bool, CudaError> {
         self.calls()?;
         let mut segments = self.segments();
-        if segments.is_whole(self.driver.integrated) {
+        if segments.is_empty() || segments.is_whole(self.driver.integrated) {
             segments.submit(self)?;
         }
         Ok(segments.is_empty())
@@ -230,6 +233,12 @@ impl Gpu {
     /// The thread is bound. The parameters of a launch are those of the kernel, and what the command uses on the device is there until it
     /// has been executed.
     pub(super) unsafe fn issue(&self, command: &Command) -> Result<(), CudaError> {
+        // SAFETY: the caller's.
+        unsafe { self.issue_on(self.stream, command) }
+    }
+
+    /// The same on a stream of this context.
+    unsafe fn issue_on(&self, stream: Stream, command: &Command) -> Result<(), CudaError> {
         let calls = self.driver.functions;
         match command {
             Command::Launch { kernel, grid: (x, y, z), shared, job } => {
@@ -237,12 +246,12 @@ impl Gpu {
                 let (function, threads) = (self.function(*kernel), kernel.threads());
                 let places = places.as_mut_ptr();
                 // SAFETY: the caller's.
-                unsafe { calls.cuLaunchKernel(function, *x, *y, *z, threads, 1, 1, *shared, self.stream, places, none) }
+                unsafe { calls.cuLaunchKernel(function, *x, *y, *z, threads, 1, 1, *shared, stream, places, none) }
             }
             // SAFETY: the caller's.
-            Command::Set { to, word, count } => unsafe { self.set(*to, *word, *count) },
+            Command::Set { to, word, count } => unsafe { calls.cuMemsetD32Async(*to, *word, *count, stream) },
             // SAFETY: the caller's.
-            Command::Copy { from, to, bytes } => unsafe { calls.cuMemcpyDtoDAsync_v2(*to, *from, *bytes, self.stream) },
+            Command::Copy { from, to, bytes } => unsafe { calls.cuMemcpyDtoDAsync_v2(*to, *from, *bytes, stream) },
         }
     }
 
@@ -250,13 +259,13 @@ impl Gpu {
     pub(super) fn capture(&self, commands: &[Command]) -> Result<GraphExec, CudaError> {
         let calls = self.driver.functions;
         let (mut graph, mut made) = (ptr::null_mut(), ptr::null_mut());
-        // SAFETY: the stream of this context; nothing is executed.
-        unsafe { calls.cuStreamBeginCapture_v2(self.stream, OF_THIS_THREAD) }?;
-        // SAFETY: as above.
-        let issued = commands.iter().try_for_each(|command| unsafe { self.issue(command) });
+        // SAFETY: a stream of this context, which has nothing else.
+        unsafe { calls.cuStreamBeginCapture_v2(self.captures, OF_THIS_THREAD) }?;
+        // SAFETY: nothing is executed.
+        let issued = commands.iter().try_for_each(|command| unsafe { self.issue_on(self.captures, command) });
         // SAFETY: a place for the handle.
-        let mut end = || unsafe { calls.cuStreamEndCapture(self.stream, &raw mut graph) };
-        // Once more where that fails, so that no later command is captured.
+        let mut end = || unsafe { calls.cuStreamEndCapture(self.captures, &raw mut graph) };
+        // Once more where that fails, so that the next capture can begin.
         let ended = end().inspect_err(|_| drop(end()));
         // SAFETY: a place for the handle, and a graph that was captured just now.
         let captured =
@@ -280,7 +289,11 @@ impl Gpu {
     /// As of each of its commands, for [`issue`](Self::issue).
     pub(super) unsafe fn launch(&self, graph: GraphExec) -> Result<(), CudaError> {
         // SAFETY: the caller's.
-        unsafe { self.driver.functions.cuGraphLaunch(graph, self.stream) }
+        let launched = unsafe { self.driver.functions.cuGraphLaunch(graph, self.stream) };
+        if launched.is_err() {
+            segments::allow_no_graphs();
+        }
+        launched
     }
 
     /// Gives a graph back, which may still be executed; the thread is bound.
@@ -326,8 +339,10 @@ impl Gpu {
 
     /// Waits for all that is queued before memory is given up; once more where that fails, which then has not waited.
     pub(super) fn drain(&self) {
-        if self.synchronize().is_err() {
-            self.synchronize().ok();
+        if self.synchronize().is_err()
+            && let Err(error) = self.synchronize()
+        {
+            self.segments().fail(error);
         }
     }
 
@@ -453,7 +468,7 @@ impl Drop for Gpu {
             self.segments().set_graphs(self, false);
             // SAFETY: nothing else has them any more, and nothing runs in them: memory that kernels use holds this.
             unsafe {
-                for stream in [self.stream, self.copies] {
+                for stream in [self.stream, self.copies, self.captures] {
                     if !stream.is_null() {
                         calls.cuStreamDestroy_v2(stream).ok();
                     }

@@ -79,12 +79,13 @@ pub fn forget_probe() {
 }
 
 impl Probe {
-    /// The probe of this device: of this process, of the file, or a new one, which is kept there.
+    /// The probe of this device: of this process, of the file, or a new one, which is kept there. With `graphs` their launches are timed
+    /// as well.
     ///
     /// # Errors
     ///
     /// When a call fails.
-    pub(super) fn of_device() -> Result<Self, Unavailable> {
+    pub(super) fn of_device(graphs: bool) -> Result<Self, Unavailable> {
         let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(probe) = &known.probe {
             return Ok(probe.clone());
@@ -95,7 +96,7 @@ impl Probe {
         let probe = match kept {
             Some(probe) => probe,
             None => {
-                let probe = Self::measured(of)?;
+                let probe = Self::measured(of, graphs)?;
                 if let Some(file) = &file {
                     // Without a file the next start measures again.
                     write(file, &probe).ok();
@@ -107,8 +108,8 @@ impl Probe {
         Ok(probe)
     }
 
-    fn measured(of: Measured) -> Result<Self, Unavailable> {
-        let speed = Speed::measure()?;
+    fn measured(of: Measured, graphs: bool) -> Result<Self, Unavailable> {
+        let speed = Speed::measure(graphs)?;
         let room = Room::measured().map_err(|error| refused(&error))?;
         Ok(Self { of, speed, room })
     }
@@ -211,11 +212,13 @@ impl std::fmt::Display for Probe {
         let Self { speed, room, .. } = self;
         write!(
             formatter,
-            "weights at {:.1} GB/s in its own memory and {:.1} GB/s mapped, a launch in {:.1} us and in a graph in {:.1} us; {} in one piece and {} in several may be had",
+            "weights at {:.1} GB/s in its own memory and {:.1} GB/s mapped, a launch in {:.1} us{}; {} in one piece and {} in several may be had",
             gigabytes(speed.device),
             gigabytes(speed.mapped),
             speed.launch.as_secs_f64() * 1e6,
-            speed.in_graph.as_secs_f64() * 1e6,
+            speed
+                .in_graph
+                .map_or_else(String::new, |took| format!(" and in a graph in {:.1} us", took.as_secs_f64() * 1e6)),
             Bytes::of_len(room.largest_bytes),
             Bytes::of_len(room.sum_bytes),
         )?;

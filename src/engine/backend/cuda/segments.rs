@@ -4,7 +4,10 @@
 //! another type, is launched command by command. Weights are found through a table of where their parts lie, so that a part
 //! that was given up and read again leaves the commands what they were.
 
-use std::mem;
+use std::{
+    mem,
+    sync::atomic::{AtomicBool, Ordering},
+};
 
 use super::{
     driver::{Address, CudaError, GraphExec},
@@ -67,8 +70,9 @@ pub(super) struct Segments {
     known: Vec<Known>,
     /// Segments so far.
     clock: u64,
-    /// Graphs are captured, as long as that succeeds.
+    /// Graphs are captured, and how often that has failed.
     graphs: bool,
+    failures: u32,
     /// What was held back could not be launched, which is lost.
     failed: Option<CudaError>,
 }
@@ -81,6 +85,17 @@ struct Known {
     graph: Option<GraphExec>,
     /// When it was launched last.
     used: u64,
+}
+
+/// A graph could not be launched: no context of this process has any from then on.
+static NO_GRAPHS: AtomicBool = AtomicBool::new(false);
+
+pub(super) fn allow_no_graphs() {
+    NO_GRAPHS.store(true, Ordering::Relaxed);
+}
+
+pub(super) fn are_graphs_allowed() -> bool {
+    !NO_GRAPHS.load(Ordering::Relaxed)
 }
 
 impl Segments {
@@ -105,7 +120,7 @@ impl Segments {
     ///
     /// What it uses is there until [`submit`](Self::submit) has been called and what that launches has been executed; the thread is bound.
     pub(super) unsafe fn hold(&mut self, gpu: &Gpu, command: Command, weights: usize) -> Result<(), CudaError> {
-        if self.held.len() >= HELD_MAX {
+        if self.held.len() >= HELD_MAX || self.failed.is_some() {
             self.submit(gpu)?;
         }
         self.held.push(command);
@@ -122,7 +137,13 @@ impl Segments {
         let launched = self.launch(gpu, &held);
         (self.held, self.weights) = (held, 0);
         self.held.clear();
-        launched.inspect_err(|error| self.failed = Some(error.clone()))
+        launched.inspect_err(|error| self.fail(error.clone()))
+    }
+
+    /// Drops what is held back: its memory may go.
+    pub(super) fn fail(&mut self, error: CudaError) {
+        self.held.clear();
+        self.failed.get_or_insert(error);
     }
 
     fn launch(&mut self, gpu: &Gpu, commands: &[Command]) -> Result<(), CudaError> {
@@ -148,8 +169,9 @@ impl Segments {
             known.graph = gpu.capture(commands).ok();
         }
         let graph = known.graph;
-        if graph.is_none() {
-            // For want of memory, mostly: what there is of it is needed otherwise.
+        self.failures += u32::from(graph.is_none());
+        if self.failures >= FAILURES_MAX {
+            // What there is of memory is needed otherwise.
             self.set_graphs(gpu, false);
         }
         graph
@@ -157,21 +179,22 @@ impl Segments {
 
     /// Forgets those that were not launched for the longest time, until there is room for so many commands.
     fn make_room(&mut self, gpu: &Gpu, commands: usize) {
-        while self.commands() + commands > COMMANDS_MAX {
+        while !self.has_room(commands) {
             let oldest = self.known.iter().enumerate().min_by_key(|(_, known)| known.used);
             let Some((oldest, _)) = oldest else { return };
             self.known.swap_remove(oldest).forget(gpu);
         }
     }
 
-    /// Commands of all that are known.
-    fn commands(&self) -> usize {
-        self.known.iter().map(|known| known.commands.len()).sum()
+    /// Whether one more may be known, with so many commands.
+    fn has_room(&self, commands: usize) -> bool {
+        let known: usize = self.known.iter().map(|known| known.commands.len()).sum();
+        self.known.len() < KNOWN_MAX && known + commands <= COMMANDS_MAX
     }
 
     /// Has graphs captured from now on, or never again.
     pub(super) fn set_graphs(&mut self, gpu: &Gpu, graphs: bool) {
-        self.graphs = graphs;
+        (self.graphs, self.failures) = (graphs && are_graphs_allowed(), 0);
         for known in self.known.drain(..) {
             known.forget(gpu);
         }
@@ -183,7 +206,7 @@ impl Segments {
         let Some(commands) = self.known.iter().rfind(|known| graphs(known)).map(|known| known.commands.clone()) else {
             return false;
         };
-        while self.graphs && self.commands() + commands.len() <= COMMANDS_MAX {
+        while self.graphs && self.has_room(commands.len()) {
             let Ok(graph) = gpu.capture(&commands) else {
                 self.set_graphs(gpu, false);
                 break;
@@ -211,5 +234,9 @@ const SEGMENT_MIN: usize = 4;
 const HELD_MAX: usize = 2 * SEGMENT;
 /// Weights that an integrated device reads in one: 4 ms at 32 GB/s, since a command waits for what has been launched.
 const WEIGHTS_MAX: usize = 128 << 20;
-/// Commands of all segments that are known, 0.5 MiB of the host's: four tokens of a 4B model, or one with 100 layers.
+/// Segments that are known, and commands of them all, 0.5 MiB of the host's: a token of a model with 60 layers, each of which is a segment, or
+/// one with 100 layers of which several are.
+const KNOWN_MAX: usize = 64;
 const COMMANDS_MAX: usize = 1024;
+/// A capture may fail by what another thread does meanwhile.
+const FAILURES_MAX: u32 = 3;

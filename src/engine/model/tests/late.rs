@@ -19,6 +19,8 @@ struct Late {
     memory: Option<Refusing>,
     /// Becomes the most operations that were in flight.
     most: Option<&'static AtomicUsize>,
+    /// Operations that are held back until there are so many.
+    segment: u64,
 }
 
 /// When operations are executed that are not waited for.
@@ -45,16 +47,18 @@ enum Fault {
 
 impl Late {
     const fn honest(moment: Moment) -> Self {
-        Self { moment, fault: Fault::None, memory: None, most: None }
+        Self { moment, fault: Fault::None, memory: None, most: None, segment: 0 }
     }
 }
 
 const HONEST: [Late; 3] = honest_by(0);
 
-/// One that executes at waits only, and two at moments by a seed.
+/// One that executes at waits only, and two at moments by a seed, of which one does so by segments.
 const fn honest_by(seed: u32) -> [Late; 3] {
     let [first, second] = [2 * seed + 1, 2 * seed + 2];
-    [Late::honest(Moment::Never), Late::honest(Moment::Random(first)), Late::honest(Moment::Random(second))]
+    let moment = Moment::Random(second);
+    let by_segments = Late { moment, fault: Fault::None, memory: None, most: None, segment: 12 };
+    [Late::honest(Moment::Never), Late::honest(Moment::Random(first)), by_segments]
 }
 
 /// The CPU, executing at moments by a seed, for tests of all else.
@@ -86,6 +90,7 @@ impl Device for Late {
             inner: Cpu::new(2).map_err(LoadErrorKind::Threads)?,
             late: self.clone(),
             kept: VecDeque::new(),
+            handed_on: 0,
             executed: 0,
         }))
     }
@@ -95,6 +100,8 @@ struct LateBackend {
     inner: Cpu,
     late: Late,
     kept: VecDeque<Operation<'static>>,
+    /// What is not held back, of all operations.
+    handed_on: u64,
     executed: u64,
 }
 
@@ -107,7 +114,12 @@ impl LateBackend {
             self.inner.queue(operation)?;
             self.executed += 1;
         }
+        self.handed_on = self.handed_on.max(self.executed);
         Ok(())
+    }
+
+    fn queued(&self) -> u64 {
+        self.executed + self.kept.len() as u64
     }
 
     /// Executes some of what is kept.
@@ -120,7 +132,8 @@ impl LateBackend {
                 ((*seed >> 8) as usize % 40).saturating_sub(30)
             }
         };
-        self.execute(most.min(self.kept.len()))
+        let handed_on = usize::try_from(self.handed_on - self.executed).unwrap();
+        self.execute(most.min(handed_on))
     }
 }
 
@@ -155,11 +168,21 @@ unsafe impl Backend for LateBackend {
         if let Some(most) = self.late.most {
             most.fetch_max(self.kept.len(), Ordering::Relaxed);
         }
+        if self.late.segment == 0 {
+            self.handed_on = self.queued();
+        }
         self.moment()
     }
 
     fn mark(&mut self) -> Fence {
-        Fence(self.executed + self.kept.len() as u64)
+        if self.queued() - self.handed_on >= self.late.segment {
+            self.handed_on = self.queued();
+        }
+        Fence(self.queued())
+    }
+
+    fn holds(&self, fence: Fence) -> bool {
+        fence.0 > self.handed_on
     }
 
     fn done(&mut self, fence: Fence) -> Result<bool, DeviceError> {
@@ -329,6 +352,24 @@ fn no_more_is_in_flight_than_a_slice_and_the_one_ahead() {
         let paced = in_flight(SliceEstimators::finest(), tokens);
         assert!(paced <= most, "{paced} operations in flight for {} tokens", tokens.len());
     }
+}
+
+#[test]
+fn a_slice_ends_with_a_segment_of_a_device_that_holds_operations_back() {
+    static MOST: AtomicUsize = AtomicUsize::new(0);
+    let (_folder, path) = written(Architecture::Qwen3, GgmlDType::Q8_0);
+    Synthetic { layers: 16, ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7) }
+        .write(&path)
+        .unwrap();
+    let late = Late { most: Some(&MOST), segment: 12, ..Late::honest(Moment::Never) };
+    let mut model = open_on(Arc::new(late), None, &path, usize::MAX, &roomy(0..17));
+    model.estimators = SliceEstimators::finest();
+    model.forward(&[5], &mut || Flow::Continue).unwrap();
+    MOST.store(0, Ordering::Relaxed);
+    model.forward(&[6], &mut || Flow::Continue).unwrap();
+    // A layer has seven operations: two of them are a segment, of which one is executed, one is ahead, and one is held back.
+    let most = MOST.load(Ordering::Relaxed);
+    assert!((24..=48).contains(&most), "{most} operations in flight");
 }
 
 #[test]
