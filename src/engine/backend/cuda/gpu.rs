@@ -197,10 +197,10 @@ impl Gpu {
         self.segments.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Launches what is held back.
-    pub(super) fn submit(&self) -> Result<(), CudaError> {
+    /// Launches what is held back, in the middle of a segment.
+    pub(super) fn submit_cut(&self) -> Result<(), CudaError> {
         self.calls()?;
-        self.segments().submit(self)
+        self.segments().submit_cut(self)
     }
 
     /// Launches what is held back if it is a whole segment; says whether nothing is any more.
@@ -308,8 +308,8 @@ impl Gpu {
     ///
     /// They are there.
     pub(super) unsafe fn receive(&self, from: Address, to: &mut [f32]) -> Result<(), CudaError> {
-        self.submit()?;
-        let calls = self.driver.functions;
+        let calls = self.calls()?;
+        self.segments().submit(self)?;
         let bytes = size_of_val(to);
         // SAFETY: the caller's, and `to` is borrowed until the stream has come to its end.
         let queued = unsafe { calls.cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from, bytes, self.stream) };
@@ -332,7 +332,7 @@ impl Gpu {
 
     /// Waits for all that is queued.
     pub(super) fn synchronize(&self) -> Result<(), CudaError> {
-        let submitted = self.submit();
+        let submitted = self.submit_cut();
         // SAFETY: a stream of this context.
         submitted.and(unsafe { self.calls()?.cuStreamSynchronize(self.stream) })
     }

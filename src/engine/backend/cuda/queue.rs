@@ -197,7 +197,7 @@ unsafe impl Backend for Cuda {
     fn wait(&mut self, fence: Fence) -> Result<(), DeviceError> {
         self.sound().map_err(Clone::clone)?;
         if self.holds(fence) {
-            let submitted = self.gpu.submit().map_err(Into::into);
+            let submitted = self.gpu.submit_cut().map_err(Into::into);
             self.keep(submitted)?;
             self.launched = self.queued;
         }

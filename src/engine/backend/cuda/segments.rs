@@ -130,11 +130,20 @@ impl Segments {
 
     /// Launches what is held back; the thread is bound. An error is permanent.
     pub(super) fn submit(&mut self, gpu: &Gpu) -> Result<(), CudaError> {
+        self.submit_as(gpu, true)
+    }
+
+    /// The same where a segment does not end, but is cut: it will not come again, and memory may be short.
+    pub(super) fn submit_cut(&mut self, gpu: &Gpu) -> Result<(), CudaError> {
+        self.submit_as(gpu, false)
+    }
+
+    fn submit_as(&mut self, gpu: &Gpu, ends: bool) -> Result<(), CudaError> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
         let held = mem::take(&mut self.held);
-        let launched = self.launch(gpu, &held);
+        let launched = self.launch(gpu, &held, ends);
         (self.held, self.weights) = (held, 0);
         self.held.clear();
         launched.inspect_err(|error| self.fail(error.clone()))
@@ -146,8 +155,9 @@ impl Segments {
         self.failed.get_or_insert(error);
     }
 
-    fn launch(&mut self, gpu: &Gpu, commands: &[Command]) -> Result<(), CudaError> {
-        let graph = if self.graphs && commands.len() >= SEGMENT_MIN { self.graph_of(gpu, commands) } else { None };
+    fn launch(&mut self, gpu: &Gpu, commands: &[Command], ends: bool) -> Result<(), CudaError> {
+        let is_segment = ends && self.graphs && commands.len() >= SEGMENT_MIN;
+        let graph = if is_segment { self.graph_of(gpu, commands) } else { None };
         match graph {
             // SAFETY: captured from these commands, whose memory is there by the contract of `hold`.
             Some(graph) => unsafe { gpu.launch(graph) },

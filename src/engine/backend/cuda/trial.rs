@@ -364,7 +364,8 @@ const MANY: usize = 64 << 20;
 const FEW_TAKE_MAX: Duration = Duration::from_millis(4);
 const TURNS: u32 = 4;
 const FEW_ROWS: usize = 32;
-const LAUNCHES: u32 = 50;
+/// As many as make a segment.
+const LAUNCHES: u32 = 64;
 /// Mapped weights are preferred when they are read as fast but for what two measurements differ by.
 const MAPPED_PERCENT: u64 = 97;
 
