@@ -11,7 +11,6 @@ use candle_core::quantized::GgmlDType;
 use super::{
     arena::{Backing, PAGE},
     error::LoadErrorKind,
-    shape::Layout,
     spec::{AttentionSpec, Spec},
 };
 use crate::{policy::residency::KvShape, units::Bytes};
@@ -83,10 +82,10 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// Those of a model, whatever context it is opened with: what it needs is the same when it is inspected.
+    /// Those of a model in so many parts, whatever context it is opened with: what it needs is the same when it is inspected.
     #[must_use]
-    pub fn of(spec: &Spec, layout: &Layout) -> Self {
-        Self { context: spec.context_max, said: spec.said.as_ref().map_or(1, Vec::len), parts: layout.parts.len() }
+    pub fn of(spec: &Spec, parts: usize) -> Self {
+        Self { context: spec.context_max, said: spec.said.as_ref().map_or(1, Vec::len), parts }
     }
 }
 

@@ -162,7 +162,7 @@ impl Opening {
     fn assemble(self, plan: &EnginePlan, left: &mut Retained) -> Result<Model, LoadErrorKind> {
         let Self { disk, device, needs, file, vectors, header, spec, layout, shape, options, progress } = self;
         let began = Instant::now();
-        let mut backend = device.start(&Limits::of(&spec, &layout))?;
+        let mut backend = device.start(&Limits::of(&spec, layout.parts.len()))?;
         let chunk = residency::check(&shape, plan).map_err(|error| LoadErrorKind::Plan(error.to_string()))?;
         // The first token waits for the disk, so the disk goes on at once: with the vectors, and with what is streamed, while
         // memory is found for everything else.

@@ -32,7 +32,7 @@ impl Needs {
         Self {
             copies: device.copies_bytes(&shape::distinct_types(spec), layout.widths.columns),
             scratch: if spec.attention_layers() > 0 { device.scratch_bytes(&spec.attention) } else { Bytes::ZERO },
-            context: device.context_bytes(&Limits::of(spec, layout)),
+            context: device.context_bytes(&Limits::of(spec, layout.parts.len())),
             granule: device.granule(),
             ring: device.ring_bytes(layout.ring),
         }

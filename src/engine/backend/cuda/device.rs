@@ -150,7 +150,7 @@ pub fn describe() -> String {
     let graphs = if device.trial.graphs {
         ""
     } else {
-        "; launches are not captured as graphs: they do something else then, or nothing"
+        "; launches are not captured as graphs: a graph fails or computes something else"
     };
     format!("{facts}{tensor_cores}{graphs}")
 }

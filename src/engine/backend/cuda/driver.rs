@@ -31,6 +31,11 @@ fn name_of(code: &sys::CUresult) -> String {
 }
 
 impl CudaError {
+    #[cfg(test)]
+    pub(super) const fn out_of_memory() -> Self {
+        Self { call: "", code: sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY }
+    }
+
     pub(super) const fn is_not_ready(&self) -> bool {
         matches!(self.code, sys::CUresult::CUDA_ERROR_NOT_READY)
     }

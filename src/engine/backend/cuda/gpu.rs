@@ -1,7 +1,7 @@
 //! A context on the first GPU: streams, kernels, and calls that bind the thread first.
 
 use std::{
-    ffi::{CStr, c_int, c_void},
+    ffi::{c_int, c_void},
     ptr,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
@@ -13,7 +13,8 @@ use super::{
         Address, Context, CudaError, Driver, Event, Function, Functions, GraphExec, Module, Stream, properties_on,
     },
     images,
-    segments::{self, Command, Segments, Tables},
+    parameters::Kernel,
+    segments::{self, Command, Launches, Segments, Tables},
 };
 use crate::engine::error::Unavailable;
 
@@ -73,47 +74,6 @@ impl Drop for Observer {
         // SAFETY: made by `new`, and nothing is in it.
         unsafe { self.driver.functions.cuCtxDestroy_v2(self.context) }.ok();
     }
-}
-
-/// Kernels: each by its name in the module, with the threads of a block that it was compiled for.
-macro_rules! kernels {
-    ($($kernel:ident $name:literal $threads:literal,)*) => {
-        /// A kernel by its name.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-        pub(super) enum Kernel {
-            $($kernel,)*
-        }
-
-        impl Kernel {
-            /// Of all, in their order.
-            const NAMES: &[&CStr] = &[$($name,)*];
-
-            const fn threads(self) -> u32 {
-                match self {
-                    $(Self::$kernel => $threads,)*
-                }
-            }
-        }
-    };
-}
-
-kernels! {
-    Activate c"activate" 128,
-    Attend128 c"attend_128" 128,
-    Attend256 c"attend_256" 128,
-    AttendJoin c"attend_join" 128,
-    Convert c"convert" 128,
-    Delta32 c"delta_32" 256,
-    Delta64 c"delta_64" 256,
-    Delta128 c"delta_128" 256,
-    Embed c"embed" 128,
-    Finish c"finish" 256,
-    Heads c"heads" 128,
-    Norm c"residual_norm" 256,
-    Product1 c"product_1" 128,
-    Product4 c"product_4" 128,
-    Product8 c"product_8" 128,
-    ProductTiles c"product_tiles" 128,
 }
 
 impl Gpu {
@@ -226,18 +186,11 @@ impl Gpu {
         Ok(self.segments().fill_up(self))
     }
 
-    /// Queues a command.
+    /// Queues a command on a stream of this context.
     ///
     /// # Safety
     ///
-    /// The thread is bound. The parameters of a launch are those of the kernel, and what the command uses on the device is there until it
-    /// has been executed.
-    pub(super) unsafe fn issue(&self, command: &Command) -> Result<(), CudaError> {
-        // SAFETY: the caller's.
-        unsafe { self.issue_on(self.stream, command) }
-    }
-
-    /// The same on a stream of this context.
+    /// As of [`Launches::issue`]; the thread is bound.
     unsafe fn issue_on(&self, stream: Stream, command: &Command) -> Result<(), CudaError> {
         let calls = self.driver.functions;
         match command {
@@ -253,53 +206,6 @@ impl Gpu {
             // SAFETY: the caller's.
             Command::Copy { from, to, bytes } => unsafe { calls.cuMemcpyDtoDAsync_v2(*to, *from, *bytes, stream) },
         }
-    }
-
-    /// Commands as a graph; the thread is bound.
-    pub(super) fn capture(&self, commands: &[Command]) -> Result<GraphExec, CudaError> {
-        let calls = self.driver.functions;
-        let (mut graph, mut made) = (ptr::null_mut(), ptr::null_mut());
-        // SAFETY: a stream of this context, which has nothing else.
-        unsafe { calls.cuStreamBeginCapture_v2(self.captures, OF_THIS_THREAD) }?;
-        // SAFETY: nothing is executed.
-        let issued = commands.iter().try_for_each(|command| unsafe { self.issue_on(self.captures, command) });
-        // SAFETY: a place for the handle.
-        let mut end = || unsafe { calls.cuStreamEndCapture(self.captures, &raw mut graph) };
-        // Once more where that fails, so that the next capture can begin.
-        let ended = end().inspect_err(|_| drop(end()));
-        // SAFETY: a place for the handle, and a graph that was captured just now.
-        let captured =
-            issued.and(ended).and_then(|()| unsafe { calls.cuGraphInstantiateWithFlags(&raw mut made, graph, 0) });
-        if !graph.is_null() {
-            // SAFETY: as above; what was made of it needs it no more.
-            unsafe { calls.cuGraphDestroy(graph) }.ok();
-        }
-        // SAFETY: made just now.
-        let uploaded = captured.and_then(|()| unsafe { calls.cuGraphUpload(made, self.stream) });
-        if uploaded.is_err() && !made.is_null() {
-            self.forget(made);
-        }
-        uploaded.map(|()| made)
-    }
-
-    /// Queues a graph.
-    ///
-    /// # Safety
-    ///
-    /// As of each of its commands, for [`issue`](Self::issue).
-    pub(super) unsafe fn launch(&self, graph: GraphExec) -> Result<(), CudaError> {
-        // SAFETY: the caller's.
-        let launched = unsafe { self.driver.functions.cuGraphLaunch(graph, self.stream) };
-        if launched.is_err() {
-            segments::allow_no_graphs();
-        }
-        launched
-    }
-
-    /// Gives a graph back, which may still be executed; the thread is bound.
-    pub(super) fn forget(&self, graph: GraphExec) {
-        // SAFETY: made by `capture`, and not launched any more.
-        unsafe { self.driver.functions.cuGraphExecDestroy(graph) }.ok();
     }
 
     /// Copies floats to the host once everything that is queued has been executed.
@@ -365,6 +271,53 @@ impl Gpu {
     }
 }
 
+impl Launches for Gpu {
+    unsafe fn issue(&self, command: &Command) -> Result<(), CudaError> {
+        // SAFETY: the caller's.
+        unsafe { self.issue_on(self.stream, command) }
+    }
+
+    fn capture(&self, commands: &[Command]) -> Result<GraphExec, CudaError> {
+        let calls = self.driver.functions;
+        let (mut graph, mut made) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: a stream of this context, which has nothing else.
+        unsafe { calls.cuStreamBeginCapture_v2(self.captures, OF_THIS_THREAD) }?;
+        // SAFETY: nothing is executed.
+        let issued = commands.iter().try_for_each(|command| unsafe { self.issue_on(self.captures, command) });
+        // SAFETY: a place for the handle.
+        let mut end = || unsafe { calls.cuStreamEndCapture(self.captures, &raw mut graph) };
+        // Once more where that fails, so that the next capture can begin.
+        let ended = end().inspect_err(|_| drop(end()));
+        // SAFETY: a place for the handle, and a graph that was captured just now.
+        let captured =
+            issued.and(ended).and_then(|()| unsafe { calls.cuGraphInstantiateWithFlags(&raw mut made, graph, 0) });
+        if !graph.is_null() {
+            // SAFETY: as above; what was made of it needs it no more.
+            unsafe { calls.cuGraphDestroy(graph) }.ok();
+        }
+        // SAFETY: made just now.
+        let uploaded = captured.and_then(|()| unsafe { calls.cuGraphUpload(made, self.stream) });
+        if uploaded.is_err() && !made.is_null() {
+            self.forget(made);
+        }
+        uploaded.map(|()| made)
+    }
+
+    unsafe fn launch(&self, graph: GraphExec) -> Result<(), CudaError> {
+        // SAFETY: the caller's.
+        let launched = unsafe { self.driver.functions.cuGraphLaunch(graph, self.stream) };
+        if launched.is_err() {
+            segments::allow_no_graphs();
+        }
+        launched
+    }
+
+    fn forget(&self, graph: GraphExec) {
+        // SAFETY: made by `capture`, and not launched any more.
+        unsafe { self.driver.functions.cuGraphExecDestroy(graph) }.ok();
+    }
+}
+
 /// What may be queued on a context's stream. No memory can be allocated through it, so that an operation needs none.
 #[derive(Clone, Debug)]
 pub(super) struct Commands(Arc<Gpu>);
@@ -381,13 +334,13 @@ impl Commands {
 
     /// Launches what is held back.
     pub(super) fn submit(&self) -> Result<(), CudaError> {
-        self.0.segments().submit(&self.0)
+        self.0.segments().submit(&*self.0)
     }
 
     /// Launches what is held back where some of it reads this, which may be written then.
     pub(super) fn before_writing(&self, tables: Tables) -> Result<(), CudaError> {
         let mut segments = self.0.segments();
-        if segments.reads(tables) { segments.submit(&self.0) } else { Ok(()) }
+        if segments.reads(tables) { segments.submit(&*self.0) } else { Ok(()) }
     }
 
     /// Queues a command behind those that are held back: one of a segment that reads so many bytes of weights, or one that is launched at once.
@@ -399,9 +352,9 @@ impl Commands {
         let mut segments = self.0.segments();
         match weights {
             // SAFETY: the caller's.
-            Some(weights) => unsafe { segments.hold(&self.0, *command, weights) },
+            Some(weights) => unsafe { segments.hold(&*self.0, *command, weights) },
             None => {
-                segments.submit(&self.0)?;
+                segments.submit(&*self.0)?;
                 // SAFETY: the caller's.
                 unsafe { self.0.issue(command) }
             }

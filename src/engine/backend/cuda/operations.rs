@@ -4,10 +4,10 @@ use std::{io, mem, sync::Arc};
 
 use super::{
     driver::Address,
-    gpu::{ATTEND_SHARED_MAX, Commands, Gpu, Kernel},
+    gpu::{ATTEND_SHARED_MAX, Commands, Gpu},
     memory::{Allocation, allocated_bytes},
     parameters::{
-        ActivateJob, AttendJob, ConvertJob, CopiesTo, DeltaJob, EmbedJob, FinishJob, HeadsJob, Job, JoinJob,
+        ActivateJob, AttendJob, ConvertJob, CopiesTo, DeltaJob, EmbedJob, FinishJob, HeadsJob, Job, JoinJob, Kernel,
         MATRICES_MAX, Matrix, NormJob, Products, cell_kind, copies_stride, format_of, formats_of, kind_of,
     },
     segments::{Command, Tables},

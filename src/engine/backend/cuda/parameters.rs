@@ -1,6 +1,9 @@
-//! Parameters of the kernels, as `kernels/` declares them.
+//! Kernels and their parameters, as `kernels/` declares them.
 
-use std::{ffi::c_void, ptr};
+use std::{
+    ffi::{CStr, c_void},
+    ptr,
+};
 
 use candle_core::quantized::GgmlDType;
 
@@ -9,6 +12,48 @@ use crate::{
     engine::{backend::Types, gguf::SUPPORTED},
     policy::kv_type::KvType,
 };
+
+/// Kernels: each by its name in the module, with the threads of a block that it was compiled for.
+macro_rules! kernels {
+    ($($kernel:ident $name:literal $threads:literal,)*) => {
+        /// A kernel by its name.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub(super) enum Kernel {
+            $($kernel,)*
+        }
+
+        impl Kernel {
+            /// Of all, in their order.
+            pub(super) const NAMES: &[&CStr] = &[$($name,)*];
+
+            /// Of a block.
+            pub(super) const fn threads(self) -> u32 {
+                match self {
+                    $(Self::$kernel => $threads,)*
+                }
+            }
+        }
+    };
+}
+
+kernels! {
+    Activate c"activate" 128,
+    Attend128 c"attend_128" 128,
+    Attend256 c"attend_256" 128,
+    AttendJoin c"attend_join" 128,
+    Convert c"convert" 128,
+    Delta32 c"delta_32" 256,
+    Delta64 c"delta_64" 256,
+    Delta128 c"delta_128" 256,
+    Embed c"embed" 128,
+    Finish c"finish" 256,
+    Heads c"heads" 128,
+    Norm c"residual_norm" 256,
+    Product1 c"product_1" 128,
+    Product4 c"product_4" 128,
+    Product8 c"product_8" 128,
+    ProductTiles c"product_tiles" 128,
+}
 
 /// The parameters of a launch.
 #[derive(Clone, Copy, Debug, PartialEq)]

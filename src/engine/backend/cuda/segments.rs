@@ -11,8 +11,7 @@ use std::{
 
 use super::{
     driver::{Address, CudaError, GraphExec},
-    gpu::{Gpu, Kernel},
-    parameters::Job,
+    parameters::{Job, Kernel},
 };
 
 /// What is queued on a stream.
@@ -59,6 +58,29 @@ impl Command {
             Job::Activate(_) | Job::Convert(_) | Job::Delta(_) | Job::Embed(_) | Job::Norm(_) => false,
         }
     }
+}
+
+/// A context's stream, on which segments are launched; the thread is bound in each call.
+pub(super) trait Launches {
+    /// Queues a command.
+    ///
+    /// # Safety
+    ///
+    /// The parameters of a launch are those of the kernel, and what the command uses on the device is there until it has been executed.
+    unsafe fn issue(&self, command: &Command) -> Result<(), CudaError>;
+
+    /// Commands as a graph.
+    fn capture(&self, commands: &[Command]) -> Result<GraphExec, CudaError>;
+
+    /// Queues a graph.
+    ///
+    /// # Safety
+    ///
+    /// As of each of its commands, for [`issue`](Self::issue).
+    unsafe fn launch(&self, graph: GraphExec) -> Result<(), CudaError>;
+
+    /// Gives a graph back, which may still be executed.
+    fn forget(&self, graph: GraphExec);
 }
 
 /// What is held back of a context's stream, and the segments that it had before.
@@ -119,9 +141,14 @@ impl Segments {
     /// # Safety
     ///
     /// What it uses is there until [`submit`](Self::submit) has been called and what that launches has been executed; the thread is bound.
-    pub(super) unsafe fn hold(&mut self, gpu: &Gpu, command: Command, weights: usize) -> Result<(), CudaError> {
+    pub(super) unsafe fn hold(
+        &mut self,
+        stream: &impl Launches,
+        command: Command,
+        weights: usize,
+    ) -> Result<(), CudaError> {
         if self.held.len() >= HELD_MAX || self.failed.is_some() {
-            self.submit(gpu)?;
+            self.submit(stream)?;
         }
         self.held.push(command);
         self.weights += weights;
@@ -129,21 +156,21 @@ impl Segments {
     }
 
     /// Launches what is held back; the thread is bound. An error is permanent.
-    pub(super) fn submit(&mut self, gpu: &Gpu) -> Result<(), CudaError> {
-        self.submit_as(gpu, true)
+    pub(super) fn submit(&mut self, stream: &impl Launches) -> Result<(), CudaError> {
+        self.submit_as(stream, true)
     }
 
     /// The same where a segment does not end, but is cut: it will not come again, and memory may be short.
-    pub(super) fn submit_cut(&mut self, gpu: &Gpu) -> Result<(), CudaError> {
-        self.submit_as(gpu, false)
+    pub(super) fn submit_cut(&mut self, stream: &impl Launches) -> Result<(), CudaError> {
+        self.submit_as(stream, false)
     }
 
-    fn submit_as(&mut self, gpu: &Gpu, ends: bool) -> Result<(), CudaError> {
+    fn submit_as(&mut self, stream: &impl Launches, ends: bool) -> Result<(), CudaError> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
         }
         let held = mem::take(&mut self.held);
-        let launched = self.launch(gpu, &held, ends);
+        let launched = self.launch(stream, &held, ends);
         (self.held, self.weights) = (held, 0);
         self.held.clear();
         launched.inspect_err(|error| self.fail(error.clone()))
@@ -155,44 +182,44 @@ impl Segments {
         self.failed.get_or_insert(error);
     }
 
-    fn launch(&mut self, gpu: &Gpu, commands: &[Command], ends: bool) -> Result<(), CudaError> {
+    fn launch(&mut self, stream: &impl Launches, commands: &[Command], ends: bool) -> Result<(), CudaError> {
         let is_segment = ends && self.graphs && commands.len() >= SEGMENT_MIN;
-        let graph = if is_segment { self.graph_of(gpu, commands) } else { None };
+        let graph = if is_segment { self.graph_of(stream, commands) } else { None };
         match graph {
             // SAFETY: captured from these commands, whose memory is there by the contract of `hold`.
-            Some(graph) => unsafe { gpu.launch(graph) },
+            Some(graph) => unsafe { stream.launch(graph) },
             // SAFETY: as above.
-            None => commands.iter().try_for_each(|command| unsafe { gpu.issue(command) }),
+            None => commands.iter().try_for_each(|command| unsafe { stream.issue(command) }),
         }
     }
 
     /// The graph of a segment, which is captured when it comes for the second time.
-    fn graph_of(&mut self, gpu: &Gpu, commands: &[Command]) -> Option<GraphExec> {
+    fn graph_of(&mut self, stream: &impl Launches, commands: &[Command]) -> Option<GraphExec> {
         self.clock += 1;
         let Some(known) = self.known.iter_mut().find(|known| known.commands == commands) else {
-            self.make_room(gpu, commands.len());
+            self.make_room(stream, commands.len());
             self.known.push(Known { commands: commands.to_vec(), graph: None, used: self.clock });
             return None;
         };
         known.used = self.clock;
         if known.graph.is_none() {
-            known.graph = gpu.capture(commands).ok();
+            known.graph = stream.capture(commands).ok();
         }
         let graph = known.graph;
         self.failures += u32::from(graph.is_none());
         if self.failures >= FAILURES_MAX {
             // What there is of memory is needed otherwise.
-            self.set_graphs(gpu, false);
+            self.set_graphs(stream, false);
         }
         graph
     }
 
     /// Forgets those that were not launched for the longest time, until there is room for so many commands.
-    fn make_room(&mut self, gpu: &Gpu, commands: usize) {
+    fn make_room(&mut self, stream: &impl Launches, commands: usize) {
         while !self.has_room(commands) {
             let oldest = self.known.iter().enumerate().min_by_key(|(_, known)| known.used);
             let Some((oldest, _)) = oldest else { return };
-            self.known.swap_remove(oldest).forget(gpu);
+            self.known.swap_remove(oldest).forget(stream);
         }
     }
 
@@ -203,22 +230,22 @@ impl Segments {
     }
 
     /// Has graphs captured from now on, or never again.
-    pub(super) fn set_graphs(&mut self, gpu: &Gpu, graphs: bool) {
+    pub(super) fn set_graphs(&mut self, stream: &impl Launches, graphs: bool) {
         (self.graphs, self.failures) = (graphs && are_graphs_allowed(), 0);
         for known in self.known.drain(..) {
-            known.forget(gpu);
+            known.forget(stream);
         }
     }
 
     /// Captures the last segment again and again, until there are as many graphs as there may be; says whether that is so.
-    pub(super) fn fill_up(&mut self, gpu: &Gpu) -> bool {
+    pub(super) fn fill_up(&mut self, stream: &impl Launches) -> bool {
         let graphs = |known: &Known| known.graph.is_some();
         let Some(commands) = self.known.iter().rfind(|known| graphs(known)).map(|known| known.commands.clone()) else {
             return false;
         };
         while self.graphs && self.has_room(commands.len()) {
-            let Ok(graph) = gpu.capture(&commands) else {
-                self.set_graphs(gpu, false);
+            let Ok(graph) = stream.capture(&commands) else {
+                self.set_graphs(stream, false);
                 break;
             };
             self.known.push(Known { commands: commands.clone(), graph: Some(graph), used: 0 });
@@ -228,9 +255,9 @@ impl Segments {
 }
 
 impl Known {
-    fn forget(self, gpu: &Gpu) {
+    fn forget(self, stream: &impl Launches) {
         if let Some(graph) = self.graph {
-            gpu.forget(graph);
+            stream.forget(graph);
         }
     }
 }
@@ -240,7 +267,7 @@ impl Known {
 const SEGMENT: usize = 64;
 /// Fewer are not worth a graph.
 const SEGMENT_MIN: usize = 4;
-/// The most that is held back, where nobody asks for a segment's end.
+/// The most that is held back, where no segment's end is asked for.
 const HELD_MAX: usize = 2 * SEGMENT;
 /// Weights that an integrated device reads in one: 4 ms at 32 GB/s, since a command waits for what has been launched.
 const WEIGHTS_MAX: usize = 128 << 20;
@@ -250,3 +277,120 @@ const KNOWN_MAX: usize = 64;
 const COMMANDS_MAX: usize = 1024;
 /// A capture may fail by what another thread does meanwhile.
 const FAILURES_MAX: u32 = 3;
+
+#[cfg(test)]
+mod tests {
+    use std::{cell::RefCell, ptr};
+
+    use super::*;
+
+    /// What was done, of which captures fail as long as there are failures left.
+    #[derive(Default)]
+    struct Noted {
+        calls: RefCell<Vec<&'static str>>,
+        failures: RefCell<u32>,
+    }
+
+    impl Noted {
+        fn call(&self, name: &'static str) {
+            self.calls.borrow_mut().push(name);
+        }
+
+        fn taken(&self) -> Vec<&'static str> {
+            let mut calls = self.calls.take();
+            calls.dedup();
+            calls
+        }
+    }
+
+    impl Launches for Noted {
+        unsafe fn issue(&self, _: &Command) -> Result<(), CudaError> {
+            self.call("issue");
+            Ok(())
+        }
+
+        fn capture(&self, _: &[Command]) -> Result<GraphExec, CudaError> {
+            self.call("capture");
+            let left = *self.failures.borrow();
+            *self.failures.borrow_mut() = left.saturating_sub(1);
+            if left > 0 { Err(CudaError::out_of_memory()) } else { Ok(ptr::null_mut()) }
+        }
+
+        unsafe fn launch(&self, _: GraphExec) -> Result<(), CudaError> {
+            self.call("launch");
+            Ok(())
+        }
+
+        fn forget(&self, _: GraphExec) {
+            self.call("forget");
+        }
+    }
+
+    fn held(segments: &mut Segments, stream: &Noted, first: u64, count: u64) {
+        for to in first..first + count {
+            // SAFETY: nothing is executed.
+            unsafe { segments.hold(stream, Command::Set { to, word: 0, count: 1 }, 0) }.unwrap();
+        }
+    }
+
+    fn submitted(segments: &mut Segments, stream: &Noted, first: u64, count: u64) -> Vec<&'static str> {
+        held(segments, stream, first, count);
+        segments.submit(stream).unwrap();
+        stream.taken()
+    }
+
+    #[test]
+    fn a_segment_is_captured_when_it_comes_again_and_only_launched_from_then_on() {
+        let (mut segments, stream) = (Segments::default(), Noted::default());
+        segments.set_graphs(&stream, true);
+        assert_eq!(submitted(&mut segments, &stream, 0, 4), ["issue"]);
+        assert_eq!(submitted(&mut segments, &stream, 0, 4), ["capture", "launch"]);
+        assert_eq!(submitted(&mut segments, &stream, 0, 4), ["launch"]);
+        // Another one, one that is too short, and one that is cut, as often as they come.
+        assert_eq!(submitted(&mut segments, &stream, 1, 4), ["issue"]);
+        for _ in 0..3 {
+            assert_eq!(submitted(&mut segments, &stream, 0, 3), ["issue"]);
+            held(&mut segments, &stream, 0, 5);
+            segments.submit_cut(&stream).unwrap();
+            assert_eq!(stream.taken(), ["issue"]);
+        }
+        segments.set_graphs(&stream, false);
+        assert_eq!(stream.taken(), ["forget"]);
+        assert_eq!(submitted(&mut segments, &stream, 0, 4), ["issue"]);
+    }
+
+    #[test]
+    fn what_was_not_launched_for_the_longest_time_makes_room() {
+        let (mut segments, stream) = (Segments::default(), Noted::default());
+        segments.set_graphs(&stream, true);
+        for number in (0..KNOWN_MAX as u64 + 1).flat_map(|number| [number, number]) {
+            submitted(&mut segments, &stream, 10 * number, 4);
+            submitted(&mut segments, &stream, 0, 4);
+        }
+        assert_eq!(segments.known.len(), KNOWN_MAX);
+        assert_eq!(submitted(&mut segments, &stream, 0, 4), ["launch"]);
+        assert_eq!(submitted(&mut segments, &stream, 10, 4), ["forget", "issue"]);
+    }
+
+    #[test]
+    fn three_captures_that_fail_are_the_end_of_graphs() {
+        let (mut segments, stream) = (Segments::default(), Noted { failures: RefCell::new(3), ..Noted::default() });
+        segments.set_graphs(&stream, true);
+        assert_eq!(submitted(&mut segments, &stream, 0, 4), ["issue"]);
+        for _ in 0..3 {
+            assert_eq!(submitted(&mut segments, &stream, 0, 4), ["capture", "issue"]);
+        }
+        assert_eq!(submitted(&mut segments, &stream, 0, 4), ["issue"]);
+    }
+
+    #[test]
+    fn what_is_lost_is_an_error_of_everything_behind_it() {
+        let (mut segments, stream) = (Segments::default(), Noted::default());
+        held(&mut segments, &stream, 0, 4);
+        segments.fail(CudaError::out_of_memory());
+        assert!(segments.submit(&stream).is_err() && segments.submit_cut(&stream).is_err());
+        // SAFETY: nothing is executed.
+        assert!(unsafe { segments.hold(&stream, Command::Set { to: 0, word: 0, count: 1 }, 0) }.is_err());
+        assert!(stream.taken().is_empty());
+    }
+}
