@@ -252,6 +252,13 @@ impl Daemon {
         tokio::time::timeout(PATIENCE, waiting).await.expect("the state never came").unwrap().clone()
     }
 
+    /// Waits until the journal has a line behind number `sequence`.
+    pub(super) async fn written_behind(&self, sequence: u64) {
+        let mut last = self.handle.events().last_sequence();
+        let written = tokio::time::timeout(PATIENCE, last.wait_for(|last| *last > sequence)).await;
+        written.expect("nothing was written").unwrap();
+    }
+
     pub(super) fn last_sequence(&self) -> u64 {
         *self.handle.events().last_sequence().borrow()
     }
