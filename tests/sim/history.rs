@@ -209,6 +209,7 @@ impl History {
             keeping: &keeping,
             busy: &busy,
             engine: &self.world.engine,
+            used_most: &self.world.used_most,
         };
         for checker in &mut self.checkers {
             let reported = |violation| format!("{violation}\nat {now} {event:?}\n  {actions:?}");

@@ -228,7 +228,7 @@ fn a_credit_for_an_answer_without_a_measurement_is_caught() {
 
 #[test]
 fn a_stale_measurement_that_is_credited_is_caught() {
-    let violation = caught(Planted::StaleCredited, 690);
+    let violation = caught(Planted::StaleCredited, 769);
     assert!(violation.contains("covers") || violation.contains("credited and not measured"), "{violation}");
 }
 
@@ -246,12 +246,18 @@ fn others_held_small_for_what_can_never_be_had_are_found() {
 
 #[test]
 fn growth_into_the_space_of_a_stopped_worker_is_caught() {
-    let violation = caught(Planted::GrownIntoReserved, 131);
+    let violation = caught(Planted::GrownIntoReserved, 136);
     assert!(violation.contains("reserved space"), "{violation}");
 }
 
 #[test]
 fn growth_into_what_the_engine_holds_and_does_not_use_yet_is_caught() {
-    let violation = caught(Planted::UnusedFree, 1);
+    let violation = caught(Planted::UnusedFree, 29);
     assert!(violation.contains("the engine may use"), "{violation}");
+}
+
+#[test]
+fn what_another_variant_has_used_and_is_learned_is_caught() {
+    let violation = caught(Planted::HighWaterOfAnother, 11);
+    assert!(violation.contains("learned from another variant"), "{violation}");
 }

@@ -48,6 +48,8 @@ pub(crate) enum Planted {
     HeldSmall,
     /// What the engine holds and does not use yet is taken for memory that is free.
     UnusedFree,
+    /// The high water of a life is read as a tenth more: as if another variant had not had it before.
+    HighWaterOfAnother,
 }
 
 /// The control loop, and the fault around it.
@@ -120,6 +122,11 @@ impl Subject {
         {
             *used = engine_bytes(&before).max(*used);
         }
+        if planted == Planted::HighWaterOfAnother
+            && let Event::PeakMeasured { peak, .. } = &mut event
+        {
+            *peak = peak.saturating_add(peak.per_mille(100));
+        }
         let mut actions = self.control.handle(now, event.clone());
         match planted {
             Planted::FreedOnPaper => self.free_on_paper(now, &mut actions),
@@ -139,7 +146,11 @@ impl Subject {
             }
             Planted::GrownIntoReserved => self.forget_stopped_workers(now),
             Planted::HeldSmall => self.hold_small(&before, &mut actions),
-            Planted::DoubleGrant | Planted::LostDeadline | Planted::SilenceCredited | Planted::UnusedFree => {}
+            Planted::DoubleGrant
+            | Planted::LostDeadline
+            | Planted::SilenceCredited
+            | Planted::UnusedFree
+            | Planted::HighWaterOfAnother => {}
         }
         actions
     }

@@ -7,6 +7,8 @@ pub(crate) struct Worker {
     pub(crate) params: WorkerParams,
     pub(crate) state: State,
     pub(crate) used: Bytes,
+    /// The most that this life has used.
+    pub(crate) high_water: Bytes,
     pub(crate) variant: Option<String>,
     pub(crate) requests: u32,
     /// Rises with every start, so that what was planned for an earlier process does not reach a later one.
@@ -22,12 +24,21 @@ pub(crate) enum State {
 
 impl Worker {
     pub(crate) fn new(params: &WorkerParams) -> Self {
-        Self { params: params.clone(), state: State::Gone, used: Bytes::ZERO, variant: None, requests: 0, life: 0 }
+        Self {
+            params: params.clone(),
+            state: State::Gone,
+            used: Bytes::ZERO,
+            high_water: Bytes::ZERO,
+            variant: None,
+            requests: 0,
+            life: 0,
+        }
     }
 
     pub(crate) fn start(&mut self, variant: Option<String>) {
         self.state = State::Starting;
         self.used = self.params.peak_of(variant.as_deref());
+        self.high_water = self.used;
         self.variant = variant;
         self.requests = 0;
         self.life += 1;

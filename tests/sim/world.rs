@@ -23,7 +23,7 @@ use cotenant::{
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use self::letters::{choose_letters, choose_names};
+use self::letters::{choose_high_water, choose_letters, choose_names};
 use crate::{
     device::{self, Device, mib, millis},
     engine::Engine,
@@ -104,6 +104,10 @@ pub(crate) struct World {
     rng: ChaCha8Rng,
     /// Decides what only some histories have: see [`letters`].
     letters: Option<ChaCha8Rng>,
+    /// Reads the high water of workers, in some histories.
+    high_water: Option<ChaCha8Rng>,
+    /// The most that each worker has used in each of its variants, or in what the arbiter takes for its variant.
+    pub(crate) used_most: BTreeMap<Variant, Bytes>,
     happenings: BTreeMap<(Timestamp, u64), Happening>,
     order: u64,
     tickets: u64,
@@ -145,6 +149,8 @@ impl World {
             neighbour: Bytes::ZERO,
             rng,
             letters,
+            high_water: choose_high_water(seed),
+            used_most: BTreeMap::new(),
             happenings: BTreeMap::new(),
             order: 0,
             tickets: 0,
@@ -520,14 +526,34 @@ impl World {
             let tenant = self.tenants.iter().find(|other| other.name == tenant)?;
             tenant.measurable.then_some(tenant.used)
         };
-        let event =
-            Event::Measured { tenant, used: used.filter(|_| !lost || !self.rng.random_bool(0.5)), taken_at: self.now };
+        let event = Event::Measured {
+            tenant: tenant.clone(),
+            used: used.filter(|_| !lost || !self.rng.random_bool(0.5)),
+            taken_at: self.now,
+        };
+        let read = self.read_high_water(&tenant);
         if lost {
             let wait = millis(&mut self.rng, 1, 300);
             self.after(wait, Happening::Deliver(Box::new(event)));
-            return None;
+            return read;
+        }
+        if read.is_some() {
+            self.deliver(event);
+            return read;
         }
         Some(event)
+    }
+
+    /// Reads what a worker has used at most: the kernel sums counters that others change meanwhile.
+    fn read_high_water(&mut self, name: &str) -> Option<Event> {
+        let rng = self.high_water.as_mut()?;
+        let worker = self.workers.get(name).filter(|worker| worker.state != State::Gone)?;
+        let seen = self.arbiter.snapshot();
+        let taken_for = seen.workers.iter().find(|view| view.name == name)?.variant.clone();
+        note_use(&mut self.used_most, worker, taken_for);
+        let less = rng.random_range(0..=worker.high_water.per_mille(20).get());
+        let peak = worker.high_water.saturating_sub(Bytes::new(less));
+        rng.random_bool(0.5).then(|| Event::PeakMeasured { worker: name.to_owned(), peak })
     }
 
     /// The process behind a holder, where processes are distinguished.
@@ -590,6 +616,7 @@ impl World {
             return;
         };
         worker.start(variant);
+        note_use(&mut self.used_most, worker, worker.variant.clone());
         let life = worker.life;
         let name = name.to_owned();
         if crashes {
@@ -650,6 +677,8 @@ impl World {
                 worker.used = steady;
             }
             worker.variant = Some(variant);
+            worker.high_water = worker.high_water.max(worker.used);
+            note_use(&mut self.used_most, worker, worker.variant.clone());
         }
         let event = Event::WorkerResized {
             worker: name,
@@ -727,5 +756,13 @@ impl World {
     }
 }
 
+/// A worker by its name, in a variant.
+pub(crate) type Variant = (String, Option<String>);
+
 /// A holder by its name and its process.
 pub(crate) type Process = (String, Option<u32>);
+
+fn note_use(used_most: &mut BTreeMap<Variant, Bytes>, worker: &Worker, variant: Option<String>) {
+    let most = used_most.entry((worker.params.name.clone(), variant)).or_default();
+    *most = (*most).max(worker.used);
+}

@@ -51,7 +51,7 @@ pub(super) struct Record {
     /// Changes of what outlives this run, besides those that the ledger and the leases count.
     pub(super) noted: u64,
     /// Figures of what was last decided about a subject, so that it is not decided again with each sample.
-    pub(super) said: BTreeMap<String, String>,
+    pub(super) said: BTreeMap<String, Vec<Bytes>>,
 }
 
 /// Sums for the snapshot.
@@ -91,13 +91,17 @@ impl<'a> Context<'a> {
         self.out.push(Action::Decided { decision });
     }
 
-    /// Decides about a state that lasts, once for each change of its `figures` as they are shown: a byte more is no
-    /// news.
+    /// Decides about a state that lasts, once for each change of its `figures` that is worth a line: by a sixteenth and
+    /// 1 MiB at least, or from or to nothing. Our choice: what others use wavers, and a wait may last for hours.
     pub(super) fn decide_once(&mut self, subject: &str, figures: &[Bytes], decision: impl Into<Decision>) {
-        let shown: Vec<String> = figures.iter().map(ToString::to_string).collect();
-        let shown = shown.join(", ");
-        if self.record.said.get(subject) != Some(&shown) {
-            self.record.said.insert(subject.to_owned(), shown);
+        let is_news = |(before, now): (&Bytes, &Bytes)| {
+            let differs = before.max(now).saturating_sub(*before.min(now));
+            differs >= Bytes::new(before.get() / 16).max(Bytes::from_mib(1))
+                || (before != now && *before.min(now) == Bytes::ZERO)
+        };
+        let said = self.record.said.get(subject);
+        if said.is_none_or(|said| said.len() != figures.len() || said.iter().zip(figures).any(is_news)) {
+            self.record.said.insert(subject.to_owned(), figures.to_vec());
             self.decide(decision);
         }
     }

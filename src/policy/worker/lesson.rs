@@ -12,16 +12,19 @@ impl Worker {
             return false;
         }
         let may_have_outgrown = self.may_have_outgrown(peak);
-        let Some(run) = self.run_mut().filter(|run| run.resizing.is_none()) else {
-            // Between two sizes it is unknown of which one it is the peak.
+        let Some(run) = self.run_mut() else {
             return false;
         };
         run.peak.seen = run.peak.seen.max(Some(peak));
+        if run.resizing.is_some() {
+            // Between two sizes it is unknown of which one it is the peak.
+            return false;
+        }
         if mem::take(&mut run.peak.next_is_of_others) {
-            run.peak.of_others = run.peak.of_others.max(Some(peak));
+            run.peak.leave();
         }
         // Of one that may have outgrown its bounds it is known with the next measurement whether that stays.
-        run.peak.of_others < Some(peak) && !may_have_outgrown
+        run.peak.is_own(peak) && !may_have_outgrown
     }
 
     /// The lesson of its high water when it has come up and is measured at rest, at `measured_at`: the need of a start;
@@ -36,14 +39,14 @@ impl Worker {
         let run = self.run().filter(|run| run.ready().is_some() && measured_at >= run.since)?;
         // Without the kernel's high water it is unknown what happened between two measurements.
         let peak = run.peak.seen?;
+        let is_its_own = run.peak.is_own(peak);
         if self.may_have_outgrown(peak) {
-            let is_its_own = run.peak.of_others < Some(peak);
             return (stays_grown && is_its_own).then_some(Lesson::Seen(peak));
         }
         let run = self.run_mut()?;
         // A process that was taken over has lived once, however many supervisors it has seen.
         let counted = mem::replace(&mut run.peak.counted, true) || run.taken_over_at.is_some();
-        (!counted).then_some(Lesson::Lived(peak))
+        (!counted && is_its_own).then_some(Lesson::Lived(peak))
     }
 
     /// Whether it goes on with its use beyond its bounds, or came back from it: then that is a need. Otherwise it is not known

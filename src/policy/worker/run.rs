@@ -89,6 +89,25 @@ pub(super) struct RunPeak {
     pub(super) next_is_of_others: bool,
 }
 
+impl RunPeak {
+    /// Leaves a variant: the kernel remembers one high water for the whole life.
+    pub(super) fn leave(&mut self) {
+        self.of_others = self.of_others.max(self.seen);
+    }
+
+    /// Whether a high water is one of the present variant: well above what others have left.
+    pub(super) fn is_own(&self, peak: Bytes) -> bool {
+        self.of_others
+            .is_none_or(|others| peak > others.saturating_add(others.per_mille(UNSTEADY_PER_MILLE).max(UNSTEADY)))
+    }
+}
+
+/// How far two readings of the same high water may lie apart: since Linux 6.2 the kernel sums counters of processors as
+/// they stand, within 32 pages of each, so that a later reading may be lower, and the one after it higher again. The
+/// share is our choice.
+const UNSTEADY: Bytes = Bytes::from_mib(4);
+const UNSTEADY_PER_MILLE: u32 = 50;
+
 /// A change of variant under way.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::policy) struct Resizing {
@@ -241,6 +260,7 @@ impl Run {
         if resizing.to_shed {
             self.before_shed = self.before_shed.take().or_else(|| self.variant.clone());
         }
+        self.peak.leave();
         self.resizing = Some(resizing);
     }
 
@@ -257,9 +277,11 @@ impl Run {
             return None;
         };
         let resizing = self.resizing.take();
-        // The kernel remembers one high water for the whole life.
-        self.peak.of_others = self.peak.of_others.max(self.peak.seen);
-        self.peak.next_is_of_others |= smaller;
+        if smaller || failed {
+            // What was read on the way may be of the larger one, and so may what is read next.
+            self.peak.leave();
+            self.peak.next_is_of_others = true;
+        }
         self.variant = Some(variant.to_owned());
         self.since = now;
         if failed {

@@ -8,6 +8,7 @@ mod flapping;
 mod floor;
 mod grown;
 mod kept;
+mod learned;
 mod ledger;
 mod reaction;
 mod reserved;
@@ -28,7 +29,10 @@ use cotenant::{
 };
 
 pub(crate) use self::tickets::Tickets;
-use crate::{engine::Engine, world::Process};
+use crate::{
+    engine::Engine,
+    world::{Process, Variant},
+};
 
 /// One call of the arbiter.
 pub(crate) struct Step<'a> {
@@ -51,6 +55,8 @@ pub(crate) struct Step<'a> {
     pub(crate) busy: &'a [String],
     /// The engine as it really is.
     pub(crate) engine: &'a Engine,
+    /// The most that each worker has used in each of its variants, or in what it was taken for.
+    pub(crate) used_most: &'a BTreeMap<Variant, Bytes>,
 }
 
 impl Step<'_> {
@@ -89,6 +95,7 @@ pub(crate) trait Checker {
 pub(crate) fn all() -> Vec<Box<dyn Checker>> {
     vec![
         Box::new(again::Again::default()),
+        Box::new(learned::Learned),
         Box::new(ledger::Ledger),
         Box::new(covered::Covered),
         Box::new(credited::Credited),

@@ -51,3 +51,10 @@ pub(super) fn choose_names(seed: u64, tenants: &mut [Tenant]) {
 }
 
 const NAMES: u64 = 0x006e_616d_6573;
+
+/// In every fourth history the high water of workers is read, now and then, and not twice alike.
+pub(super) fn choose_high_water(seed: u64) -> Option<ChaCha8Rng> {
+    (seed % 4 == 3).then(|| ChaCha8Rng::seed_from_u64(seed ^ HIGH_WATER))
+}
+
+const HIGH_WATER: u64 = 0x0068_6967_6877;

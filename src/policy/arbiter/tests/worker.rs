@@ -357,6 +357,45 @@ fn a_kill_at_the_limit_of_its_group_raises_what_a_worker_is_expected_to_need() {
     assert!(decided!(rig, Worker(WorkerDecision::PeakRaised { .. })));
 }
 
+/// The kernel's high water of a life is read while the worker becomes smaller, then a little lower, then as before: it
+/// sums counters that it does not stop for that. None of it is the smaller variant's.
+#[test]
+fn a_high_water_of_another_variant_that_is_not_read_twice_alike_is_not_learned() {
+    let mut rig = Rig::with_workers(vec![asr()]);
+    let configured = rig.held("asr");
+    rig.ready("asr", 40);
+    rig.wait(10).peak("asr", 42);
+    ask_variant(&mut rig, "open", 0);
+    resized(&mut rig, "open", 100, None);
+    rig.wait(10).peak("asr", 100);
+    ask_variant(&mut rig, "grammar", 0);
+    rig.wait(10).peak("asr", 107);
+    resized(&mut rig, "grammar", 40, None);
+    for peak in [106, 107, 108, 106] {
+        rig.wait(10).peak("asr", peak);
+        rig.measure("asr", 40);
+    }
+    assert!(!decided!(rig, Worker(WorkerDecision::PeakLearned { .. })), "{:#?}", rig.actions);
+    rig.wait(10).exits("asr", false, "exit code 3");
+    rig.pass(1000);
+    assert!(rig.starts("asr"), "{:#?}", rig.actions);
+    assert_eq!(rig.held("asr"), configured);
+    // A change that is refused may have used more on its way.
+    rig.ready("asr", 40);
+    rig.wait(10).peak("asr", 42);
+    ask_variant(&mut rig, "open", 0);
+    rig.wait(10).peak("asr", 105);
+    resized(&mut rig, "grammar", 40, Some("no vocabulary"));
+    for peak in [104, 105] {
+        rig.wait(10).peak("asr", peak);
+        rig.measure("asr", 40);
+    }
+    assert!(!decided!(rig, Worker(WorkerDecision::PeakLearned { .. })), "{:#?}", rig.actions);
+    // What it comes to use itself is learned as ever.
+    rig.wait(10).peak("asr", 130);
+    assert!(decided!(rig, Worker(WorkerDecision::PeakLearned { .. })));
+}
+
 /// One size of a worker was seen to need more than its file says; the other one keeps what its file says.
 #[test]
 fn each_variant_has_a_peak_of_its_own() {
