@@ -16,15 +16,12 @@ impl Worker {
             return false;
         };
         run.peak.seen = run.peak.seen.max(Some(peak));
-        if run.resizing.is_some() {
-            // Between two sizes it is unknown of which one it is the peak.
-            return false;
-        }
         if mem::take(&mut run.peak.next_is_of_others) {
             run.peak.leave();
         }
-        // Of one that may have outgrown its bounds it is known with the next measurement whether that stays.
-        run.peak.is_own(peak) && !may_have_outgrown
+        // Between two sizes it is unknown of which one it is the peak. Of one that may have outgrown its bounds it is known with
+        // the next measurement whether that stays.
+        run.resizing.is_none() && run.peak.is_own(peak) && !may_have_outgrown
     }
 
     /// The lesson of its high water when it has come up and is measured at rest, at `measured_at`: the need of a start;
@@ -36,7 +33,8 @@ impl Worker {
         now: Timestamp,
     ) -> Option<Lesson> {
         let stays_grown = self.stays_grown(settle, now);
-        let run = self.run().filter(|run| run.ready().is_some() && measured_at >= run.since)?;
+        let at_rest = |run: &&Run| run.ready().is_some() && run.resizing.is_none() && measured_at >= run.since;
+        let run = self.run().filter(at_rest)?;
         // Without the kernel's high water it is unknown what happened between two measurements.
         let peak = run.peak.seen?;
         let is_its_own = run.peak.is_own(peak);

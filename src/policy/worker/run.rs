@@ -261,6 +261,8 @@ impl Run {
             self.before_shed = self.before_shed.take().or_else(|| self.variant.clone());
         }
         self.peak.leave();
+        // Of a start that was not read yet, the next reading may be.
+        self.peak.next_is_of_others |= self.peak.seen.is_none();
         self.resizing = Some(resizing);
     }
 

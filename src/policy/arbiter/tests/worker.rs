@@ -396,6 +396,32 @@ fn a_high_water_of_another_variant_that_is_not_read_twice_alike_is_not_learned()
     assert!(decided!(rig, Worker(WorkerDecision::PeakLearned { .. })));
 }
 
+/// What was first read while a worker changes, or behind that, may be from before the change.
+#[test]
+fn a_high_water_that_was_not_read_before_a_change_is_learned_of_no_size() {
+    let mut rig = Rig::with_workers(vec![asr()]);
+    let learned = |rig: &Rig, variant: &str| {
+        rig.actions.iter().any(|action| match action {
+            Action::StorePeaks { peaks } => peaks.of("asr", Some(variant)).is_some(),
+            _ => false,
+        })
+    };
+    rig.ready("asr", 40);
+    ask_variant(&mut rig, "open", 0);
+    resized(&mut rig, "open", 100, None);
+    rig.wait(10).peak("asr", 101);
+    rig.measure("asr", 100);
+    ask_variant(&mut rig, "grammar", 0);
+    resized(&mut rig, "grammar", 40, None);
+    ask_variant(&mut rig, "open", 0);
+    rig.wait(10).peak("asr", 102);
+    rig.measure("asr", 40);
+    assert!(!learned(&rig, "grammar") && !learned(&rig, "open"), "{:#?}", rig.actions);
+    resized(&mut rig, "open", 100, None);
+    rig.wait(10).peak("asr", 130);
+    assert!(learned(&rig, "open") && !learned(&rig, "grammar"), "{:#?}", rig.actions);
+}
+
 /// One size of a worker was seen to need more than its file says; the other one keeps what its file says.
 #[test]
 fn each_variant_has_a_peak_of_its_own() {
