@@ -544,8 +544,12 @@ impl World {
         Some(event)
     }
 
-    /// Reads what a worker has used at most: the kernel sums counters that others change meanwhile.
+    /// Reads what a worker has used at most: the kernel sums counters that others change meanwhile. Of a hopeless one nothing is
+    /// read, since what was once seen of it is not true and would be forgotten bit by bit.
     fn read_high_water(&mut self, name: &str) -> Option<Event> {
+        if self.device.hopeless.as_deref() == Some(name) {
+            return None;
+        }
         let rng = self.high_water.as_mut()?;
         let worker = self.workers.get(name).filter(|worker| worker.state != State::Gone)?;
         let seen = self.arbiter.snapshot();
