@@ -526,12 +526,9 @@ impl World {
             let tenant = self.tenants.iter().find(|other| other.name == tenant)?;
             tenant.measurable.then_some(tenant.used)
         };
-        let event = Event::Measured {
-            tenant: tenant.clone(),
-            used: used.filter(|_| !lost || !self.rng.random_bool(0.5)),
-            taken_at: self.now,
-        };
         let read = self.read_high_water(&tenant);
+        let event =
+            Event::Measured { tenant, used: used.filter(|_| !lost || !self.rng.random_bool(0.5)), taken_at: self.now };
         if lost {
             let wait = millis(&mut self.rng, 1, 300);
             self.after(wait, Happening::Deliver(Box::new(event)));
