@@ -258,6 +258,6 @@ fn growth_into_what_the_engine_holds_and_does_not_use_yet_is_caught() {
 
 #[test]
 fn what_another_variant_has_used_and_is_learned_is_caught() {
-    let violation = caught(Planted::HighWaterOfAnother, 11);
+    let violation = caught(Planted::HighWaterRaised, 11);
     assert!(violation.contains("learned from another variant"), "{violation}");
 }

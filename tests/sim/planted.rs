@@ -48,8 +48,8 @@ pub(crate) enum Planted {
     HeldSmall,
     /// What the engine holds and does not use yet is taken for memory that is free.
     UnusedFree,
-    /// The high water of a life is read as a tenth more: as if another variant had not had it before.
-    HighWaterOfAnother,
+    /// The high water of each life is read as a tenth more than it is.
+    HighWaterRaised,
 }
 
 /// The control loop, and the fault around it.
@@ -122,7 +122,7 @@ impl Subject {
         {
             *used = engine_bytes(&before).max(*used);
         }
-        if planted == Planted::HighWaterOfAnother
+        if planted == Planted::HighWaterRaised
             && let Event::PeakMeasured { peak, .. } = &mut event
         {
             *peak = peak.saturating_add(peak.per_mille(100));
@@ -150,7 +150,7 @@ impl Subject {
             | Planted::LostDeadline
             | Planted::SilenceCredited
             | Planted::UnusedFree
-            | Planted::HighWaterOfAnother => {}
+            | Planted::HighWaterRaised => {}
         }
         actions
     }

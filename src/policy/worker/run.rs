@@ -102,9 +102,9 @@ impl RunPeak {
     }
 }
 
-/// How far two readings of the same high water may lie apart: since Linux 6.2 the kernel sums counters of processors as
-/// they stand, within 32 pages of each, so that a later reading may be lower, and the one after it higher again. The
-/// share is our choice.
+/// How far two readings of the same high water may lie apart. Since Linux 6.2 the kernel sums counters of processors as
+/// they stand, each within 32 pages or twice the number of processors, so that a later reading may be lower. The size
+/// and the share are our choice.
 const UNSTEADY: Bytes = Bytes::from_mib(4);
 const UNSTEADY_PER_MILLE: u32 = 50;
 
