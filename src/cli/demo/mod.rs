@@ -378,15 +378,20 @@ async fn play(args: &DemoArgs, output: Output) -> Result<(bool, Stage), String> 
             now.is_some() && now != asr && ready(status)
         })
         .await;
-    let worker = watch.status().unwrap_or_default();
-    let last_exit = worker.workers.iter().find(|worker| worker.name == "asr").map(|worker| worker.last_exit.clone());
+    let status = watch.status().unwrap_or_default();
+    let worker = status.workers.into_iter().find(|worker| worker.name == "asr").unwrap_or_default();
     narrator.say(&format!(
         "another process kills ASR (\"{}\"); back after {:.1} s",
-        last_exit.unwrap_or_default(),
+        worker.last_exit,
         killed.elapsed().as_secs_f64()
     ));
     let took = killed.elapsed();
-    let fourth = if returned { round_trip(&http, QUESTION).await } else { Err("ASR did not come back".to_owned()) };
+    let fourth = if returned {
+        round_trip(&http, QUESTION).await
+    } else {
+        let why = if worker.waits_for.is_empty() { worker.remedy } else { worker.waits_for };
+        Err(format!("ASR did not come back: {why}"))
+    };
     report.check(Check::new(
         "a killed worker comes back",
         fourth.as_ref().is_ok_and(|fourth| fourth.answer == first.answer),
