@@ -492,7 +492,7 @@ const LINES_MAX: [(&str, usize); 14] = [
     ("engine", 39585),
     ("http", 9618),
     ("journal", 3205),
-    ("policy", 22447),
+    ("policy", 22481),
     ("probe", 4967),
     ("rpc", 4910),
     ("speech", 4988),

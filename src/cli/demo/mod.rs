@@ -389,8 +389,8 @@ async fn play(args: &DemoArgs, output: Output) -> Result<(bool, Stage), String> 
     let fourth = if returned {
         round_trip(&http, QUESTION).await
     } else {
-        let why = if worker.waits_for.is_empty() { worker.remedy } else { worker.waits_for };
-        Err(format!("ASR did not come back: {why}"))
+        let known = [worker.waits_for, worker.remedy, worker.last_exit].into_iter().find(|why| !why.is_empty());
+        Err(format!("ASR did not come back: {}", known.unwrap_or_default()))
     };
     report.check(Check::new(
         "a killed worker comes back",

@@ -52,6 +52,8 @@ pub(super) struct Record {
     pub(super) noted: u64,
     /// Figures of what was last decided about a subject, so that it is not decided again with each sample.
     pub(super) said: BTreeMap<String, Vec<Bytes>>,
+    /// The request that the queue waits for, of which it was last decided that it waits.
+    pub(super) first_waits: Option<LeaseId>,
 }
 
 /// Sums for the snapshot.

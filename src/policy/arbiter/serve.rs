@@ -65,13 +65,23 @@ pub(super) fn serve_queue(cx: &mut Context<'_>) {
             continue;
         };
         if cx.state.holds_back(want) {
-            reclaim_for_want(cx, place);
-            break;
+            let first = want.lease;
+            note_first(cx, Some(first));
+            return reclaim_for_want(cx, place);
         }
         if want.kind == WantKind::WorkerStart && cx.state.is_out_of_reach(want) {
             let name = want.tenant.clone();
             explain_out_of_reach(cx, &name);
         }
+    }
+    note_first(cx, None);
+}
+
+/// Notes which request the queue waits for: another one, or the same once more, is explained again.
+fn note_first(cx: &mut Context<'_>, first: Option<LeaseId>) {
+    if cx.record.first_waits != first {
+        cx.record.first_waits = first;
+        cx.record.said.remove(FIRST_WAITS);
     }
 }
 
@@ -229,8 +239,7 @@ fn reclaim_for_want(cx: &mut Context<'_>, place: Place) {
     if !asked_for {
         let denial = cx.state.insufficient(&tenant, own, asked, class);
         let figures = figures_of(&denial);
-        let subject = format!("`{tenant}` is the first in the queue");
-        cx.decide_once(&subject, &figures, AdmissionDecision::Waits { tenant, denial });
+        cx.decide_once(FIRST_WAITS, &figures, AdmissionDecision::Waits { tenant, denial });
     }
 }
 
@@ -254,3 +263,6 @@ fn figures_of(denial: &Denial) -> Vec<Bytes> {
         _ => Vec::new(),
     }
 }
+
+/// Subject of what is decided once.
+const FIRST_WAITS: &str = "the first in the queue waits";

@@ -1,6 +1,6 @@
 //! No variant of a worker is taken to need what only another one has used.
 
-use cotenant::policy::event::Action;
+use cotenant::policy::{event::Action, params::ENGINE_TENANT, peaks::LearnedPeak};
 
 use super::{Checker, Step};
 
@@ -12,9 +12,11 @@ impl Checker for Learned {
             let Action::StorePeaks { peaks } = action else {
                 continue;
             };
-            for peak in peaks.iter().filter(|peak| peak.variant.is_some()) {
+            let of_variant = |peak: &&LearnedPeak| peak.variant.is_some() && peak.holder != ENGINE_TENANT;
+            for peak in peaks.iter().filter(of_variant) {
                 let used = step.used_most.get(&(peak.holder.clone(), peak.variant.clone()));
-                if let Some(used) = used.filter(|used| peak.bytes > **used) {
+                let used = used.copied().unwrap_or_default();
+                if peak.bytes > used {
                     return Err(format!("learned from another variant: {peak:?}, which has used {used} at most"));
                 }
             }
