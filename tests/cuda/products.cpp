@@ -6,12 +6,24 @@ struct Matrix { uint64_t offset; float* out; const float* bias; uint32_t part, t
 struct Pair { Copies to; uint32_t* counters; uint32_t activation, unused; };
 struct Products { const uint64_t* parts; Copies input; Pair pair; uint32_t tokens, matrices; Matrix matrix[8]; };
 
-static unsigned rows_of_block(const std::string& kernel) { return kernel == "product_tiles" ? 64 : 32; }
-static unsigned tokens_of_block(const std::string& kernel) { return kernel == "product_tiles" ? 64 : kernel.back() - '0'; }
+static unsigned rows_of_block(const std::string& kernel) { return kernel == "product_tiles" ? 64 : kernel == "product_narrow" ? 8 : 32; }
+static unsigned tokens_of_block(const std::string& kernel) { return kernel == "product_tiles" ? 32 : kernel == "product_narrow" ? 1 : kernel.back() - '0'; }
+// Shared memory as the backend asks for it (`shared_bytes` of parameters.rs).
+static unsigned shared_bytes(const std::string& kernel, const TypeInfo& type) {
+  if (type.block == 1) return 0;
+  const bool super = type.block == 256, minimum = type.number == 8 || type.number == 10 || type.number == 11;
+  const unsigned step = type.bytes * (256 / type.block), units = (step + 29) / 16;
+  const unsigned together = step > 210 ? 1 : step > 110 ? 2 : step > 84 ? 3 : 4, several = (together * step + 29) / 16;
+  if (kernel == "product_narrow") return 2 * 32 * (several | 1) * 16 + 32 * 4 * together * (8 / together) * 4 * (super ? minimum ? 4 : 2 : 1);
+  if (kernel == "product_tiles") return 2 * (64 * (units | 1) * 16 + 32 * (272 + 32 + (super ? 4 : 32))) + 5120;
+  return 0;
+}
 static void launch(const std::string& kernel, Products job) {
   unsigned blocks = 0;
   for (unsigned i = 0; i < job.matrices; i++) { job.matrix[i].first_block = blocks; blocks += (job.matrix[i].rows + rows_of_block(kernel) - 1) / rows_of_block(kernel); }
-  run(kernel.c_str(), blocks, (job.tokens + tokens_of_block(kernel) - 1) / tokens_of_block(kernel), 1, 128, 0, job);
+  unsigned shared = 0;
+  for (unsigned i = 0; i < job.matrices; i++) for (auto& type : TYPES) if (type.number == (int)job.matrix[i].type) shared = std::max(shared, shared_bytes(kernel, type));
+  run(kernel.c_str(), blocks, (job.tokens + tokens_of_block(kernel) - 1) / tokens_of_block(kernel), 1, 128, shared, job);
 }
 
 struct Case {
@@ -63,8 +75,9 @@ static void each_type() {
       const Floats y = c.product("product_tiles", 0, 65);
       if (order == 0) { all = y; const double e = c.error(y); expect(e <= 1e-6, name + " tiles", e, 1e-6); }
       expect(same(all, y), name + " tiles: the same bits in any order");
-      for (const char* kernel : {"product_1", "product_4", "product_8"}) {
-        const int n = kernel[8] - '0', count = n == 1 ? 1 : n - 1;
+      for (const char* kernel : {"product_narrow", "product_1", "product_4", "product_8"}) {
+        if (kernel[8] == 'n' && type.block == 1) continue;
+        const int n = (int)tokens_of_block(kernel), count = n == 1 ? 1 : n - 1;
         const Floats few = c.product(kernel, 0, count);
         expect(same(few, Floats(all.begin(), all.begin() + count * c.rows)), name + " " + kernel + ": the bits of tiles, in any order");
       }
@@ -85,6 +98,7 @@ static void each_type() {
     }
     Case wide(type.name, 64, type.block == 256 ? 2048 : 1024, 8);
     counted(name + " product_1", type.sectors, type.number < 3 ? 1.1 : 4.2, [&] { wide.product("product_1", 0, 1); });
+    if (type.block > 1) counted(name + " product_narrow", type.sectors, 4.2, [&] { wide.product("product_narrow", 0, 1); });
     counted(name + " product_tiles", type.sectors, type.number < 3 ? 1.1 : 2.5, [&] { wide.product("product_tiles", 0, 8); });
   }
 }
@@ -212,7 +226,7 @@ void test_products() { each_type(); several(); pairs(); extremes(); }
 void probe_products() {
   for (const char* name : {"Q4_K", "Q6_K", "Q8_0"}) {
     Case c(name, 37, 1280, 5);
-    for (const char* kernel : {"product_1", "product_tiles"}) { const int n = kernel[8] == '1' ? 1 : 5; const Floats y = c.product(kernel, 0, n); expect(c.error(y) <= 1e-6, "error"); }
+    for (const char* kernel : {"product_1", "product_narrow", "product_tiles"}) { const int n = kernel[8] == 't' ? 5 : 1; const Floats y = c.product(kernel, 0, n); expect(c.error(y) <= 1e-6, "error"); }
   }
   pairs();
 }

@@ -27,7 +27,7 @@ constexpr size_t STACK = 64 << 10, DYNAMIC_MAX = 96 << 10;
 constexpr uint64_t SECTORS_KEPT = 1024;
 enum State { READY, AT_BARRIER, AT_WARP, DONE };
 enum Kind { XOR, DOWN, INDEX, BALLOT, WARP_BARRIER, MMA };
-struct Copy { char* to; const char* from; void* pc; };
+struct Copy { char* to; const char* from; int bytes; void* pc; };
 struct Release { uint64_t epoch; unsigned thread; };
 typedef std::map<uint64_t, Release> Releases;                        // by block
 struct Fiber {
@@ -342,16 +342,16 @@ void simt_vector(const void* p, int bytes, int write, void* data) {
   vector_access(p, bytes, write, PC);
   if (write) memcpy((void*)p, data, bytes); else memcpy(data, p, bytes);
 }
-void simt_copy_async(void* to, const void* from) {
-  vector_access(from, 16, false, PC);
-  vector_access(to, 16, true, PC);                                   // it may arrive at once
-  memset(to, 0xff, 16);
-  self->open.push_back({(char*)to, (const char*)from, PC});
+void simt_copy_async(void* to, const void* from, int bytes) {
+  vector_access(from, bytes, false, PC);
+  vector_access(to, bytes, true, PC);                                // it may arrive at once
+  memset(to, 0xff, bytes);
+  self->open.push_back({(char*)to, (const char*)from, bytes, PC});
 }
 void simt_copies_commit() { self->groups.push_back(std::move(self->open)); self->open.clear(); }
 void simt_copies_wait(int left) {
   while ((int)self->groups.size() > left) {
-    for (const Copy& copy : self->groups.front()) { vector_access(copy.to, 16, true, copy.pc); memcpy(copy.to, copy.from, 16); }
+    for (const Copy& copy : self->groups.front()) { vector_access(copy.to, copy.bytes, true, copy.pc); memcpy(copy.to, copy.from, copy.bytes); }
     self->groups.erase(self->groups.begin());
   }
 }

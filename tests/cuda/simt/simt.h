@@ -41,7 +41,7 @@ void simt_warp_barrier(unsigned mask, int line);
 unsigned simt_shuffle(unsigned mask, unsigned value, int kind, int operand, int line);
 void simt_mma(int* d, const uint32_t* a, const uint32_t* b, int depth, int line);
 void simt_vector(const void* p, int bytes, int write, void* data);
-void simt_copy_async(void* to, const void* from);
+void simt_copy_async(void* to, const void* from, int bytes);
 void simt_copies_commit();
 void simt_copies_wait(int left);
 unsigned simt_atomic(uint32_t* p, uint32_t v, int kind);
@@ -88,9 +88,20 @@ inline void store8(void* p, uint2 v) { simt_vector(p, 8, 1, &v); }
 inline float load_shared_by_blocks(const float* p) { return *p; }
 typedef uintptr_t Shared;
 inline Shared shared_of(const void* p) { return (Shared)p; }
-inline void copy16_async(Shared to, const void* from) { simt_copy_async((void*)to, from); }
+inline void copy16_async(Shared to, const void* from) { simt_copy_async((void*)to, from, 16); }
+inline void copy4_async(Shared to, const void* from) { simt_copy_async((void*)to, from, 4); }
 inline void copies_commit() { simt_copies_commit(); }
 template <int left> inline void copies_wait() { simt_copies_wait(left); }
+inline void load_matrices_at(uint32_t (&r)[4], Shared at, int line) {
+  const unsigned lane = simt_thread().x & 31u;
+  for (unsigned m = 0; m < 4; m++) {
+    // A place in memory has two words.
+    const uint64_t low = simt_shuffle(0xffffffffu, (uint32_t)at, 2, m * 8 + lane / 4, line), high = simt_shuffle(0xffffffffu, (uint32_t)((uint64_t)at >> 32), 2, m * 8 + lane / 4, line);
+    r[m] = *(const uint32_t*)((high << 32 | low) + lane % 4 * 4);
+  }
+  if (at % 16) simt_vector((const void*)at, 16, 0, r);                  // reports that it is no multiple
+}
+#define load_matrices(r, at) load_matrices_at(r, at, __LINE__)
 inline uint32_t atomic_add(uint32_t* p, uint32_t v) { return simt_atomic(p, v, 0); }
 inline void atomic_or(uint32_t* p, uint32_t v) { simt_atomic(p, v, 1); }
 inline void fence() { simt_fence(); }

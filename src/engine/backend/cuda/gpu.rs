@@ -13,10 +13,10 @@ use super::{
         Address, Context, CudaError, Driver, Event, Function, Functions, GraphExec, Module, Stream, properties_on,
     },
     images,
-    parameters::Kernel,
+    parameters::{Kernel, tiles_bytes},
     segments::{self, Command, Launches, Segments, Tables},
 };
-use crate::engine::error::Unavailable;
+use crate::engine::{error::Unavailable, gguf::SUPPORTED};
 
 /// A context, alive as long as anything in it is.
 pub(super) struct Gpu {
@@ -114,9 +114,15 @@ impl Gpu {
             // SAFETY: a place for the handle, and a text that ends with a zero.
             unsafe { calls.cuModuleGetFunction(place, self.module, name.as_ptr()) }?;
         }
-        for kernel in [Kernel::Attend128, Kernel::Attend256] {
+        let tiles = SUPPORTED.into_iter().map(tiles_bytes).max().unwrap_or_default();
+        let tiles = c_int::try_from(tiles).unwrap_or(c_int::MAX);
+        for (kernel, most) in [
+            (Kernel::Attend128, ATTEND_SHARED_MAX),
+            (Kernel::Attend256, ATTEND_SHARED_MAX),
+            (Kernel::ProductTiles, tiles),
+        ] {
             // SAFETY: a function of the module.
-            unsafe { calls.cuFuncSetAttribute(self.function(kernel), SHARED_MAX, ATTEND_SHARED_MAX) }?;
+            unsafe { calls.cuFuncSetAttribute(self.function(kernel), SHARED_MAX, most) }?;
         }
         let properties = properties_on(self.driver.device);
         // SAFETY: a place for the number, and properties of the driver's layout.

@@ -8,7 +8,8 @@ use super::{
     memory::{Allocation, allocated_bytes},
     parameters::{
         ActivateJob, AttendJob, ConvertJob, CopiesTo, DeltaJob, EmbedJob, FinishJob, HeadsJob, Job, JoinJob, Kernel,
-        MATRICES_MAX, Matrix, NormJob, Products, cell_kind, copies_stride, format_of, formats_of, kind_of,
+        MATRICES_MAX, Matrix, NormJob, Products, cell_kind, copies_stride, format_of, formats_of, kind_of, narrow_bytes,
+        tiles_bytes,
     },
     segments::{Command, Tables},
     staging::{STAGING_BYTES, Staging, Table},
@@ -244,11 +245,12 @@ impl Launcher {
     fn products(&mut self, job: &Multiply<'_>, pair: Option<(&Activate, CopiesTo)>) -> Result<(), DeviceError> {
         let (kernel, rows, tokens) = match job.rows {
             0 => return Ok(()),
+            1 if pair.is_none() && self.is_narrow(job) => (Kernel::ProductNarrow, 8, 1),
             1 => (Kernel::Product1, 32, 1),
             2..=4 => (Kernel::Product4, 32, 4),
             5..=8 => (Kernel::Product8, 32, 8),
             _ if self.plain => (Kernel::Product8, 32, 8),
-            _ => (Kernel::ProductTiles, 64, 64),
+            _ => (Kernel::ProductTiles, 64, 32),
         };
         for products in job.products.chunks(MATRICES_MAX) {
             let parts = self.parts_of(products)?;
@@ -259,11 +261,16 @@ impl Launcher {
                 matrices: word(products.len())?,
                 ..Products::default()
             };
-            let (mut blocks, mut weights) = (0, 0);
+            let (mut blocks, mut weights, mut shared) = (0, 0, 0);
             for (product, matrix) in products.iter().zip(&mut launched.matrix) {
                 *matrix = self.matrix(product, job.rows, blocks)?;
                 blocks += matrix.rows.div_ceil(rows);
                 weights += product.weight.len();
+                shared = shared.max(match kernel {
+                    Kernel::ProductNarrow => narrow_bytes(product.dtype),
+                    Kernel::ProductTiles => tiles_bytes(product.dtype),
+                    _ => 0,
+                });
             }
             if let Some((activate, to)) = pair {
                 (launched.pair_to, launched.pair_counters) = (to, self.counter(PAIR));
@@ -275,9 +282,16 @@ impl Launcher {
             }
             let grid = (blocks, word(job.rows.div_ceil(tokens))?, 1);
             let job = Job::Products(launched);
-            self.command_with(&Command::Launch { kernel, grid, shared: 0, job }, weights)?;
+            let shared = word(shared)?;
+            self.command_with(&Command::Launch { kernel, grid, shared, job }, weights)?;
         }
         Ok(())
+    }
+
+    /// Matrices with quants for which blocks of 32 rows leave multiprocessors idle.
+    fn is_narrow(&self, job: &Multiply<'_>) -> bool {
+        let blocks: usize = job.products.iter().map(|product| product.rows.div_ceil(32)).sum();
+        blocks <= self.commands.processors() && job.products.iter().all(|product| narrow_bytes(product.dtype) > 0)
     }
 
     /// The table of parts, with those of these products.

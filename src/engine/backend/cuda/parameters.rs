@@ -52,6 +52,7 @@ kernels! {
     Product1 c"product_1" 128,
     Product4 c"product_4" 128,
     Product8 c"product_8" 128,
+    ProductNarrow c"product_narrow" 128,
     ProductTiles c"product_tiles" 128,
 }
 
@@ -307,6 +308,43 @@ pub(super) struct FinishJob {
     pub(super) vocabulary: u32,
     pub(super) scale: f32,
     pub(super) cap: f32,
+}
+
+/// Dynamic shared memory of `product_narrow` for weights of a type: two stages of 32 segments, and what a round of steps adds to eight rows.
+pub(super) fn narrow_bytes(dtype: GgmlDType) -> usize {
+    let Some(step) = step_bytes(dtype) else { return 0 };
+    let together = match step {
+        211.. => 1,
+        111.. => 2,
+        85.. => 3,
+        _ => 4,
+    };
+    let words = match dtype {
+        GgmlDType::Q2K | GgmlDType::Q4K | GgmlDType::Q5K => 4,
+        GgmlDType::Q3K | GgmlDType::Q6K => 2,
+        _ => 1,
+    };
+    2 * 32 * odd_units(together * step) + 4 * together * (8 / together) * 8 * words * 4
+}
+
+/// Dynamic shared memory of `product_tiles` for weights of a type: two stages of 64 rows and 32 tokens, and what is made of one.
+pub(super) fn tiles_bytes(dtype: GgmlDType) -> usize {
+    let Some(step) = step_bytes(dtype) else { return 0 };
+    let scales = if dtype.block_size() == 256 { 4 } else { 32 };
+    2 * (64 * odd_units(step) + 32 * (272 + 32 + scales)) + 64 * 64 + 32 * 32
+}
+
+/// 256 columns of a row of a type with quants.
+fn step_bytes(dtype: GgmlDType) -> Option<usize> {
+    match dtype {
+        GgmlDType::F32 | GgmlDType::F16 | GgmlDType::BF16 => None,
+        _ => Some(256 / dtype.block_size() * dtype.type_size()),
+    }
+}
+
+/// Bytes with those around them in an odd number of units of 16.
+const fn odd_units(bytes: usize) -> usize {
+    ((bytes + 29) / 16 | 1) * 16
 }
 
 /// Number of a weight type among `Type` of `weights.cuh`, whose order is that of [`SUPPORTED`]; none of those that

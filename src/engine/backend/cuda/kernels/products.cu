@@ -8,7 +8,6 @@
 
 #define WARPS 4
 #define MATRICES_MAX 8
-#define STAGES 3
 
 // Rows of a matrix. Weights may be read up to the next multiple of 16 bytes behind them.
 struct Matrix {
@@ -58,11 +57,13 @@ template <int N, class V> DEVICE V four_lanes(const V* v) {
 template <class T> struct Together { static constexpr int STEPS = T::STEP > 210 ? 1 : T::STEP > 110 ? 2 : T::STEP > 84 ? 3 : 4, BYTES = (STEPS * T::STEP + 29) / 16 * 16; };
 #define SEGMENT_MAX 464
 #define ROWS_OF_BLOCK (8 * WARPS)
+#define STAGES_OF(N) ((N) == 1 ? 2 : 3)
 
 // Eight rows of a warp by N tokens: four lanes have a row, each of them a quarter of a step: two sub-blocks, or 16 columns of four.
 // Lane p takes tokens in the order n ^ p, and has the sums of tokens p and p + 4.
 template <class T, int N> DEVICE void rows_of(const Products& job, const Matrix& m, uint32_t block, uint32_t first, uint8_t* memory) {
-  constexpr int K = Together<T>::STEPS, SEGMENT = Together<T>::BYTES, STAGE = ROWS_OF_BLOCK * SEGMENT_MAX;
+  // Of several tokens registers limit how many warps there are, so that each has more on its way.
+  constexpr int K = Together<T>::STEPS, SEGMENT = Together<T>::BYTES, STAGE = ROWS_OF_BLOCK * SEGMENT_MAX, STAGES = STAGES_OF(N);
   static_assert(SEGMENT <= SEGMENT_MAX, "a segment has its place");
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, p = lane & 3;
   const uint32_t row = (block * WARPS + warp) * 8u + g, at = row < m.rows ? row : m.rows - 1u;
@@ -107,15 +108,15 @@ template <class T, int N> DEVICE void rows_of(const Products& job, const Matrix&
   for (int s = 0; s < STAGES - 1; s++) fetch();
   uint32_t drain = 0u, before = odd;
   for (uint32_t from = 0; from < steps; from += K) {
+    fetch();
 #ifdef MUTANT_NO_COPY_WAIT
     copies_wait<STAGES>();
 #else
-    copies_wait<STAGES - 2>();
+    copies_wait<STAGES - 1>();
 #endif
 #ifndef MUTANT_NO_WARP_BARRIER
     __syncwarp();
 #endif
-    fetch();                                           // to where all lanes have read
     const uint8_t* stage = mine + drain + before;
     drain = drain == (STAGES - 1) * STAGE ? 0u : drain + STAGE;
     before = (before + K * T::STEP) & 15u;
@@ -181,6 +182,7 @@ template <class T, int N> DEVICE void rows_of(const Products& job, const Matrix&
       }
     }
     bytes += K * 256; sums += K * 32; scales += K * (T::SUPER ? 4 : 32);
+    __syncwarp();                                      // all lanes have read this stage, which is filled next
   }
   copies_wait<0>();
 #pragma unroll
@@ -272,182 +274,374 @@ template <int N> DEVICE void product(const Products& job, uint8_t* memory, uint3
   if (job.pair.activation != 0u) pair_of(job, block * ROWS_OF_BLOCK, ROWS_OF_BLOCK, first, min((uint32_t)N, job.tokens - first), slot);
 }
 #define PRODUCT(N, blocks) extern "C" __global__ void __launch_bounds__(WARPS * 32, blocks) product_##N(const Products job) { \
-  __shared__ uint4 memory[STAGES * ROWS_OF_BLOCK * SEGMENT_MAX / 16]; __shared__ uint32_t slot; product<N>(job, (uint8_t*)memory, &slot); } \
+  __shared__ uint4 memory[STAGES_OF(N) * ROWS_OF_BLOCK * SEGMENT_MAX / 16]; __shared__ uint32_t slot; product<N>(job, (uint8_t*)memory, &slot); } \
   SIMT_EXPORT(product_##N)
-PRODUCT(1, 3) PRODUCT(4, 3) PRODUCT(8, 2)
+PRODUCT(1, 4) PRODUCT(4, 3) PRODUCT(8, 2)
 
-// 64 rows by some tokens: a warp has 16 rows and all these tokens.
+// One token of a block, that of blockIdx.y, for small matrices: it has eight rows, of which its warps take groups of steps by turns, so that
+// they fill the device too. Four lanes have a row, a lane a quarter of a step. What a step adds to a row lies in shared memory until one lane has
+// chained it all in the order of steps.
+#define ROWS_OF_ONE 8
+template <class T> struct One {
+  static constexpr int K = Together<T>::STEPS, UNITS = Together<T>::BYTES / 16;
+  static constexpr int SEGMENT = (UNITS | 1) * 16, STAGE = WARPS * ROWS_OF_ONE * SEGMENT;
+  // Groups of a warp, and steps of all, that are chained together.
+  static constexpr int GROUPS = 8 / K, ROUND = WARPS * K * GROUPS;
+  // What a step adds: a factor and a number of products, the same of minimums where there are some; or a term.
+  static constexpr int WORDS = T::SUPER ? (T::MINIMUM ? 4 : 2) : 1;
+};
+template <class T> DEVICE void one_of(const Products& job, const Matrix& m, uint32_t block, uint8_t* memory) {
+  typedef One<T> S;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, p = lane & 3;
+  const uint32_t columns = job.input.columns, blocks = columns / 32u, steps = (columns + 255u) / 256u, top = block * ROWS_OF_ONE;
+  const uint32_t row_bytes = T::SUPER ? columns / 256u * T::STEP : blocks * (T::STEP / 8);
+  const uint8_t* weights = (const uint8_t*)job.parts[m.part] + m.offset + (size_t)min(top + g, m.rows - 1u) * row_bytes;
+  uint8_t* mine = memory + (warp * ROWS_OF_ONE + g) * S::SEGMENT;
+  float* terms = (float*)(memory + 2 * S::STAGE);      // of a round: of each step, of each row
+  // Copies a group of steps to one of two stages, with what lies around it in units of 16 bytes.
+  auto fetch = [&](uint32_t from, uint32_t stage) {
+    const uint32_t begin = from * T::STEP;
+    const uint8_t* source = weights + begin;
+    const uint32_t skip = (uint32_t)(size_t)source & 15u;
+    const int end = from < steps ? (int)(skip + min((uint32_t)(S::K * T::STEP), row_bytes - begin)) - p * 16 : 0;
+    source = source - skip + p * 16;
+    const Shared target = shared_of(mine) + stage * S::STAGE + p * 16;
+#pragma unroll
+    for (int u = 0; u < (S::SEGMENT + 63) / 64; u++)
+#ifdef MUTANT_TAIL_OF_SEGMENT
+      if (u * 64 + 16 <= end) copy16_async(target + u * 64, source + u * 64);
+#else
+      if (u * 64 < end) copy16_async(target + u * 64, source + u * 64);
+#endif
+    copies_commit();
+  };
+  const uint8_t* x = job.input.base + format_offset(job.input.formats, T::SUPER ? FORMAT_Q8K : FORMAT_Q8_0, columns) + (size_t)blockIdx.y * job.input.stride;
+  float sum = 0.0f;
+  uint32_t stage = 0u;
+  fetch(warp * S::K, 0u);
+  for (uint32_t round = 0; round < steps; round += S::ROUND) {
+    for (uint32_t from = round + warp * S::K; from < min(round + S::ROUND, steps); from += WARPS * S::K) {
+      fetch(from + WARPS * S::K, stage ^ 1u);
+#ifdef MUTANT_NO_COPY_WAIT
+      copies_wait<2>();
+#else
+      copies_wait<1>();
+#endif
+#ifndef MUTANT_NO_WARP_BARRIER
+      __syncwarp();
+#endif
+      const uint8_t* segment = mine + stage * S::STAGE + ((uint32_t)(size_t)(weights + from * T::STEP) & 15u);
+#pragma unroll
+      for (int k = 0; k < S::K; k++) {
+        const uint32_t number = from + k;
+        if (k > 0 && number >= steps) break;
+        const uint8_t* step = segment + k * T::STEP;
+        const uint8_t *bytes = x + number * 256u + (T::SUPER ? (p >> 1) * 128 + (p & 1) * 16 : p * 64), *sums = x + columns + number * 32u + p * 8;
+        const float* scales = (const float*)(x + columns + columns / 8u) + (T::SUPER ? number : number * 8u + 2u * p);
+        float* to = terms + ((number - round) * ROWS_OF_ONE + g) * S::WORDS;
+        if constexpr (T::SUPER) {
+          uint32_t q[4][4], scale[T::WORDS], least[T::WORDS]; int i1 = 0, i2 = 0;
+          T::sixteens(step, p, q);
+          T::scales(step, p >> 1, scale, least);
+#pragma unroll
+          for (int j = 0; j < 4; j++) {
+            const uint4 v = load16(bytes + j * 32);
+            int products = dp4a_unsigned(q[j][0], (int)v.x, 0);
+            products = dp4a_unsigned(q[j][1], (int)v.y, products);
+            products = dp4a_unsigned(q[j][2], (int)v.z, products);
+            products = dp4a_unsigned(q[j][3], (int)v.w, products);
+            i1 += T::scale_of(scale, j, p & 1) * (1 << T::up(j)) * products;
+          }
+          if constexpr (T::MINIMUM || T::LESS != 0) {
+            const int of_sums = (int)T::four_of(T::MINIMUM ? least : scale, p & 1);
+            const uint2 four = load8(sums);
+            i2 = dp2a_hi((int)four.y, of_sums, dp2a_lo((int)four.x, of_sums, 0));
+            if constexpr (T::LESS != 0) i1 -= (T::LESS << T::RAISED) * i2;
+          }
+          i1 = four_lanes<1>(&i1) >> T::RAISED;
+          if constexpr (T::MINIMUM) i2 = four_lanes<1>(&i2);
+          if (p == 0) {
+            const float2 factors = T::factors(step);
+            const uint32_t a = as_bits(factors.x * *scales), b = as_bits((float)i1);
+            if constexpr (T::MINIMUM) store16(to, make_uint4(a, b, as_bits(-(factors.y * *scales)), as_bits((float)i2)));
+            else store8(to, make_uint2(a, b));
+          }
+        } else {
+          float t = 0.0f;
+#pragma unroll
+          for (int j = 0; j < 2; j++) {
+            if (number * 8u + 2u * p + j >= blocks) continue;
+            const uint4 a = load16(bytes + j * 32), c = load16(bytes + j * 32 + 16);
+            const int v[8] = {(int)a.x, (int)a.y, (int)a.z, (int)a.w, (int)c.x, (int)c.y, (int)c.z, (int)c.w};
+            const uint32_t both = T::LESS != 0 || T::MINIMUM ? *(const uint32_t*)(sums + j * 4) : 0u;
+            const int all = low_short(both) + high_short(both);
+            int low = 0, high = 0;
+            T::dots(step, 2 * p + j, v, low, high);
+            const float one = term<T>(T::factors(step, 2 * p + j), scales[j], low + high - T::LESS * all, all);
+            t = j ? t + one : one;
+          }
+          t = four_lanes<1>(&t);
+          if (p == 0) *to = t;
+        }
+      }
+      __syncwarp();                                      // all lanes have read this stage, which is filled next
+      stage ^= 1u;
+    }
+#ifndef MUTANT_NO_ROUND_BARRIER
+    __syncthreads();
+#endif
+    if (threadIdx.x < ROWS_OF_ONE) {
+      const float* from = terms + threadIdx.x * S::WORDS;
+#pragma unroll 4
+      for (uint32_t step = round; step < min(round + S::ROUND, steps); step++, from += ROWS_OF_ONE * S::WORDS) {
+        if constexpr (T::SUPER && T::MINIMUM) {
+          const uint4 v = load16(from);
+          sum = fmaf(as_float(v.z), as_float(v.w), fmaf(as_float(v.x), as_float(v.y), sum));
+        } else if constexpr (T::SUPER) {
+          const uint2 v = load8(from);
+          sum = fmaf(as_float(v.x), as_float(v.y), sum);
+        } else {
+          sum += *from;
+        }
+      }
+    }
+    if (round + S::ROUND < steps) __syncthreads();
+  }
+  copies_wait<0>();
+  const uint32_t row = top + threadIdx.x;
+  if (threadIdx.x < ROWS_OF_ONE && row < m.rows) m.out[(size_t)blockIdx.y * m.stride + row] = m.bias ? sum + m.bias[row] : sum;
+}
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 5) product_narrow(const Products job) {
+  DYNAMIC_SHARED(memory);
+  __shared__ uint32_t slot;
+  const Matrix& m = job.matrix[matrix_of(job, blockIdx.x)];
+  const uint32_t block = blockIdx.x - m.first_block;
+  switch (m.type) {
+#define OF(type) case TYPE_##type: if constexpr (CASE(type)) one_of<type>(job, m, block, (uint8_t*)memory); break;
+    FOR_EACH_QUANTISED(OF)
+#undef OF
+  }
+  if (job.pair.activation != 0u) pair_of(job, block * ROWS_OF_ONE, ROWS_OF_ONE, blockIdx.y, 1u, &slot);
+}
+SIMT_EXPORT(product_narrow)
+
+// 64 rows by 32 tokens: a warp has 16 rows and all these tokens. While a step is computed the next one is copied.
 #define TILE_ROWS 64
-#define TILE_TOKENS 64
-#define RAW_STRIDE 304           // bytes of a row's step; 12 modulo 32 words, so that eight rows lie in all banks
+#define TILE_TOKENS 32
 #define COPY_STRIDE 272
-struct Tile {
-  uint4 raw[TILE_ROWS * RAW_STRIDE / 16];
-  uint4 bytes[TILE_TOKENS * COPY_STRIDE / 16];
-  uint4 sums[TILE_TOKENS * 2];                                  // 16 sums of 16 bytes, or 8 of 32
-  float scale[TILE_TOKENS][8];                                  // of the activations: one, or eight
-  union { struct { uint32_t scale[TILE_ROWS][4], least[TILE_ROWS][4]; float2 factors[TILE_ROWS]; } super; float2 small[TILE_ROWS][8]; } row;
+template <class T> struct Tile {
+  static constexpr int UNITS = (T::STEP + 29) / 16;
+  static constexpr int RAW_STRIDE = (UNITS | 1) * 16;             // an odd number of units, so that eight rows lie in all banks
+  // Of a stage: rows as they lie, bytes of tokens, 16 sums of each, and its scales: one, or eight.
+  static constexpr int BYTES = TILE_ROWS * RAW_STRIDE, SUMS = BYTES + TILE_TOKENS * COPY_STRIDE, SCALES = SUMS + TILE_TOKENS * 32;
+  static constexpr int STAGE = SCALES + TILE_TOKENS * (T::SUPER ? 4 : 32);
+};
+// What is made of a step once for all warps. `sums`: of 32 bytes each, in pairs of 16 bits, or as words.
+union Decoded {
+  struct { uint32_t scale[TILE_ROWS][4], least[TILE_ROWS][4]; float2 factors[TILE_ROWS]; uint32_t sums[TILE_TOKENS][4]; } super;
+  struct { float2 factors[TILE_ROWS][8]; int sums[TILE_TOKENS][8]; } small;
 };
 
-template <class T> DEVICE void tile_of(const Products& job, const Matrix& m, uint32_t block, Tile& tile) {
-  constexpr int TOKENS = T::SUPER ? 64 : 32, PARTS = TOKENS / 8, UNITS = (T::STEP + 14 + 15) / 16;
+template <class T> DEVICE void tile_of(const Products& job, const Matrix& m, uint32_t block, uint8_t* memory) {
+  typedef Tile<T> S;
+  constexpr int PARTS = TILE_TOKENS / 8;
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5, g = lane >> 2, t = lane & 3;
   const uint32_t columns = job.input.columns, blocks = columns / 32u, steps = (columns + 255u) / 256u, top = block * TILE_ROWS;
-  const uint32_t row_bytes = T::SUPER ? columns / 256u * T::STEP : blocks * (T::STEP / 8);
-  const uint8_t* weights = (const uint8_t*)job.parts[m.part] + m.offset;
-  const uint8_t* x = job.input.base + format_offset(job.input.formats, T::SUPER ? FORMAT_Q8K : FORMAT_Q8_0, columns);
-  for (uint32_t first = blockIdx.y * TILE_TOKENS; first < min(job.tokens, (blockIdx.y + 1u) * TILE_TOKENS); first += TOKENS) {
-    float sum[PARTS][4];
+  const uint32_t row_bytes = T::SUPER ? columns / 256u * T::STEP : blocks * (T::STEP / 8), first = blockIdx.y * TILE_TOKENS;
+  const uint8_t* part = (const uint8_t*)job.parts[m.part] + m.offset;
+  auto row_at = [&](uint32_t r) { return part + (size_t)min(top + r, m.rows - 1u) * row_bytes; };
+  Decoded& made = *(Decoded*)(memory + 2 * S::STAGE);
+  // Two threads copy a row, four a token.
+  const uint32_t raw_row = thread >> 1, token = thread >> 2;
+  const uint8_t *raw = row_at(raw_row), *x = job.input.base + format_offset(job.input.formats, T::SUPER ? FORMAT_Q8K : FORMAT_Q8_0, columns)
+    + (size_t)min(first + token, job.tokens - 1u) * job.input.stride;
+  // Tokens that are not there are zero: the last one's copies in their place would be read by all blocks at once, from one place.
+  const bool there = first + token < job.tokens;
+  for (uint32_t u = thread & 3u; !there && u < 2u * (COPY_STRIDE / 16 + 4); u += 4u) {
+    uint8_t* stage = memory + (u & 1u) * S::STAGE;
+    const uint32_t at = u >> 1;
+    if (at < COPY_STRIDE / 16) store16(stage + S::BYTES + token * COPY_STRIDE + at * 16u, make_uint4(0, 0, 0, 0));
+    else if (at < COPY_STRIDE / 16 + 2) store16(stage + S::SUMS + token * 32u + (at - COPY_STRIDE / 16) * 16u, make_uint4(0, 0, 0, 0));
+    else if (!T::SUPER) store16(stage + S::SCALES + token * 32u + (at - COPY_STRIDE / 16 - 2) * 16u, make_uint4(0, 0, 0, 0));
+    else if (at == COPY_STRIDE / 16 + 2) *(float*)(stage + S::SCALES + token * 4u) = 0.0f;
+  }
+  auto fetch = [&](uint32_t b, uint8_t* stage) {
+    const uint32_t begin = b * T::STEP, parts = there ? min(8u, blocks - b * 8u) : 0u;
+    const uint8_t* source = raw + begin;
+    const uint32_t skip = (uint32_t)(size_t)source & 15u, end = min((uint32_t)T::STEP, row_bytes - begin) + skip;
+    const Shared to = shared_of(stage), row = to + raw_row * S::RAW_STRIDE, bytes = to + S::BYTES + token * COPY_STRIDE;
+#pragma unroll
+    for (uint32_t u = 0; u < (S::UNITS + 1) / 2 * 2; u += 2) {
+      const uint32_t at = (u + (thread & 1u)) * 16u;
+      if (at < end) copy16_async(row + at, source - skip + at);
+    }
+#pragma unroll
+    for (uint32_t u = 0; u < 16; u += 4) {
+      const uint32_t at = (u + (thread & 3u)) * 16u;
+      if (at < parts * 32u) copy16_async(bytes + at, x + b * 256u + at);
+    }
+    const uint8_t *sums = x + columns + b * 32u, *scales = x + columns + columns / 8u;
+#pragma unroll
+    for (uint32_t u = 0; u < 2; u++) {
+      const uint32_t j = (thread & 3u) * 2u + u;
+      if (T::MINIMUM && j < parts) copy4_async(to + S::SUMS + token * 32u + j * 4u, sums + j * 4u);
+      if (!T::SUPER && j < parts) copy4_async(to + S::SCALES + token * 32u + j * 4u, scales + b * 32u + j * 4u);
+    }
+    if (T::SUPER && there && (thread & 3) == 0) copy4_async(to + S::SCALES + token * 4u, scales + b * 4u);
+    copies_commit();
+  };
+  float sum[PARTS][4];
+#pragma unroll
+  for (int i = 0; i < PARTS; i++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) sum[i][e] = 0.0f;
+  const uint32_t upper = warp * 16 + g, lower = upper + 8;
+  const uint32_t odd_raw = (uint32_t)(size_t)raw, odd_upper = (uint32_t)(size_t)row_at(upper), odd_lower = (uint32_t)(size_t)row_at(lower);
+  fetch(0u, memory);
+  for (uint32_t b = 0; b < steps; b++) {
+    uint8_t* stage = memory + (b & 1u) * S::STAGE;
+    const uint32_t begin = b * T::STEP, parts = min(8u, blocks - b * 8u);
+    copies_wait<0>();
+    __syncthreads();                                     // this step is there, and all warps have computed the one before
+    if (b + 1u < steps) fetch(b + 1u, memory + (~b & 1u) * S::STAGE);
+    const uint8_t* step = stage + raw_row * S::RAW_STRIDE + ((odd_raw + begin) & 15u);
+    if constexpr (T::SUPER) {
+      const uint32_t half = thread & 1;
+      uint32_t scale[T::WORDS], least[T::WORDS];
+      T::scales(step, half, scale, least);
+#pragma unroll
+      for (int w = 0; w < T::WORDS; w++) { made.super.scale[raw_row][half * T::WORDS + w] = scale[w]; if (T::MINIMUM) made.super.least[raw_row][half * T::WORDS + w] = least[w]; }
+      if (half == 0u) made.super.factors[raw_row] = T::factors(step);
+      if constexpr (T::MINIMUM && T::SUB == 32) {
+        const uint2 two = load8(stage + S::SUMS + token * 32u + (thread & 3u) * 8u);
+        made.super.sums[token][thread & 3] = ((uint32_t)(low_short(two.x) + high_short(two.x)) & 0xffffu) | (uint32_t)(low_short(two.y) + high_short(two.y)) << 16;
+      }
+    } else {
+#pragma unroll
+      for (uint32_t i = 0; i < 4; i++) {
+        const uint32_t j = (thread & 1u) * 4u + i;
+        if (j < parts) made.small.factors[raw_row][j] = T::factors(step, j);
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < 2; i++) {
+        const uint32_t j = (thread & 3u) * 2u + i;
+        if (!T::MINIMUM || j >= parts) continue;
+        const uint32_t both = *(const uint32_t*)(stage + S::SUMS + token * 32u + j * 4u);
+        made.small.sums[token][j] = low_short(both) + high_short(both);
+      }
+    }
+#ifndef MUTANT_NO_TILE_BARRIER
+    __syncthreads();
+#endif
+    const uint8_t *up = stage + upper * S::RAW_STRIDE + ((odd_upper + begin) & 15u), *down = stage + lower * S::RAW_STRIDE + ((odd_lower + begin) & 15u);
+    const Shared bytes = shared_of(stage) + S::BYTES;
+    const float* scales = (const float*)(stage + S::SCALES);
+    int whole[PARTS][4]; float pair[PARTS][4], four[PARTS][4], eight[PARTS][4];
 #pragma unroll
     for (int i = 0; i < PARTS; i++)
 #pragma unroll
-      for (int e = 0; e < 4; e++) sum[i][e] = 0.0f;
-    for (uint32_t b = 0; b < steps; b++) {
-      const uint32_t begin = b * T::STEP, end = min(begin + T::STEP, row_bytes), parts = min(8u, blocks - b * 8u);
-      for (int i = thread; i < TILE_ROWS * UNITS; i += WARPS * 32) {
-        const uint32_t r = i / UNITS, u = i % UNITS * 16u, row = min(top + r, m.rows - 1u);
-        const uint8_t* source = weights + (size_t)row * row_bytes + begin;
-        const uint32_t skip = (uint32_t)(size_t)source & 15u;
-        if (u < end - begin + skip) copy16_async(shared_of(tile.raw) + r * RAW_STRIDE + u, source - skip + u);
-      }
-      for (int i = thread; i < TOKENS * 16; i += WARPS * 32) {
-        const uint32_t n = i / 16, u = i % 16 * 16u, token = min(first + n, job.tokens - 1u);
-        if (u < parts * 32u) copy16_async(shared_of(tile.bytes) + n * COPY_STRIDE + u, x + (size_t)token * job.input.stride + b * 256u + u);
-      }
-      copies_commit();
-      for (int i = thread; i < TOKENS * 8; i += WARPS * 32) {
-        const uint32_t n = i / 8, j = i % 8, token = min(first + n, job.tokens - 1u);
-        const uint8_t* copy = x + (size_t)token * job.input.stride + columns;
-        if (j >= parts) continue;
-        const uint32_t sums = *(const uint32_t*)(copy + (b * 16u + 2u * j) * 2u);
-        if (T::SUPER && T::MINIMUM) {
-          if constexpr (T::SUPER) { if (T::SUB == 32) ((int16_t*)(tile.sums + n * 2))[j] = (int16_t)(low_short(sums) + high_short(sums)); else ((uint32_t*)(tile.sums + n * 2))[j] = sums; }
-        } else if (T::MINIMUM) {
-          ((int*)(tile.sums + n * 2))[j] = low_short(sums) + high_short(sums);
-        }
-        const float* scales = (const float*)(copy + columns / 8u);
-        if (!T::SUPER) tile.scale[n][j] = scales[b * 8u + j]; else if (j == 0u) tile.scale[n][0] = scales[b];
-      }
-      copies_wait<0>();
-      __syncthreads();
-      for (int i = thread; i < TILE_ROWS * 8; i += WARPS * 32) {
-        const uint32_t r = i / 8, j = i % 8, row = min(top + r, m.rows - 1u);
-        const uint8_t* step = (const uint8_t*)tile.raw + r * RAW_STRIDE + ((uint32_t)(size_t)(weights + (size_t)row * row_bytes + begin) & 15u);
-        if (j >= parts) continue;
-        if constexpr (T::SUPER) {
-          if (j >= 2u) continue;
-          uint32_t scale[T::WORDS], least[T::WORDS];
-          T::scales(step, j, scale, least);
+      for (int e = 0; e < 4; e++) { whole[i][e] = 0; pair[i][e] = four[i][e] = eight[i][e] = 0.0f; }
 #pragma unroll
-          for (int w = 0; w < T::WORDS; w++) { tile.row.super.scale[r][j * T::WORDS + w] = scale[w]; if (T::MINIMUM) tile.row.super.least[r][j * T::WORDS + w] = least[w]; }
-          if (j == 0u) tile.row.super.factors[r] = T::factors(step);
-        } else {
-          tile.row.small[r][j] = T::factors(step, j);
-        }
-      }
-#ifndef MUTANT_NO_TILE_BARRIER
-      __syncthreads();
-#endif
-      const uint32_t upper = warp * 16 + g, lower = upper + 8;
-      auto step_of = [&](uint32_t r) {
-        return (const uint8_t*)tile.raw + r * RAW_STRIDE + ((uint32_t)(size_t)(weights + (size_t)min(top + r, m.rows - 1u) * row_bytes + begin) & 15u);
-      };
-      const uint8_t *up = step_of(upper), *down = step_of(lower);
-      const uint32_t* bytes = (const uint32_t*)tile.bytes;
-      int whole[PARTS][4]; float pair[PARTS][4], four[PARTS][4], eight[PARTS][4];
-#pragma unroll
-      for (int i = 0; i < PARTS; i++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) { whole[i][e] = 0; pair[i][e] = four[i][e] = eight[i][e] = 0.0f; }
-#pragma unroll(T::SUPER ? 1 : 8)
-      for (int j = 0; j < 8; j++) {
-        if (!T::SUPER && j >= (int)parts) {
-          // Terms that are not there count as zero, as in the other kernels.
-#pragma unroll
-          for (int i = 0; i < PARTS; i++)
-#pragma unroll
-            for (int e = 0; e < 4; e++) if (!(j & 1)) pair[i][e] = 0.0f;
-        } else {
-          uint32_t a[4], one[1];
-          T::template quads<1>(up, j, t, one); a[0] = T::centred(one[0]);
-          T::template quads<1>(down, j, t, one); a[1] = T::centred(one[0]);
-          T::template quads<1>(up, j, t + 4, one); a[2] = T::centred(one[0]);
-          T::template quads<1>(down, j, t + 4, one); a[3] = T::centred(one[0]);
-          int su[2] = {0, 0}, sl[2] = {0, 0}; float2 fu = make_float2(0.0f, 0.0f), fl = fu;
-          if constexpr (T::SUPER) {
-            if (T::SUB == 32) { su[0] = ((const int8_t*)tile.row.super.scale[upper])[j]; sl[0] = ((const int8_t*)tile.row.super.scale[lower])[j]; }
-            else {
-              const uint32_t u = ((const uint16_t*)tile.row.super.scale[upper])[j], l = ((const uint16_t*)tile.row.super.scale[lower])[j];
-              su[0] = signed_byte(u, 0); su[1] = signed_byte(u, 1); sl[0] = signed_byte(l, 0); sl[1] = signed_byte(l, 1);
-            }
-          } else { fu = tile.row.small[upper][j]; fl = tile.row.small[lower][j]; }
-#pragma unroll
-          for (int i = 0; i < PARTS; i++) {
-            const uint32_t* column = bytes + (i * 8 + g) * (COPY_STRIDE / 4) + j * 8 + t;
-            const uint32_t b0 = column[0], b1 = column[4];
-            int c[4] = {0, 0, 0, 0};
-            if constexpr (T::SUPER) {
-              if constexpr (T::SUB == 32) {
-                const uint32_t bb[2] = {b0, b1};
-                mma_16x8x32(c, a, bb);
-                whole[i][0] += su[0] * c[0]; whole[i][1] += su[0] * c[1]; whole[i][2] += sl[0] * c[2]; whole[i][3] += sl[0] * c[3];
-              } else {
-                const uint32_t a0[2] = {a[0], a[1]}, a1[2] = {a[2], a[3]};
-                int d[4] = {0, 0, 0, 0};
-                mma_16x8x16(c, a0, b0); mma_16x8x16(d, a1, b1);
-                whole[i][0] += su[0] * c[0] + su[1] * d[0]; whole[i][1] += su[0] * c[1] + su[1] * d[1];
-                whole[i][2] += sl[0] * c[2] + sl[1] * d[2]; whole[i][3] += sl[0] * c[3] + sl[1] * d[3];
-              }
-            } else {
-              const uint32_t bb[2] = {b0, b1};
-              mma_16x8x32(c, a, bb);
-#pragma unroll
-              for (int e = 0; e < 4; e++) {
-                const int n = i * 8 + 2 * t + (e & 1);
-                const float v = term<T>(e < 2 ? fu : fl, tile.scale[n][j], c[e], T::MINIMUM ? ((const int*)(tile.sums + n * 2))[j] : 0);
-                if (j & 1) pair[i][e] += v; else pair[i][e] = v;
-              }
-            }
-          }
-        }
-        if constexpr (!T::SUPER) {                     // ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))
-          if (j & 1)
-#pragma unroll
-            for (int i = 0; i < PARTS; i++)
-#pragma unroll
-              for (int e = 0; e < 4; e++) {
-                if (j == 1) eight[i][e] = pair[i][e]; else if (j == 3) eight[i][e] += pair[i][e];
-                else if (j == 5) four[i][e] = pair[i][e]; else { four[i][e] += pair[i][e]; sum[i][e] += eight[i][e] + four[i][e]; }
-              }
-        }
-      }
-      if constexpr (T::SUPER)
+    for (int j = 0; j < 8; j++) {
+      if (!T::SUPER && j >= (int)parts) {
+        // Terms that are not there count as zero, as in the other kernels.
 #pragma unroll
         for (int i = 0; i < PARTS; i++)
 #pragma unroll
-          for (int e = 0; e < 4; e++) {
-            const uint32_t n = i * 8 + 2 * t + (e & 1), r = e < 2 ? upper : lower;
-            int least = 0;
-            if constexpr (T::MINIMUM) {
-              constexpr int WORDS = T::SUB == 32 ? 2 : 4;
-#pragma unroll
-              for (int w = 0; w < WORDS; w++) {
-                const uint32_t both = tile.row.super.least[r][w], *of = (const uint32_t*)(tile.sums + n * 2) + 2 * w;
-                least = dp2a_lo((int)of[0], (int)both, least); least = dp2a_hi((int)of[1], (int)both, least);
-              }
-            }
-            sum[i][e] = chained<T>(sum[i][e], tile.row.super.factors[r], tile.scale[n][0], whole[i][e], least);
+          for (int e = 0; e < 4; e++) if (!(j & 1)) pair[i][e] = 0.0f;
+      } else {
+        uint32_t a[4], one[1];
+        T::template quads<1>(up, j, t, one); a[0] = T::centred(one[0]);
+        T::template quads<1>(down, j, t, one); a[1] = T::centred(one[0]);
+        T::template quads<1>(up, j, t + 4, one); a[2] = T::centred(one[0]);
+        T::template quads<1>(down, j, t + 4, one); a[3] = T::centred(one[0]);
+        int su[2] = {0, 0}, sl[2] = {0, 0}; float2 fu = make_float2(0.0f, 0.0f), fl = fu;
+        if constexpr (T::SUPER) {
+          if (T::SUB == 32) { su[0] = ((const int8_t*)made.super.scale[upper])[j]; sl[0] = ((const int8_t*)made.super.scale[lower])[j]; }
+          else {
+            const uint32_t u = ((const uint16_t*)made.super.scale[upper])[j], l = ((const uint16_t*)made.super.scale[lower])[j];
+            su[0] = signed_byte(u, 0); su[1] = signed_byte(u, 1); sl[0] = signed_byte(l, 0); sl[1] = signed_byte(l, 1);
           }
-      __syncthreads();
-    }
+        } else { fu = made.small.factors[upper][j]; fl = made.small.factors[lower][j]; }
+        // Of each token word t of the block's first and last 16 bytes; a lane names a row of 16 bytes.
+        uint32_t copied[PARTS / 2][4];
 #pragma unroll
-    for (int i = 0; i < PARTS; i++)
+        for (int i = 0; i < PARTS / 2; i++) load_matrices(copied[i], bytes + (i * 16 + (lane >> 4) * 8 + (lane & 7)) * COPY_STRIDE + j * 32 + (lane >> 3 & 1) * 16);
 #pragma unroll
-      for (int e = 0; e < 4; e++) {
-        const uint32_t n = first + i * 8 + 2 * t + (e & 1), row = top + warp * 16 + g + (e < 2 ? 0 : 8);
-        if (n < job.tokens && row < m.rows) m.out[(size_t)n * m.stride + row] = m.bias ? sum[i][e] + m.bias[row] : sum[i][e];
+        for (int i = 0; i < PARTS; i++) {
+          const uint32_t b0 = copied[i / 2][i % 2 * 2], b1 = copied[i / 2][i % 2 * 2 + 1];
+          int c[4] = {0, 0, 0, 0};
+          if constexpr (T::SUPER) {
+            if constexpr (T::SUB == 32) {
+              const uint32_t bb[2] = {b0, b1};
+              mma_16x8x32(c, a, bb);
+              whole[i][0] += su[0] * c[0]; whole[i][1] += su[0] * c[1]; whole[i][2] += sl[0] * c[2]; whole[i][3] += sl[0] * c[3];
+            } else {
+              const uint32_t a0[2] = {a[0], a[1]}, a1[2] = {a[2], a[3]};
+              int d[4] = {0, 0, 0, 0};
+              mma_16x8x16(c, a0, b0); mma_16x8x16(d, a1, b1);
+              whole[i][0] += su[0] * c[0] + su[1] * d[0]; whole[i][1] += su[0] * c[1] + su[1] * d[1];
+              whole[i][2] += sl[0] * c[2] + sl[1] * d[2]; whole[i][3] += sl[0] * c[3] + sl[1] * d[3];
+            }
+          } else {
+            const uint32_t bb[2] = {b0, b1};
+            mma_16x8x32(c, a, bb);
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+              const int n = i * 8 + 2 * t + (e & 1);
+              const float v = term<T>(e < 2 ? fu : fl, scales[n * 8 + j], c[e], T::MINIMUM ? made.small.sums[n][j] : 0);
+              if (j & 1) pair[i][e] += v; else pair[i][e] = v;
+            }
+          }
+        }
       }
+      if constexpr (!T::SUPER) {                         // ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))
+        if (j & 1)
+#pragma unroll
+          for (int i = 0; i < PARTS; i++)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+              if (j == 1) eight[i][e] = pair[i][e]; else if (j == 3) eight[i][e] += pair[i][e];
+              else if (j == 5) four[i][e] = pair[i][e]; else { four[i][e] += pair[i][e]; sum[i][e] += eight[i][e] + four[i][e]; }
+            }
+      }
+    }
+    if constexpr (T::SUPER) {
+      constexpr int WORDS = !T::MINIMUM ? 0 : T::SUB == 32 ? 2 : 4;
+      uint32_t least[2][WORDS + 1];
+#pragma unroll
+      for (int w = 0; w < WORDS; w++) { least[0][w] = made.super.least[upper][w]; least[1][w] = made.super.least[lower][w]; }
+      const float2 factors[2] = {made.super.factors[upper], made.super.factors[lower]};
+#pragma unroll
+      for (int i = 0; i < PARTS; i++)
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+          const uint32_t n = i * 8 + 2 * t + c;
+          const float scale = scales[n];
+          uint32_t of[2 * WORDS + 1];
+#pragma unroll
+          for (int w = 0; w < WORDS; w += 2) {
+            const uint4 v = load16((T::SUB == 32 ? (const uint8_t*)made.super.sums[n] : stage + S::SUMS + n * 32u) + w * 8);
+            of[2 * w] = v.x; of[2 * w + 1] = v.y; of[2 * w + 2] = v.z; of[2 * w + 3] = v.w;
+          }
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            int minimums = 0;
+#pragma unroll
+            for (int w = 0; w < WORDS; w++) minimums = dp2a_hi((int)of[2 * w + 1], (int)least[h][w], dp2a_lo((int)of[2 * w], (int)least[h][w], minimums));
+            float& s = sum[i][2 * h + c];
+            s = chained<T>(s, factors[h], scale, whole[i][2 * h + c], minimums);
+          }
+        }
+    }
   }
+#pragma unroll
+  for (int i = 0; i < PARTS; i++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      const uint32_t n = first + i * 8 + 2 * t + (e & 1), row = top + warp * 16 + g + (e < 2 ? 0 : 8);
+      if (n < job.tokens && row < m.rows) m.out[(size_t)n * m.stride + row] = m.bias ? sum[i][e] + m.bias[row] : sum[i][e];
+    }
 }
 
 template <int KIND> DEVICE void plain_tile_of(const Products& job, const Matrix& m, uint32_t block) {
@@ -456,13 +650,13 @@ template <int KIND> DEVICE void plain_tile_of(const Products& job, const Matrix&
       if ((block * 4u + r) * 4u * WARPS < m.rows) plain_rows_of<KIND, 8>(job, m, block * 4u + r, n);
 }
 
-// Quantised types by tensor cores; of the others 64 rows by 64 tokens as the kernels for a few tokens compute them.
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 2) product_tiles(const Products job) {
-  __shared__ Tile tile;
+// Quantised types by tensor cores; of the others as many rows and tokens as the kernels for a few tokens compute them.
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 3) product_tiles(const Products job) {
+  DYNAMIC_SHARED(memory);
   const Matrix& m = job.matrix[matrix_of(job, blockIdx.x)];
   const uint32_t block = blockIdx.x - m.first_block;
   switch (m.type) {
-#define OF(type) case TYPE_##type: if constexpr (CASE(type)) tile_of<type>(job, m, block, tile); break;
+#define OF(type) case TYPE_##type: if constexpr (CASE(type)) tile_of<type>(job, m, block, (uint8_t*)memory); break;
     FOR_EACH_QUANTISED(OF)
 #undef OF
 #define OF(type) case TYPE_##type: if constexpr (CASE(type)) plain_tile_of<TYPE_##type>(job, m, block); break;
@@ -488,13 +682,13 @@ extern "C" __global__ void __launch_bounds__(128, 4) activate(const float* __res
 SIMT_EXPORT(activate)
 #undef WARPS
 #undef MATRICES_MAX
-#undef STAGES
 #undef SEGMENT_MAX
 #undef ROWS_OF_BLOCK
+#undef STAGES_OF
 #undef CASE
 #undef FOR_EACH_QUANTISED
 #undef PRODUCT
 #undef TILE_ROWS
 #undef TILE_TOKENS
-#undef RAW_STRIDE
+#undef ROWS_OF_ONE
 #undef COPY_STRIDE

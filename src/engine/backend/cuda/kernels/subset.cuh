@@ -33,10 +33,16 @@ DEVICE float load_shared_by_blocks(const float* p) { float v; asm volatile("ld.g
 // An address of shared memory as instructions take it.
 typedef uint32_t Shared;
 DEVICE Shared shared_of(const void* p) { uint32_t s; asm("{.reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t;}" : "=r"(s) : "l"(p)); return s; }
-DEVICE void copy16_async(Shared to, const void* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory"); }
+// The second-level cache takes all 128 bytes around it.
+DEVICE void copy16_async(Shared to, const void* from) { asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory"); }
+DEVICE void copy4_async(Shared to, const void* from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(to), "l"(from) : "memory"); }
 DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until all but the last `left` committed groups of this thread have arrived.
 template <int left> DEVICE void copies_wait() { asm volatile("cp.async.wait_group %0;" :: "n"(left) : "memory"); }
+// Four 8x8 matrices of 16-bit words: lane 8 m + r names row r of matrix m; a lane has two words of row lane / 4 of each.
+DEVICE void load_matrices(uint32_t (&r)[4], Shared at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
+}
 DEVICE uint32_t atomic_add(uint32_t* p, uint32_t v) { uint32_t d; asm volatile("atom.global.add.u32 %0, [%1], %2;" : "=r"(d) : "l"(p), "r"(v) : "memory"); return d; }
 DEVICE void atomic_or(uint32_t* p, uint32_t v) { asm volatile("red.global.or.b32 [%0], %1;" :: "l"(p), "r"(v) : "memory"); }
 DEVICE void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
