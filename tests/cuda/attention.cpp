@@ -122,13 +122,23 @@ struct Layer {
   Floats in_chunks(int chunk) {
     const int columns = VH * D, formats = columns % 256 ? FORMAT_F32 | FORMAT_Q8_0 : FORMAT_F32 | FORMAT_Q8K;
     const uint32_t stride = copies_stride(columns, formats), chunks = (columns + 255) / 256;
+    const std::string of = std::to_string(D);
     UPLOAD(bm, mixed); UPLOAD(bg, gate); UPLOAD(ba, alpha); UPLOAD(bb, beta); UPLOAD(bt, taps); UPLOAD(bi, bias); UPLOAD(bd, decay); UPLOAD(bn, norm); UPLOAD(bh, history);
-    Buffer bs(state.size() * 4, state.data(), true), out(T * columns * 4), to(T * stride);
+    Buffer bs(state.size() * 4, state.data(), true), to(T * stride);
     std::vector<uint32_t> zero(KH + chunks, 0); UPLOAD(counters, zero);
-    for (int t = 0; t < T; t += chunk)
-      run(("delta_" + std::to_string(D)).c_str(), VH, 1, 1, 256, 0, Delta{bm.as<float>() + t * C, bg.as<float>() + t * columns, ba.as<float>() + t * VH, bb.as<float>() + t * VH, bt.as<float>(), bi.as<float>(), bd.as<float>(), bn.as<float>(), bs.as<float>(), bh.as<float>(), out.as<float>() + t * columns,
-        {to.as<uint8_t>() + t * stride, (uint32_t)formats, (uint32_t)columns, stride, 0}, counters.as<uint32_t>(), (uint32_t)KH, (uint32_t)VH, (uint32_t)taps_count, (uint32_t)std::min(chunk, T - t), (uint32_t)C, (uint32_t)columns, (uint32_t)VH, (uint32_t)VH, 1e-6f, 0});
-    Floats all = out.read<float>();
+    for (int t = 0; t < T; t += chunk) {
+      const uint32_t count = std::min(chunk, T - t);
+      Buffer made(count * C * 4);
+      const Delta job{bm.as<float>() + t * C, bg.as<float>() + t * columns, ba.as<float>() + t * VH, bb.as<float>() + t * VH, bt.as<float>(), bi.as<float>(), bd.as<float>(), bn.as<float>(), bs.as<float>(), bh.as<float>(), made.as<float>(),
+        {to.as<uint8_t>() + t * stride, (uint32_t)formats, (uint32_t)columns, stride, 0}, counters.as<uint32_t>(), (uint32_t)KH, (uint32_t)VH, (uint32_t)taps_count, count, (uint32_t)C, (uint32_t)columns, (uint32_t)VH, (uint32_t)VH, 1e-6f, 0};
+      const unsigned blocks = VH * (D / 32);
+      if (count == 1) { run(("delta_" + of).c_str(), blocks, 1, 1, 128, 0, job); continue; }
+      run(("delta_inputs_" + of).c_str(), KH + VH, (count + 15) / 16, 1, 128, 0, job);
+      run(("delta_chunk_" + of).c_str(), blocks, 1, 1, 128, 0, job);
+      run(("delta_results_" + of).c_str(), chunks, (count + 3) / 4, 1, 128, 0, job);
+    }
+    Floats all;
+    for (int t = 0; t < T; t++) { const float* row = (const float*)(to.p + (size_t)t * stride); all.insert(all.end(), row, row + columns); }
     expect(same(counters.read<uint32_t>(), zero), "counters of the delta rule are zero again");
     expect(different(all_copies(all, columns, formats), to.as<uint8_t>()) == 0, "copies of the delta rule are those of the CPU backend's rule");
     for (Buffer* b : {&bs, &bh}) { const Floats more = b->read<float>(); all.insert(all.end(), more.begin(), more.end()); }

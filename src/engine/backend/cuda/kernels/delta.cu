@@ -1,113 +1,337 @@
-// A Gated DeltaNet layer for some tokens, one after the other: convolution, SiLU, norms of query and key, decay, correction, answer,
-// output norm and gate, and the copies that the next product takes. A block has a value head, a warp some rows of its (transposed)
-// state in registers. The chunk is a loop over tokens, so its bits are those of tokens one by one.
+// A Gated DeltaNet layer: convolution, SiLU, norms of query and key, decay, correction, answer, output norm and gate, and the copies
+// that the next product takes. A row of the (transposed) state needs nothing of the other rows: a block has 32 rows of a value head in
+// registers, eight lanes a row. One token takes one launch, `delta_*`. Of several, `delta_inputs_*` makes what needs no state, for all of
+// them at once, `delta_chunk_*` goes from token to token, and `delta_results_*` makes their results. Both ways go through the same
+// functions, so that they have the same bits.
 #include "copies.cuh"
 
-#define WARPS 8
+#define THREADS 128
+#define ROWS 32                // of a block
+#define TOGETHER 8             // tokens that are brought to shared memory at once
+#define TILE 16                // tokens of a block of `delta_inputs_*`; no less than TAPS_MAX - 1
 #define TAPS_MAX 16
 
 struct Delta {
   const float* mixed; const float* gate; const float* alpha; const float* beta;       // projected
   const float* taps; const float* decay_bias; const float* decay; const float* norm;
   float* state; float* history;                        // history: the last inputs of the convolution, oldest first
-  float* out; Copies to;                               // results of all heads, `to.columns` for each token, and their copies
+  // Room for the rule's inputs in the order of `mixed`; answers take the place of values. Before there are copies of a token, `to` has a
+  // decay, a strength and the product of key and query for each value head.
+  float* made; Copies to;
   uint32_t* counters;                                  // of each key head, then of each 256 results; zero before and after
   uint32_t key_heads, value_heads, taps_count, tokens, mixed_stride, gate_stride, alpha_stride, beta_stride; float epsilon; uint32_t unused;
 };
 
-template <int D> DEVICE void delta(const Delta& job, float (*part)[D], float (*sums)[WARPS], uint32_t* slot) {
-  constexpr int ROWS = D / WARPS, EACH = D / 32;
-  const int t = threadIdx.x, lane = t & 31, warp = t >> 5;
-  const uint32_t head = blockIdx.x, key_head = head % job.key_heads, before = job.taps_count - 1u;
-  const uint32_t channels = (2u * job.key_heads + job.value_heads) * D;
-  auto channel_of = [&](uint32_t i) {                  // element i of query, key and value
-    return i < D ? key_head * D + i : i < 2 * D ? (job.key_heads + key_head) * D + i - D : (2u * job.key_heads + head) * D + i - 2 * D;
-  };
-  // Input `at` of history and chunk together.
-  auto input = [&](uint32_t at, uint32_t channel) {
-    return at < before ? job.history[(size_t)at * channels + channel] : job.mixed[(size_t)(at - before) * job.mixed_stride + channel];
-  };
-  float s[ROWS][EACH];
-  float* mine = job.state + ((size_t)head * D + warp * ROWS) * D;
+template <int N> DEVICE void load_floats(const float* p, float (&v)[N]) {
+  if (N == 1) v[0] = *p;
+  else if (N == 2) { const uint2 b = load8(p); v[0] = as_float(b.x); v[N > 1] = as_float(b.y); }
+  else {
 #pragma unroll
-  for (int r = 0; r < ROWS; r++)
-#pragma unroll
-    for (int e = 0; e < EACH; e++) s[r][e] = mine[r * D + e * 32 + lane];
-  for (uint32_t n = 0; n < job.tokens; n++) {
-    for (uint32_t i = t; i < 3 * D; i += WARPS * 32) {
-      const uint32_t channel = channel_of(i);
-      float sum = 0.0f;
-      for (uint32_t tap = 0; tap <= before; tap++) sum = fmaf(input(n + tap, channel), job.taps[(size_t)channel * job.taps_count + tap], sum);
-      part[i / D][i % D] = silu_of(sum);
-    }
-#ifndef MUTANT_NO_CONVOLUTION_BARRIER
-    __syncthreads();
-#endif
-    // Each warp has the norms by itself.
-    float q[EACH], k[EACH], qq = 0.0f, kk = 0.0f;
-#pragma unroll
-    for (int e = 0; e < EACH; e++) { q[e] = part[0][e * 32 + lane]; k[e] = part[1][e * 32 + lane]; qq = fmaf(q[e], q[e], qq); kk = fmaf(k[e], k[e], kk); }
-    qq = 1.0f / sqrtf(warp_sum(qq) + job.epsilon) * (1.0f / sqrtf((float)D)); kk = 1.0f / sqrtf(warp_sum(kk) + job.epsilon);
-#pragma unroll
-    for (int e = 0; e < EACH; e++) { q[e] *= qq; k[e] *= kk; }
-    const float decay = exp_of(job.decay[head] * softplus_of(job.alpha[(size_t)n * job.alpha_stride + head] + job.decay_bias[head]));
-    const float strength = sigmoid_of(job.beta[(size_t)n * job.beta_stride + head]);
-    float squares = 0.0f;
-#pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-      float known = 0.0f, answer = 0.0f;
-#pragma unroll
-      for (int e = 0; e < EACH; e++) known = fmaf(s[r][e], k[e], known);
-      const float change = strength * (part[2][warp * ROWS + r] - warp_sum(known) * decay);
-#pragma unroll
-      for (int e = 0; e < EACH; e++) { s[r][e] = fmaf(k[e], change, s[r][e] * decay); answer = fmaf(s[r][e], q[e], answer); }
-      answer = warp_sum(answer);
-      squares = fmaf(answer, answer, squares);
-      if (lane == 0) part[3][warp * ROWS + r] = answer;
-    }
-    if (lane == 0) sums[n & 1u][warp] = squares;
-    __syncthreads();
-    if (t < D) {
-      float all = 0.0f;
-#pragma unroll
-      for (int w = 0; w < WARPS; w++) all += sums[n & 1u][w];
-      const float factor = 1.0f / sqrtf(all / (float)D + job.epsilon);
-      const uint32_t at = head * D + t;
-      job.out[(size_t)n * job.to.columns + at] = part[3][t] * factor * job.norm[t] * silu_of(job.gate[(size_t)n * job.gate_stride + at]);
-    }
-    // The next token's barrier comes before any of its answers, and this token's came behind all that was read of its inputs.
+    for (int i = 0; i + 3 < N; i += 4) { const uint4 b = load16(p + i); v[i] = as_float(b.x); v[i + 1] = as_float(b.y); v[i + 2] = as_float(b.z); v[i + 3] = as_float(b.w); }
   }
+}
+template <int N> DEVICE void store_floats(float* p, const float (&v)[N]) {
+  if (N == 1) *p = v[0];
+  else if (N == 2) store8(p, make_uint2(as_bits(v[0]), as_bits(v[N > 1])));
+  else {
 #pragma unroll
-  for (int r = 0; r < ROWS; r++)
+    for (int i = 0; i + 3 < N; i += 4) store16(p + i, make_uint4(as_bits(v[i]), as_bits(v[i + 1]), as_bits(v[i + 2]), as_bits(v[i + 3])));
+  }
+}
+DEVICE uint32_t channels_of(const Delta& job, uint32_t dim) { return (2u * job.key_heads + job.value_heads) * dim; }
+// Row `at` of history and chunk together.
+DEVICE const float* input_of(const Delta& job, uint32_t at, uint32_t channels) {
+  return at + 1u < job.taps_count ? job.history + (size_t)at * channels : job.mixed + (size_t)(at + 1u - job.taps_count) * job.mixed_stride;
+}
+// The history of a channel behind the chunk. In the order of time: what is read is a later one, or of the chunk.
+DEVICE void remember(const Delta& job, uint32_t channel, uint32_t channels) {
+  for (uint32_t tap = 0; tap + 1u < job.taps_count; tap++) job.history[(size_t)tap * channels + channel] = input_of(job, job.tokens + tap, channels)[channel];
+}
+// What makes a warp's query and key as long as they are to be, and their product then; each lane has some elements of both.
+template <int D> DEVICE void lengths(const Delta& job, const float (&q)[D / 32], const float (&k)[D / 32], float& of_q, float& of_k, float& both) {
+  float qq = 0.0f, kk = 0.0f, qk = 0.0f;
 #pragma unroll
-    for (int e = 0; e < EACH; e++) mine[r * D + e * 32 + lane] = s[r][e];
-  // History of values is this block's; that of queries and keys is read by all heads that share them, so the last one writes it.
+  for (int e = 0; e < D / 32; e++) { qq = fmaf(q[e], q[e], qq); kk = fmaf(k[e], k[e], kk); qk = fmaf(q[e], k[e], qk); }
+#pragma unroll
+  for (int m = 16; m > 0; m >>= 1) { qq += __shfl_xor_sync(ALL, qq, m); kk += __shfl_xor_sync(ALL, kk, m); qk += __shfl_xor_sync(ALL, qk, m); }
+  of_q = 1.0f / sqrtf(qq + job.epsilon) * (1.0f / sqrtf((float)D)); of_k = 1.0f / sqrtf(kk + job.epsilon);
+  both = qk * of_q * of_k;
+}
+DEVICE float decay_of(const Delta& job, uint32_t n, uint32_t head) {
+  return exp_of(job.decay[head] * softplus_of(job.alpha[(size_t)n * job.alpha_stride + head] + job.decay_bias[head]));
+}
+DEVICE float strength_of(const Delta& job, uint32_t n, uint32_t head) { return sigmoid_of(job.beta[(size_t)n * job.beta_stride + head]); }
+
+// A block's rows: two for each eight lanes, of which a lane has four columns of each 32.
+template <int D> struct Rows {
+  uint32_t head, key_head, first;                      // first: row of this thread's two
+  int column;
+  float s[2][D / 8];
+  // Blocks that read the same queries and keys are neighbours.
+  DEVICE Rows(const Delta& job) {
+    const uint32_t lane = threadIdx.x & 31u, share = job.value_heads / job.key_heads, number = blockIdx.x / (D / ROWS);
+    key_head = number / share; head = key_head + number % share * job.key_heads;
+    first = blockIdx.x % (D / ROWS) * ROWS + threadIdx.x / 32u * 8u + lane / 8u * 2u;
+    column = (int)(lane & 7u) * 4;
+  }
+  // Of a vector with an element for each column, those of this lane.
+  DEVICE void columns(const float* p, float (&v)[D / 8]) const {
+#pragma unroll
+    for (int c = 0; c < D / 8; c += 4) { const uint4 b = load16(p + c * 8 + column); v[c] = as_float(b.x); v[c + 1] = as_float(b.y); v[c + 2] = as_float(b.z); v[c + 3] = as_float(b.w); }
+  }
+  DEVICE float* row(const Delta& job, int r) const { return job.state + ((size_t)head * D + first + r) * D; }
+  DEVICE void load(const Delta& job) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) columns(row(job, r), s[r]);
+  }
+  DEVICE void store(const Delta& job) const {
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+      for (int c = 0; c < D / 8; c += 4) store16(row(job, r) + c * 8 + column, make_uint4(as_bits(s[r][c]), as_bits(s[r][c + 1]), as_bits(s[r][c + 2]), as_bits(s[r][c + 3])));
+  }
+  // A token. The answer is asked of the old state, beside what is known, and corrected: one exchange between lanes.
+  DEVICE void step(const float (&q)[D / 8], const float (&k)[D / 8], const float (&v)[2], float decay, float strength, float both, float (&answer)[2]) {
+    float known[2] = {0.0f, 0.0f}, asked[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int c = 0; c < D / 8; c++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) { known[r] = fmaf(s[r][c], k[c], known[r]); asked[r] = fmaf(s[r][c], q[c], asked[r]); }
+#pragma unroll
+    for (int m = 4; m > 0; m >>= 1)
+#pragma unroll
+      for (int r = 0; r < 2; r++) { known[r] += __shfl_xor_sync(ALL, known[r], m); asked[r] += __shfl_xor_sync(ALL, asked[r], m); }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const float change = strength * (v[r] - known[r] * decay);
+      answer[r] = fmaf(change, both, asked[r] * decay);
+#pragma unroll
+      for (int c = 0; c < D / 8; c++) s[r][c] = fmaf(k[c], change, s[r][c] * decay);
+    }
+  }
+};
+
+// Eight results of each lane of a warp, 256 of a token, from its answers: `gates` of them, then norm, gates and copies.
+DEVICE bool has_results(const Delta& job, uint32_t chunk) { return chunk * 256u + (threadIdx.x & 31u) * 8u < job.to.columns; }
+template <int D> DEVICE void load_gates(const Delta& job, uint32_t n, uint32_t chunk, float (&gates)[8], float (&norms)[8]) {
+  const uint32_t at = chunk * 256u + (threadIdx.x & 31u) * 8u;
+#pragma unroll
+  for (int i = 0; i < 8; i++) gates[i] = norms[i] = 0.0f;
+  if (has_results(job, chunk)) { load_floats<8>(job.gate + (size_t)n * job.gate_stride + at, gates); load_floats<8>(job.norm + at % D, norms); }
+}
+DEVICE void open_gates(float (&gates)[8], const float (&norms)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; i++) gates[i] = norms[i] * silu_of(gates[i]);
+}
+template <int D> DEVICE void put_results(const Delta& job, uint32_t n, uint32_t chunk, const float (&answers)[8], const float (&gates)[8]) {
+  float squares = 0.0f, v[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) squares = fmaf(answers[i], answers[i], squares);
+#pragma unroll
+  for (int m = D / 16; m > 0; m >>= 1) squares += __shfl_xor_sync(ALL, squares, m);
+  const float factor = 1.0f / sqrtf(squares / (float)D + job.epsilon);
+#pragma unroll
+  for (int i = 0; i < 8; i++) v[i] = answers[i] * factor * gates[i];
+  put_copies(job.to, n, chunk, v);
+}
+
+// One token. What has to come from memory is asked for first.
+template <int D> DEVICE void delta(const Delta& job, float* made, float* scalars, uint32_t* slots) {
+  constexpr uint32_t COUNT = 2 * D + ROWS, OTHERS = THREADS - 32, EACH = (COUNT + OTHERS - 1) / OTHERS;
+  const uint32_t t = threadIdx.x, lane = t & 31u, before = job.taps_count - 1u, channels = channels_of(job, D);
+  const bool last_warp = t >= OTHERS;
+  Rows<D> rows(job);
+  rows.load(job);
+  const uint32_t values = (2u * job.key_heads + rows.head) * D, block_row = blockIdx.x % (D / ROWS) * ROWS;
+  auto channel_of = [&](uint32_t i) {                  // element i of query, key and this block's values
+    return i < D ? rows.key_head * D + i : i < 2u * D ? (job.key_heads + rows.key_head) * D + i - D : values + block_row + i - 2u * D;
+  };
+  const uint32_t chunk = rows.head * D / 256u;
+  float gates[8], norms[8];
+  if (last_warp) {
+    load_gates<D>(job, 0, chunk, gates, norms);
+    const float decay = decay_of(job, 0, rows.head), strength = strength_of(job, 0, rows.head);
+    if (lane == 0u) { scalars[0] = decay; scalars[1] = strength; }
+  } else {
+    float sums[EACH];
+    uint32_t channel[EACH];
+#pragma unroll
+    for (uint32_t e = 0; e < EACH; e++) { sums[e] = 0.0f; channel[e] = channel_of(min(t + e * OTHERS, COUNT - 1u)); }
+#pragma unroll 4
+    for (uint32_t tap = 0; tap <= before; tap++) {
+      const float* row = input_of(job, tap, channels);
+#pragma unroll
+      for (uint32_t e = 0; e < EACH; e++) sums[e] = fmaf(row[channel[e]], job.taps[(size_t)channel[e] * job.taps_count + tap], sums[e]);
+    }
+#pragma unroll
+    for (uint32_t e = 0; e < EACH; e++) if (t + e * OTHERS < COUNT) made[t + e * OTHERS] = silu_of(sums[e]);
+  }
+#ifndef MUTANT_NO_CONVOLUTION_BARRIER
+  __syncthreads();
+#endif
+  // Each warp has the norms by itself.
+  float some_q[D / 32], some_k[D / 32], of_q, of_k, both, q[D / 8], k[D / 8], v[2], answer[2];
+  load_floats<D / 32>(made + lane * (D / 32), some_q); load_floats<D / 32>(made + D + lane * (D / 32), some_k);
+  rows.columns(made, q); rows.columns(made + D, k); load_floats<2>(made + 2 * D + rows.first - block_row, v);
+  lengths<D>(job, some_q, some_k, of_q, of_k, both);
+#pragma unroll
+  for (int c = 0; c < D / 8; c++) { q[c] *= of_q; k[c] *= of_k; }
+  rows.step(q, k, v, scalars[0], scalars[1], both, answer);
+  if (rows.column == 0) store_floats<2>(job.made + values + rows.first, answer);
+  // The last block of a key head writes the history that all of them have read, the last one of 256 results makes the copies. Both are
+  // found in one round, while the state is on its way.
+  __syncthreads();
+  if (t == 0u) {
+#ifndef MUTANT_NO_ANSWER_FENCE
+    fence();
+#endif
+    uint32_t *of_key = job.counters + rows.key_head, *of_chunk = job.counters + job.key_heads + chunk;
+    const uint32_t blocks = job.value_heads / job.key_heads * (D / ROWS), heads = min(256u / D, job.value_heads - chunk * 256u / D) * (D / ROWS);
+    const bool history = atomic_add(of_key, 1u) == blocks - 1u, copies = atomic_add(of_chunk, 1u) == heads - 1u;
+    slots[0] = history; slots[1] = copies;
+    fence();
+    if (history) atomic_add(of_key, 0u - blocks);      // for the next launch
+    if (copies) atomic_add(of_chunk, 0u - heads);
+  }
+  rows.store(job);
+  if (last_warp) open_gates(gates, norms);
+  __syncthreads();
+  if (last_warp) {
+    if (slots[1] == 0u) return;
+    float answers[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) answers[i] = has_results(job, chunk) ? load_shared_by_blocks(job.made + 2u * job.key_heads * D + chunk * 256u + lane * 8u + i) : 0.0f;
+    put_results<D>(job, 0, chunk, answers, gates);
+    return;
+  }
 #ifdef MUTANT_HISTORY_TOO_EARLY
   const bool last = true;
 #else
-  const bool last = last_to_arrive(job.counters + key_head, job.value_heads / job.key_heads, slot);
+  const bool last = slots[0] != 0u;
 #endif
-  for (uint32_t i = (last ? 0u : 2u * D) + t; i < 3u * D; i += WARPS * 32) {
-    const uint32_t channel = channel_of(i);
-    // In the order of time: what is read is a later one, or of the chunk.
-    for (uint32_t tap = 0; tap < before; tap++) job.history[(size_t)tap * channels + channel] = input(job.tokens + tap, channel);
-  }
-  // 256 results are of several heads where these are shorter: the last one makes the copies.
-  const uint32_t chunk = head * D / 256u, first = chunk * 256u / D, heads = min(256u / D, job.value_heads - first);
-  if (!last_to_arrive(job.counters + job.key_heads + chunk, heads, slot)) return;
-  for (uint32_t n = warp; n < job.tokens; n += WARPS) {
-    float v[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const uint32_t at = chunk * 256u + lane * 8u + i;
-      v[i] = at < job.to.columns ? load_shared_by_blocks(job.out + (size_t)n * job.to.columns + at) : 0.0f;
-    }
-    put_copies(job.to, n, chunk, v);
-  }
+  for (uint32_t i = (last ? 0u : 2u * D) + t; i < COUNT; i += OTHERS) remember(job, channel_of(i), channels);
 }
-#define DELTA(D) extern "C" __global__ void __launch_bounds__(WARPS * 32) delta_##D(const Delta job) { \
-  __shared__ float part[4][D], sums[2][WARPS]; __shared__ uint32_t slot; delta<D>(job, part, sums, &slot); } SIMT_EXPORT(delta_##D)
+
+// What the rule takes of each token: queries and keys with their norms, values, and scalars. A block has the query and the key of a head,
+// or the value of one, of some tokens; a warp has one token after the other.
+template <int D> DEVICE void delta_inputs(const Delta& job, float (*taps)[2 * D + 8]) {
+  constexpr int EACH = D / 32;
+  const uint32_t t = threadIdx.x, lane = t & 31u, unit = blockIdx.x, channels = channels_of(job, D);
+  const bool is_key = unit < job.key_heads;
+  const uint32_t wide = is_key ? 2u * D : (uint32_t)D, second = (job.key_heads + unit) * D;     // second: of the key, or of the value
+  auto channel_of = [&](uint32_t i) { return !is_key ? second + i : i < D ? unit * D + i : second + i - D; };
+  for (uint32_t i = t; i < wide; i += THREADS)
+    for (uint32_t tap = 0; tap < job.taps_count; tap++) taps[tap][i] = job.taps[(size_t)channel_of(i) * job.taps_count + tap];
+  __syncthreads();
+  // This lane's part of D channels.
+  auto convolve = [&](uint32_t n, uint32_t channel, uint32_t i, float (&sums)[EACH]) {
+#pragma unroll
+    for (int e = 0; e < EACH; e++) sums[e] = 0.0f;
+#pragma unroll 4
+    for (uint32_t tap = 0; tap < job.taps_count; tap++) {
+      float x[EACH], w[EACH];
+      load_floats<EACH>(input_of(job, n + tap, channels) + channel + lane * EACH, x); load_floats<EACH>(taps[tap] + i + lane * EACH, w);
+#pragma unroll
+      for (int e = 0; e < EACH; e++) sums[e] = fmaf(x[e], w[e], sums[e]);
+    }
+#pragma unroll
+    for (int e = 0; e < EACH; e++) sums[e] = silu_of(sums[e]);
+  };
+  for (uint32_t n = blockIdx.y * TILE + t / 32u; n < min(job.tokens, (blockIdx.y + 1u) * TILE); n += THREADS / 32) {
+    float* made = job.made + (size_t)n * channels + lane * EACH;
+    float q[EACH], k[EACH], of_q, of_k, both;
+    convolve(n, second, is_key ? D : 0u, k);
+    if (is_key) {
+      convolve(n, unit * D, 0u, q);
+      lengths<D>(job, q, k, of_q, of_k, both);
+#pragma unroll
+      for (int e = 0; e < EACH; e++) { q[e] *= of_q; k[e] *= of_k; }
+      store_floats<EACH>(made + unit * D, q);
+      for (uint32_t head = unit + lane * job.key_heads; head < job.value_heads; head += 32u * job.key_heads)
+        store16(job.to.base + (size_t)n * job.to.stride + head * 16u, make_uint4(as_bits(decay_of(job, n, head)), as_bits(strength_of(job, n, head)), as_bits(both), 0u));
+    }
+    store_floats<EACH>(made + second, k);
+  }
+  // This block alone has read the history of its channels.
+  if (blockIdx.y != 0u) return;
+#ifndef MUTANT_NO_HISTORY_BARRIER
+  __syncthreads();
+#endif
+  for (uint32_t i = t; i < wide; i += THREADS) remember(job, channel_of(i), channels);
+}
+
+// The recurrence alone.
+template <int D> DEVICE void delta_chunk(const Delta& job, uint4 (*ring)[TOGETHER][(2 * D + ROWS + 4) / 4]) {
+  const uint32_t t = threadIdx.x, channels = channels_of(job, D);
+  Rows<D> rows(job);
+  rows.load(job);
+  const uint32_t block_row = blockIdx.x % (D / ROWS) * ROWS;
+  float* values = job.made + (2u * job.key_heads + rows.head) * D + block_row;
+  // Pieces of 16 bytes: D / 2 of query and key, ROWS / 4 of values, and the scalars.
+  const uint32_t piece = t % (D / 2u), at = t / (D / 2u);
+  const float* vectors = job.made + (piece < D / 4u ? rows.key_head * D : (job.key_heads + rows.key_head - 1u) * D) + piece * 4u;
+  auto bring = [&](uint32_t first, uint32_t stage) {
+#pragma unroll
+    for (uint32_t i = 0; i < TOGETHER; i += 256u / D)
+      if (first + at + i < job.tokens) copy16_async(shared_of(&ring[stage][at + i][piece]), vectors + (size_t)(first + at + i) * channels);
+    if (t < TOGETHER * 8u && first + t / 8u < job.tokens) copy16_async(shared_of(&ring[stage][t / 8u][D / 2 + t % 8u]), values + (size_t)(first + t / 8u) * channels + t % 8u * 4u);
+    if (t / 8u == TOGETHER && first + t % 8u < job.tokens) copy16_async(shared_of(&ring[stage][t % 8u][D / 2 + ROWS / 4]), job.to.base + (size_t)(first + t % 8u) * job.to.stride + rows.head * 16u);
+    copies_commit();
+  };
+  bring(0, 0);
+  for (uint32_t first = 0; first < job.tokens; first += TOGETHER) {
+    const uint32_t stage = first / TOGETHER & 1u, count = min(job.tokens - first, (uint32_t)TOGETHER);
+    copies_wait<0>();
+#ifndef MUTANT_NO_STAGE_BARRIER
+    __syncthreads();
+#endif
+    if (first + TOGETHER < job.tokens) bring(first + TOGETHER, stage ^ 1u);
+    // The next query and key are read while lanes exchange their sums.
+    float q[2][D / 8], k[2][D / 8], v[2], answer[2];
+    auto read = [&](uint32_t n, float (&q)[D / 8], float (&k)[D / 8]) {
+      const float* token = (const float*)ring[stage][min(n, count - 1u)];
+      rows.columns(token, q); rows.columns(token + D, k);
+    };
+    read(0, q[0], k[0]);
+    for (uint32_t n = 0; n < count; n += 2)
+#pragma unroll
+      for (uint32_t i = 0; i < 2; i++) {
+        if (n + i >= count) break;
+        const float* token = (const float*)ring[stage][n + i];
+        load_floats<2>(token + 2 * D + rows.first - block_row, v);
+        const uint4 scalars = load16(token + 2 * D + ROWS);
+        read(n + i + 1u, q[i ^ 1u], k[i ^ 1u]);
+        rows.step(q[i], k[i], v, as_float(scalars.x), as_float(scalars.y), as_float(scalars.z), answer);
+        if (rows.column == 0) store_floats<2>(values + (size_t)(first + n + i) * channels + rows.first - block_row, answer);
+      }
+  }
+  rows.store(job);
+}
+
+template <int D> DEVICE void delta_results(const Delta& job) {
+  const uint32_t chunk = blockIdx.x, n = blockIdx.y * (THREADS / 32) + threadIdx.x / 32u;
+  if (n >= job.tokens) return;
+  float answers[8], gates[8], norms[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) answers[i] = 0.0f;
+  if (has_results(job, chunk)) load_floats<8>(job.made + (size_t)n * channels_of(job, D) + 2u * job.key_heads * D + chunk * 256u + (threadIdx.x & 31u) * 8u, answers);
+  load_gates<D>(job, n, chunk, gates, norms);
+  open_gates(gates, norms);
+  put_results<D>(job, n, chunk, answers, gates);
+}
+
+#define DELTA(D) extern "C" __global__ void __launch_bounds__(THREADS, 4) delta_##D(const Delta job) { \
+  __shared__ uint4 made[(2 * D + ROWS) / 4]; __shared__ float scalars[2]; __shared__ uint32_t slots[2]; \
+  delta<D>(job, (float*)made, scalars, slots); } SIMT_EXPORT(delta_##D) \
+extern "C" __global__ void __launch_bounds__(THREADS) delta_inputs_##D(const Delta job) { \
+  __shared__ uint4 taps[TAPS_MAX * (2 * D + 8) / 4]; delta_inputs<D>(job, (float (*)[2 * D + 8])taps); } SIMT_EXPORT(delta_inputs_##D) \
+extern "C" __global__ void __launch_bounds__(THREADS, 4) delta_chunk_##D(const Delta job) { \
+  __shared__ uint4 ring[2][TOGETHER][(2 * D + ROWS + 4) / 4]; delta_chunk<D>(job, ring); } SIMT_EXPORT(delta_chunk_##D) \
+extern "C" __global__ void __launch_bounds__(THREADS) delta_results_##D(const Delta job) { delta_results<D>(job); } SIMT_EXPORT(delta_results_##D)
 DELTA(32) DELTA(64) DELTA(128)
-#undef WARPS
+#undef THREADS
+#undef ROWS
+#undef TOGETHER
+#undef TILE
 #undef TAPS_MAX
 #undef DELTA
