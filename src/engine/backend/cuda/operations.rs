@@ -592,15 +592,15 @@ impl Launcher {
     fn delta(&mut self, job: &Delta) -> Result<(), DeviceError> {
         let spec = &job.spec;
         let (rows, channels, values) = (job.rows.len(), spec.channels(), spec.values());
-        let kernel = match spec.head_dim {
-            32 => Kernel::Delta32,
-            64 => Kernel::Delta64,
-            128 => Kernel::Delta128,
+        let [of_one, of_inputs, of_chunk, of_results] = match spec.head_dim {
+            32 => [Kernel::Delta32, Kernel::DeltaInputs32, Kernel::DeltaChunk32, Kernel::DeltaResults32],
+            64 => [Kernel::Delta64, Kernel::DeltaInputs64, Kernel::DeltaChunk64, Kernel::DeltaResults64],
+            128 => [Kernel::Delta128, Kernel::DeltaInputs128, Kernel::DeltaChunk128, Kernel::DeltaResults128],
             other => return Err(DeviceError::new(format!("there is no kernel for a state of {other}"))),
         };
         self.fits(&job.mixed, job.rows.end * channels * 4)?;
         self.fits(&job.gate, rows * values * 4)?;
-        self.fits(&job.scratch, rows * values * 4)?;
+        self.fits(&job.scratch, rows * channels * 4)?;
         self.fits(&job.state, spec.state_len() * 4)?;
         self.fits(&job.history, spec.conv_len() * 4)?;
         let heads = word(spec.value_heads)?;
@@ -615,7 +615,7 @@ impl Launcher {
             norm: self.at(&job.norm)?,
             state: self.at(&job.state)?,
             history: self.at(&job.history)?,
-            out: self.at(&job.scratch)?,
+            made: self.at(&job.scratch)?,
             to: self.prepare(&job.prepare, rows, values)?,
             counters: self.counter(DELTA),
             key_heads: word(spec.key_heads)?,
@@ -629,7 +629,19 @@ impl Launcher {
             epsilon: job.epsilon,
             unused: 0,
         };
-        self.launch(kernel, (heads, 1, 1), 0, Job::Delta(launched))
+        let blocks = word(values / DELTA_ROWS)?;
+        if rows == 1 {
+            return self.launch(of_one, (blocks, 1, 1), 0, Job::Delta(launched));
+        }
+        // Until there are copies, what the rule takes for each value head lies in their place.
+        if launched.to.stride / DELTA_SCALARS < heads {
+            return Err(DeviceError::new("a layer with a state makes no copies of its result".to_owned()));
+        }
+        let inputs = (word(spec.key_heads)? + heads, word(rows.div_ceil(DELTA_TILE))?, 1);
+        self.launch(of_inputs, inputs, 0, Job::Delta(launched))?;
+        self.launch(of_chunk, (blocks, 1, 1), 0, Job::Delta(launched))?;
+        let results = (word(values.div_ceil(256))?, word(rows.div_ceil(4))?, 1);
+        self.launch(of_results, results, 0, Job::Delta(launched))
     }
 
     fn finish(&mut self, job: &Finish<'_>) -> Result<(), DeviceError> {
@@ -706,6 +718,10 @@ const FINISH: usize = 192;
 const DELTA: usize = 256;
 /// Key heads, and 256 results each.
 pub(super) const DELTA_COUNTERS_MAX: usize = 2048;
+/// Rows of a state that a block has, tokens of a block of its inputs, and bytes of what is the same for a head: see `delta.cu`.
+const DELTA_ROWS: usize = 32;
+const DELTA_TILE: usize = 16;
+const DELTA_SCALARS: u32 = 16;
 const PARTIAL: usize = DELTA + 4 * DELTA_COUNTERS_MAX;
 const FINISH_BLOCKS_MAX: usize = 4096;
 const PAIR: usize = PARTIAL + 12 * FINISH_BLOCKS_MAX;

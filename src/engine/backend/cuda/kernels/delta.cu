@@ -97,6 +97,11 @@ template <int D> struct Rows {
     for (int c = 0; c < D / 8; c++)
 #pragma unroll
       for (int r = 0; r < 2; r++) { known[r] = fmaf(s[r][c], k[c], known[r]); asked[r] = fmaf(s[r][c], q[c], asked[r]); }
+    // While lanes exchange sums.
+#pragma unroll
+    for (int c = 0; c < D / 8; c++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) s[r][c] *= decay;
 #pragma unroll
     for (int m = 4; m > 0; m >>= 1)
 #pragma unroll
@@ -106,7 +111,7 @@ template <int D> struct Rows {
       const float change = strength * (v[r] - known[r] * decay);
       answer[r] = fmaf(change, both, asked[r] * decay);
 #pragma unroll
-      for (int c = 0; c < D / 8; c++) s[r][c] = fmaf(k[c], change, s[r][c] * decay);
+      for (int c = 0; c < D / 8; c++) s[r][c] = fmaf(k[c], change, s[r][c]);
     }
   }
 };
@@ -278,6 +283,7 @@ template <int D> DEVICE void delta_chunk(const Delta& job, uint4 (*ring)[TOGETHE
     if (t / 8u == TOGETHER && first + t % 8u < job.tokens) copy16_async(shared_of(&ring[stage][t % 8u][D / 2 + ROWS / 4]), job.to.base + (size_t)(first + t % 8u) * job.to.stride + rows.head * 16u);
     copies_commit();
   };
+  float* answers = values + rows.first - block_row;
   bring(0, 0);
   for (uint32_t first = 0; first < job.tokens; first += TOGETHER) {
     const uint32_t stage = first / TOGETHER & 1u, count = min(job.tokens - first, (uint32_t)TOGETHER);
@@ -286,24 +292,22 @@ template <int D> DEVICE void delta_chunk(const Delta& job, uint4 (*ring)[TOGETHE
     __syncthreads();
 #endif
     if (first + TOGETHER < job.tokens) bring(first + TOGETHER, stage ^ 1u);
-    // The next query and key are read while lanes exchange their sums.
-    float q[2][D / 8], k[2][D / 8], v[2], answer[2];
-    auto read = [&](uint32_t n, float (&q)[D / 8], float (&k)[D / 8]) {
+    // Of the next token all is read before this one is computed.
+    float q[2][D / 8], k[2][D / 8], v[2][2], scalars[2][4], answer[2];
+    auto read = [&](uint32_t n, float (&q)[D / 8], float (&k)[D / 8], float (&v)[2], float (&scalars)[4]) {
       const float* token = (const float*)ring[stage][min(n, count - 1u)];
       rows.columns(token, q); rows.columns(token + D, k);
+      load_floats<2>(token + 2 * D + rows.first - block_row, v); load_floats<4>(token + 2 * D + ROWS, scalars);
     };
-    read(0, q[0], k[0]);
-    for (uint32_t n = 0; n < count; n += 2)
-#pragma unroll
-      for (uint32_t i = 0; i < 2; i++) {
-        if (n + i >= count) break;
-        const float* token = (const float*)ring[stage][n + i];
-        load_floats<2>(token + 2 * D + rows.first - block_row, v);
-        const uint4 scalars = load16(token + 2 * D + ROWS);
-        read(n + i + 1u, q[i ^ 1u], k[i ^ 1u]);
-        rows.step(q[i], k[i], v, as_float(scalars.x), as_float(scalars.y), as_float(scalars.z), answer);
-        if (rows.column == 0) store_floats<2>(values + (size_t)(first + n + i) * channels + rows.first - block_row, answer);
-      }
+    read(0, q[0], k[0], v[0], scalars[0]);
+    auto compute = [&](uint32_t n, int i) {
+      read(n + 1u, q[i ^ 1], k[i ^ 1], v[i ^ 1], scalars[i ^ 1]);
+      rows.step(q[i], k[i], v[i], scalars[i][0], scalars[i][1], scalars[i][2], answer);
+      if (rows.column == 0) store_floats<2>(answers, answer);
+      answers += channels;
+    };
+    for (uint32_t n = 0; n + 1u < count; n += 2) { compute(n, 0); compute(n + 1u, 1); }
+    if (count % 2u != 0u) compute(count - 1u, 0);
   }
   rows.store(job);
 }
