@@ -603,7 +603,7 @@ impl Launcher {
         self.fits(&job.scratch, rows * channels * 4)?;
         self.fits(&job.state, spec.state_len() * 4)?;
         self.fits(&job.history, spec.conv_len() * 4)?;
-        let heads = word(spec.value_heads)?;
+        let (keys, heads) = (word(spec.key_heads)?, word(spec.value_heads)?);
         let launched = DeltaJob {
             mixed: self.at(&job.mixed)? + (job.rows.start * channels * 4) as u64,
             gate: self.at(&job.gate)?,
@@ -618,7 +618,7 @@ impl Launcher {
             made: self.at(&job.scratch)?,
             to: self.prepare(&job.prepare, rows, values)?,
             counters: self.counter(DELTA),
-            key_heads: word(spec.key_heads)?,
+            key_heads: keys,
             value_heads: heads,
             taps_count: word(spec.taps)?,
             tokens: word(rows)?,
@@ -629,17 +629,17 @@ impl Launcher {
             epsilon: job.epsilon,
             unused: 0,
         };
-        let blocks = word(values / DELTA_ROWS)?;
+        let blocks = (word(spec.head_dim / DELTA_ROWS)?, heads / keys.max(1), keys);
         if rows == 1 {
-            return self.launch(of_one, (blocks, 1, 1), 0, Job::Delta(launched));
+            return self.launch(of_one, blocks, 0, Job::Delta(launched));
         }
         // Until there are copies, what the rule takes for each value head lies in their place.
         if launched.to.stride / DELTA_SCALARS < heads {
             return Err(DeviceError::new("a layer with a state makes no copies of its result".to_owned()));
         }
-        let inputs = (word(spec.key_heads)? + heads, word(rows.div_ceil(DELTA_TILE))?, 1);
+        let inputs = (keys + heads, word(rows.div_ceil(DELTA_TILE))?, 1);
         self.launch(of_inputs, inputs, 0, Job::Delta(launched))?;
-        self.launch(of_chunk, (blocks, 1, 1), 0, Job::Delta(launched))?;
+        self.launch(of_chunk, blocks, 0, Job::Delta(launched))?;
         let results = (word(values.div_ceil(256))?, word(rows.div_ceil(4))?, 1);
         self.launch(of_results, results, 0, Job::Delta(launched))
     }

@@ -54,24 +54,47 @@ template <int D> DEVICE void lengths(const Delta& job, const float (&q)[D / 32],
   for (int e = 0; e < D / 32; e++) { qq = fmaf(q[e], q[e], qq); kk = fmaf(k[e], k[e], kk); qk = fmaf(q[e], k[e], qk); }
 #pragma unroll
   for (int m = 16; m > 0; m >>= 1) { qq += __shfl_xor_sync(ALL, qq, m); kk += __shfl_xor_sync(ALL, kk, m); qk += __shfl_xor_sync(ALL, qk, m); }
-  of_q = 1.0f / sqrtf(qq + job.epsilon) * (1.0f / sqrtf((float)D)); of_k = 1.0f / sqrtf(kk + job.epsilon);
+  // Odd lanes have the key's.
+  const bool odd = threadIdx.x & 1u;
+  const float length = 1.0f / sqrtf((odd ? kk : qq) + job.epsilon), other = __shfl_xor_sync(ALL, length, 1);
+  of_q = (odd ? other : length) * (1.0f / sqrtf((float)D)); of_k = odd ? length : other;
   both = qk * of_q * of_k;
 }
-DEVICE float decay_of(const Delta& job, uint32_t n, uint32_t head) {
-  return exp_of(job.decay[head] * softplus_of(job.alpha[(size_t)n * job.alpha_stride + head] + job.decay_bias[head]));
+// Decay and strength of a head.
+struct Pace {
+  float alpha, bias, rate, beta;
+  DEVICE Pace(const Delta& job, uint32_t n, uint32_t head)
+    : alpha(job.alpha[(size_t)n * job.alpha_stride + head]), bias(job.decay_bias[head]), rate(job.decay[head]), beta(job.beta[(size_t)n * job.beta_stride + head]) {}
+  DEVICE float decay() const { return exp_of(rate * softplus_of(alpha + bias)); }
+  DEVICE float strength() const { return sigmoid_of(beta); }
+};
+// Inputs of the rule from N channels: sums of `count` taps in their order, and the activation. Of four taps all is asked for at once.
+template <int N, class Inputs, class Taps> DEVICE void convolve(uint32_t count, const Inputs& inputs, const Taps& taps, float (&sums)[N]) {
+#pragma unroll
+  for (int e = 0; e < N; e++) sums[e] = 0.0f;
+  for (uint32_t first = 0; first < count; first += 4u) {
+    float x[4][N] = {}, w[4][N] = {};
+#pragma unroll
+    for (uint32_t i = 0; i < 4u; i++) if (first + i < count) { inputs(first + i, x[i]); taps(first + i, w[i]); }
+#pragma unroll
+    for (uint32_t i = 0; i < 4u; i++)
+#pragma unroll
+      for (int e = 0; e < N; e++) sums[e] = first + i < count ? fmaf(x[i][e], w[i][e], sums[e]) : sums[e];
+  }
+#pragma unroll
+  for (int e = 0; e < N; e++) sums[e] = silu_of(sums[e]);
 }
-DEVICE float strength_of(const Delta& job, uint32_t n, uint32_t head) { return sigmoid_of(job.beta[(size_t)n * job.beta_stride + head]); }
 
 // A block's rows: two for each eight lanes, of which a lane has four columns of each 32.
 template <int D> struct Rows {
   uint32_t head, key_head, first;                      // first: row of this thread's two
   int column;
   float s[2][D / 8];
-  // Blocks that read the same queries and keys are neighbours.
+  // A grid of rows, heads with the same key, and keys: blocks that read the same are neighbours.
   DEVICE Rows(const Delta& job) {
-    const uint32_t lane = threadIdx.x & 31u, share = job.value_heads / job.key_heads, number = blockIdx.x / (D / ROWS);
-    key_head = number / share; head = key_head + number % share * job.key_heads;
-    first = blockIdx.x % (D / ROWS) * ROWS + threadIdx.x / 32u * 8u + lane / 8u * 2u;
+    const uint32_t lane = threadIdx.x & 31u;
+    key_head = blockIdx.z; head = key_head + blockIdx.y * job.key_heads;
+    first = blockIdx.x * ROWS + threadIdx.x / 32u * 8u + lane / 8u * 2u;
     column = (int)(lane & 7u) * 4;
   }
   // Of a vector with an element for each column, those of this lane.
@@ -143,33 +166,38 @@ template <int D> DEVICE void put_results(const Delta& job, uint32_t n, uint32_t 
 // One token. What has to come from memory is asked for first.
 template <int D> DEVICE void delta(const Delta& job, float* made, float* scalars, uint32_t* slots) {
   constexpr uint32_t COUNT = 2 * D + ROWS, OTHERS = THREADS - 32, EACH = (COUNT + OTHERS - 1) / OTHERS;
-  const uint32_t t = threadIdx.x, lane = t & 31u, before = job.taps_count - 1u, channels = channels_of(job, D);
+  const uint32_t t = threadIdx.x, lane = t & 31u, channels = channels_of(job, D);
   const bool last_warp = t >= OTHERS;
   Rows<D> rows(job);
   rows.load(job);
-  const uint32_t values = (2u * job.key_heads + rows.head) * D, block_row = blockIdx.x % (D / ROWS) * ROWS;
+  const uint32_t values = (2u * job.key_heads + rows.head) * D, block_row = blockIdx.x * ROWS;
   auto channel_of = [&](uint32_t i) {                  // element i of query, key and this block's values
     return i < D ? rows.key_head * D + i : i < 2u * D ? (job.key_heads + rows.key_head) * D + i - D : values + block_row + i - 2u * D;
   };
   const uint32_t chunk = rows.head * D / 256u;
   float gates[8], norms[8];
   if (last_warp) {
+    const Pace pace(job, 0, rows.head);
     load_gates<D>(job, 0, chunk, gates, norms);
-    const float decay = decay_of(job, 0, rows.head), strength = strength_of(job, 0, rows.head);
+    const float decay = pace.decay(), strength = pace.strength();
     if (lane == 0u) { scalars[0] = decay; scalars[1] = strength; }
   } else {
     float sums[EACH];
     uint32_t channel[EACH];
 #pragma unroll
-    for (uint32_t e = 0; e < EACH; e++) { sums[e] = 0.0f; channel[e] = channel_of(min(t + e * OTHERS, COUNT - 1u)); }
-#pragma unroll 4
-    for (uint32_t tap = 0; tap <= before; tap++) {
+    for (uint32_t e = 0; e < EACH; e++) channel[e] = channel_of(min(t + e * OTHERS, COUNT - 1u));
+    auto inputs = [&](uint32_t tap, float (&x)[EACH]) {
       const float* row = input_of(job, tap, channels);
 #pragma unroll
-      for (uint32_t e = 0; e < EACH; e++) sums[e] = fmaf(row[channel[e]], job.taps[(size_t)channel[e] * job.taps_count + tap], sums[e]);
-    }
+      for (uint32_t e = 0; e < EACH; e++) x[e] = row[channel[e]];
+    };
+    auto taps = [&](uint32_t tap, float (&w)[EACH]) {
 #pragma unroll
-    for (uint32_t e = 0; e < EACH; e++) if (t + e * OTHERS < COUNT) made[t + e * OTHERS] = silu_of(sums[e]);
+      for (uint32_t e = 0; e < EACH; e++) w[e] = job.taps[(size_t)channel[e] * job.taps_count + tap];
+    };
+    convolve<EACH>(job.taps_count, inputs, taps, sums);
+#pragma unroll
+    for (uint32_t e = 0; e < EACH; e++) if (t + e * OTHERS < COUNT) made[t + e * OTHERS] = sums[e];
   }
 #ifndef MUTANT_NO_CONVOLUTION_BARRIER
   __syncthreads();
@@ -191,7 +219,7 @@ template <int D> DEVICE void delta(const Delta& job, float* made, float* scalars
     fence();
 #endif
     uint32_t *of_key = job.counters + rows.key_head, *of_chunk = job.counters + job.key_heads + chunk;
-    const uint32_t blocks = job.value_heads / job.key_heads * (D / ROWS), heads = min(256u / D, job.value_heads - chunk * 256u / D) * (D / ROWS);
+    const uint32_t blocks = gridDim.y * gridDim.x, heads = min(256u / D, job.value_heads - chunk * 256u / D) * gridDim.x;
     const bool history = atomic_add(of_key, 1u) == blocks - 1u, copies = atomic_add(of_chunk, 1u) == heads - 1u;
     slots[0] = history; slots[1] = copies;
     fence();
@@ -228,32 +256,26 @@ template <int D> DEVICE void delta_inputs(const Delta& job, float (*taps)[2 * D 
   for (uint32_t i = t; i < wide; i += THREADS)
     for (uint32_t tap = 0; tap < job.taps_count; tap++) taps[tap][i] = job.taps[(size_t)channel_of(i) * job.taps_count + tap];
   __syncthreads();
-  // This lane's part of D channels.
-  auto convolve = [&](uint32_t n, uint32_t channel, uint32_t i, float (&sums)[EACH]) {
-#pragma unroll
-    for (int e = 0; e < EACH; e++) sums[e] = 0.0f;
-#pragma unroll 4
-    for (uint32_t tap = 0; tap < job.taps_count; tap++) {
-      float x[EACH], w[EACH];
-      load_floats<EACH>(input_of(job, n + tap, channels) + channel + lane * EACH, x); load_floats<EACH>(taps[tap] + i + lane * EACH, w);
-#pragma unroll
-      for (int e = 0; e < EACH; e++) sums[e] = fmaf(x[e], w[e], sums[e]);
-    }
-#pragma unroll
-    for (int e = 0; e < EACH; e++) sums[e] = silu_of(sums[e]);
+  // This lane's part of D channels, of which the first is `channel`, or place `i` among the taps here.
+  auto one = [&](uint32_t n, uint32_t channel, uint32_t i, float (&sums)[EACH]) {
+    auto inputs = [&](uint32_t tap, float (&x)[EACH]) { load_floats<EACH>(input_of(job, n + tap, channels) + channel + lane * EACH, x); };
+    auto those = [&](uint32_t tap, float (&w)[EACH]) { load_floats<EACH>(taps[tap] + i + lane * EACH, w); };
+    convolve<EACH>(job.taps_count, inputs, those, sums);
   };
   for (uint32_t n = blockIdx.y * TILE + t / 32u; n < min(job.tokens, (blockIdx.y + 1u) * TILE); n += THREADS / 32) {
     float* made = job.made + (size_t)n * channels + lane * EACH;
     float q[EACH], k[EACH], of_q, of_k, both;
-    convolve(n, second, is_key ? D : 0u, k);
+    one(n, second, is_key ? D : 0u, k);
     if (is_key) {
-      convolve(n, unit * D, 0u, q);
+      one(n, unit * D, 0u, q);
       lengths<D>(job, q, k, of_q, of_k, both);
 #pragma unroll
       for (int e = 0; e < EACH; e++) { q[e] *= of_q; k[e] *= of_k; }
       store_floats<EACH>(made + unit * D, q);
-      for (uint32_t head = unit + lane * job.key_heads; head < job.value_heads; head += 32u * job.key_heads)
-        store16(job.to.base + (size_t)n * job.to.stride + head * 16u, make_uint4(as_bits(decay_of(job, n, head)), as_bits(strength_of(job, n, head)), as_bits(both), 0u));
+      for (uint32_t head = unit + lane * job.key_heads; head < job.value_heads; head += 32u * job.key_heads) {
+        const Pace pace(job, n, head);
+        store16(job.to.base + (size_t)n * job.to.stride + head * 16u, make_uint4(as_bits(pace.decay()), as_bits(pace.strength()), as_bits(both), 0u));
+      }
     }
     store_floats<EACH>(made + second, k);
   }
@@ -270,7 +292,7 @@ template <int D> DEVICE void delta_chunk(const Delta& job, uint4 (*ring)[TOGETHE
   const uint32_t t = threadIdx.x, channels = channels_of(job, D);
   Rows<D> rows(job);
   rows.load(job);
-  const uint32_t block_row = blockIdx.x % (D / ROWS) * ROWS;
+  const uint32_t block_row = blockIdx.x * ROWS;
   float* values = job.made + (2u * job.key_heads + rows.head) * D + block_row;
   // Pieces of 16 bytes: D / 2 of query and key, ROWS / 4 of values, and the scalars.
   const uint32_t piece = t % (D / 2u), at = t / (D / 2u);
