@@ -68,6 +68,14 @@ struct Pace {
   DEVICE float decay() const { return exp_of(rate * softplus_of(alpha + bias)); }
   DEVICE float strength() const { return sigmoid_of(beta); }
 };
+// `silu_of` of each. A division may leave the straight way, so exponentials that are beside each other have to come before.
+template <int N> DEVICE void silus(float (&v)[N]) {
+  float below[N];
+#pragma unroll
+  for (int i = 0; i < N; i++) below[i] = 1.0f + exp_of(-v[i]);
+#pragma unroll
+  for (int i = 0; i < N; i++) v[i] = v[i] / below[i];
+}
 // Inputs of the rule from N channels: sums of `count` taps in their order, and the activation. Of four taps all is asked for at once.
 template <int N, class Inputs, class Taps> DEVICE void convolve(uint32_t count, const Inputs& inputs, const Taps& taps, float (&sums)[N]) {
 #pragma unroll
@@ -81,8 +89,7 @@ template <int N, class Inputs, class Taps> DEVICE void convolve(uint32_t count, 
 #pragma unroll
       for (int e = 0; e < N; e++) sums[e] = first + i < count ? fmaf(x[i][e], w[i][e], sums[e]) : sums[e];
   }
-#pragma unroll
-  for (int e = 0; e < N; e++) sums[e] = silu_of(sums[e]);
+  silus(sums);
 }
 
 // A block's rows: two for each eight lanes, of which a lane has four columns of each 32.
@@ -148,8 +155,9 @@ template <int D> DEVICE void load_gates(const Delta& job, uint32_t n, uint32_t c
   if (has_results(job, chunk)) { load_floats<8>(job.gate + (size_t)n * job.gate_stride + at, gates); load_floats<8>(job.norm + at % D, norms); }
 }
 DEVICE void open_gates(float (&gates)[8], const float (&norms)[8]) {
+  silus(gates);
 #pragma unroll
-  for (int i = 0; i < 8; i++) gates[i] = norms[i] * silu_of(gates[i]);
+  for (int i = 0; i < 8; i++) gates[i] *= norms[i];
 }
 template <int D> DEVICE void put_results(const Delta& job, uint32_t n, uint32_t chunk, const float (&answers)[8], const float (&gates)[8]) {
   float squares = 0.0f, v[8];
