@@ -189,7 +189,7 @@ static void rule(bool all) {
       }
     }
     simt_order(0);
-    if (all) counted(name, 0.95, 1.5, [&] { layer.in_chunks(1); });
+    if (all) for (int chunk : {1, s.T}) counted(name, 0.95, 1.5, [&] { layer.in_chunks(chunk); });
   }
   if (!all) return;
   Layer longer(32, 1, 1, 4, 65);

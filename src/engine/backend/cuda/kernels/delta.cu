@@ -43,9 +43,20 @@ DEVICE uint32_t channels_of(const Delta& job, uint32_t dim) { return (2u * job.k
 DEVICE const float* input_of(const Delta& job, uint32_t at, uint32_t channels) {
   return at + 1u < job.taps_count ? job.history + (size_t)at * channels : job.mixed + (size_t)(at + 1u - job.taps_count) * job.mixed_stride;
 }
-// The history of a channel behind the chunk. In the order of time: what is read is a later one, or of the chunk.
-DEVICE void remember(const Delta& job, uint32_t channel, uint32_t channels) {
-  for (uint32_t tap = 0; tap + 1u < job.taps_count; tap++) job.history[(size_t)tap * channels + channel] = input_of(job, job.tokens + tap, channels)[channel];
+// The history of N channels behind the chunk, but for those that are of others. In the order of time, four inputs at once: what is read
+// is a later one, or of the chunk.
+template <int N> DEVICE void remember(const Delta& job, const uint32_t (&channel)[N], const bool (&ours)[N], uint32_t channels) {
+  for (uint32_t first = 0; first + 1u < job.taps_count; first += 4u) {
+    float x[4][N] = {};
+#pragma unroll
+    for (uint32_t i = 0; i < 4u; i++)
+#pragma unroll
+      for (int e = 0; e < N; e++) if (ours[e] && first + i + 1u < job.taps_count) x[i][e] = input_of(job, job.tokens + first + i, channels)[channel[e]];
+#pragma unroll
+    for (uint32_t i = 0; i < 4u; i++)
+#pragma unroll
+      for (int e = 0; e < N; e++) if (ours[e] && first + i + 1u < job.taps_count) job.history[(size_t)(first + i) * channels + channel[e]] = x[i][e];
+  }
 }
 // What makes a warp's query and key as long as they are to be, and their product then; each lane has some elements of both.
 template <int D> DEVICE void lengths(const Delta& job, const float (&q)[D / 32], const float (&k)[D / 32], float& of_q, float& of_k, float& both) {
@@ -184,6 +195,7 @@ template <int D> DEVICE void delta(const Delta& job, float* made, float* scalars
   };
   const uint32_t chunk = rows.head * D / 256u;
   float gates[8], norms[8];
+  uint32_t channel[EACH] = {};
   if (last_warp) {
     const Pace pace(job, 0, rows.head);
     load_gates<D>(job, 0, chunk, gates, norms);
@@ -191,7 +203,6 @@ template <int D> DEVICE void delta(const Delta& job, float* made, float* scalars
     if (lane == 0u) { scalars[0] = decay; scalars[1] = strength; }
   } else {
     float sums[EACH];
-    uint32_t channel[EACH];
 #pragma unroll
     for (uint32_t e = 0; e < EACH; e++) channel[e] = channel_of(min(t + e * OTHERS, COUNT - 1u));
     auto inputs = [&](uint32_t tap, float (&x)[EACH]) {
@@ -250,7 +261,10 @@ template <int D> DEVICE void delta(const Delta& job, float* made, float* scalars
 #else
   const bool last = slots[0] != 0u;
 #endif
-  for (uint32_t i = (last ? 0u : 2u * D) + t; i < COUNT; i += OTHERS) remember(job, channel_of(i), channels);
+  bool ours[EACH];
+#pragma unroll
+  for (uint32_t e = 0; e < EACH; e++) ours[e] = t + e * OTHERS < COUNT && (last || t + e * OTHERS >= 2u * D);
+  remember<EACH>(job, channel, ours, channels);
 }
 
 // What the rule takes of each token: queries and keys with their norms, values, and scalars. A block has the query and the key of a head,
@@ -292,7 +306,12 @@ template <int D> DEVICE void delta_inputs(const Delta& job, float (*taps)[2 * D 
 #ifndef MUTANT_NO_HISTORY_BARRIER
   __syncthreads();
 #endif
-  for (uint32_t i = t; i < wide; i += THREADS) remember(job, channel_of(i), channels);
+  constexpr int PARTS = (2 * D + THREADS - 1) / THREADS;
+  uint32_t channel[PARTS];
+  bool ours[PARTS];
+#pragma unroll
+  for (int e = 0; e < PARTS; e++) { const uint32_t i = t + e * THREADS; ours[e] = i < wide; channel[e] = ours[e] ? channel_of(i) : 0u; }
+  remember<PARTS>(job, channel, ours, channels);
 }
 
 // The recurrence alone.
