@@ -640,7 +640,7 @@ impl Launcher {
         let inputs = (keys + heads, word(rows.div_ceil(DELTA_TILE))?, 1);
         self.launch(of_inputs, inputs, 0, Job::Delta(launched))?;
         self.launch(of_chunk, blocks, 0, Job::Delta(launched))?;
-        let results = (word(values.div_ceil(256))?, word(rows.div_ceil(4))?, 1);
+        let results = (word(values.div_ceil(256))?, word(rows.div_ceil(DELTA_WARPS))?, 1);
         self.launch(of_results, results, 0, Job::Delta(launched))
     }
 
@@ -718,9 +718,10 @@ const FINISH: usize = 192;
 const DELTA: usize = 256;
 /// Key heads, and 256 results each.
 pub(super) const DELTA_COUNTERS_MAX: usize = 2048;
-/// Rows of a state that a block has, tokens of a block of its inputs, and bytes of what is the same for a head: see `delta.cu`.
+/// Rows of a state that a block has, tokens of a block of inputs and of one of results, and bytes of a head's scalars: see `delta.cu`.
 const DELTA_ROWS: usize = 32;
 const DELTA_TILE: usize = 16;
+const DELTA_WARPS: usize = 4;
 const DELTA_SCALARS: u32 = 16;
 const PARTIAL: usize = DELTA + 4 * DELTA_COUNTERS_MAX;
 const FINISH_BLOCKS_MAX: usize = 4096;
