@@ -660,7 +660,7 @@ fn a_rehearsal_on_the_imitated_driver_finds_equal_bits_and_a_planted_one_that_is
     assert_eq!(cases.len(), 4, "{report:#}");
     assert!(cases.iter().all(|case| case["bits_of_shim"] == true), "{report:#}");
     // The address of a product's first result.
-    let (passed, report) = rehearsed("product_1@88");
+    let (passed, report) = rehearsed("product_narrow@88");
     assert!(!passed && report["ok"] == false, "{report:#}");
     assert!(report["cases"].as_array().unwrap().iter().all(|case| case["bits_of_shim"] == false), "{report:#}");
 }
