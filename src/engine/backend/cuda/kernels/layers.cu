@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(128) embed(const Embed job) {
 }
 SIMT_EXPORT(embed)
 
-#define NORM_THREADS 256
+#define NORM_THREADS 512
 // stream += scale * other, which is normalised first where `post` is given; then the copies of rms(stream) * weight.
 struct Norm {
   float* stream; const float* other; const float* post; const float* weight; Copies to;
@@ -74,36 +74,88 @@ DEVICE float block_sum(float v, float* sums) {
   for (int w = 0; w < NORM_THREADS / 32; w++) all += sums[w];
   return all;
 }
-extern "C" __global__ void __launch_bounds__(NORM_THREADS) residual_norm(const Norm job) {
+// Eight elements of a row from `at` on; zeros behind its end. `whole`: by 16 bytes.
+DEVICE void eight_floats(const float* row, uint32_t at, uint32_t width, bool whole, float (&v)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; i++) v[i] = 0.0f;
+  if (whole) {
+    if (at < width) {
+      const uint4 a = load16(row + at), b = load16(row + at + 4u);
+      v[0] = as_float(a.x); v[1] = as_float(a.y); v[2] = as_float(a.z); v[3] = as_float(a.w); v[4] = as_float(b.x); v[5] = as_float(b.y); v[6] = as_float(b.z); v[7] = as_float(b.w);
+    }
+  } else {
+#pragma unroll
+    for (uint32_t i = 0; i < 8u; i++) if (at + i < width) v[i] = row[at + i];
+  }
+}
+DEVICE float squares(const float (&v)[8]) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 8; i++) sum = fmaf(v[i], v[i], sum);
+  return sum;
+}
+// Eight columns of a thread stay in its registers: 4096 of a block. What is behind them is read again.
+extern "C" __global__ void __launch_bounds__(NORM_THREADS, 2) residual_norm(const Norm job) {
   __shared__ float sums[2][NORM_THREADS / 32];
-  const uint32_t width = job.to.columns;
+  const uint32_t width = job.to.columns, first = threadIdx.x * 8u, step = NORM_THREADS * 8u;
   float* row = job.stream + (size_t)blockIdx.x * width;
   const float* other = job.other ? job.other + (size_t)blockIdx.x * job.stride : nullptr;
-  float factor = 1.0f;
+  const bool whole = width % 8u == 0u && (((size_t)row | (size_t)other | (size_t)job.post | (size_t)job.weight) & 15u) == 0u;
+  float v[8], o[8], w[8], factor = 1.0f;
+  eight_floats(row, first, width, whole, v);
+  if (other) eight_floats(other, first, width, whole, o);
+  if (job.weight) eight_floats(job.weight, first, width, whole, w);
   if (job.post) {
-    float sum = 0.0f;
-    for (uint32_t i = threadIdx.x; i < width; i += NORM_THREADS) sum = fmaf(other[i], other[i], sum);
+    float sum = squares(o);
+    for (uint32_t at = first + step; at < width; at += step) {
+      float more[8];
+      eight_floats(other, at, width, whole, more);
+      sum += squares(more);
+    }
     factor = 1.0f / sqrtf(block_sum(sum, sums[0]) / (float)width + job.epsilon);
   }
-  float sum = 0.0f;
-  for (uint32_t i = threadIdx.x; i < width; i += NORM_THREADS) {
-    float v = row[i];
-    if (other) {
-      v += (job.post ? other[i] * factor * job.post[i] : other[i]) * job.scale;
-      row[i] = v;
+  auto add = [&](uint32_t at, float (&to)[8], const float (&more)[8]) {
+    float post[8];
+    if (job.post) eight_floats(job.post, at, width, whole, post);
+#pragma unroll
+    for (int i = 0; i < 8; i++) to[i] += (job.post ? more[i] * factor * post[i] : more[i]) * job.scale;
+    if (whole) {
+      if (at < width) {
+        store16(row + at, make_uint4(as_bits(to[0]), as_bits(to[1]), as_bits(to[2]), as_bits(to[3])));
+        store16(row + at + 4u, make_uint4(as_bits(to[4]), as_bits(to[5]), as_bits(to[6]), as_bits(to[7])));
+      }
+    } else {
+#pragma unroll
+      for (uint32_t i = 0; i < 8u; i++) if (at + i < width) row[at + i] = to[i];
     }
-    sum = fmaf(v, v, sum);
+  };
+  if (other) add(first, v, o);
+  float sum = squares(v);
+  for (uint32_t at = first + step; at < width; at += step) {
+    float more[8];
+    eight_floats(row, at, width, whole, more);
+    if (other) {
+      float others[8];
+      eight_floats(other, at, width, whole, others);
+      add(at, more, others);
+    }
+    sum += squares(more);
   }
   if (!job.weight) return;
   factor = 1.0f / sqrtf(block_sum(sum, sums[1]) / (float)width + job.epsilon);
-  for (uint32_t chunk = threadIdx.x >> 5; chunk * 256u < width; chunk += NORM_THREADS / 32) {
-    float v[8];
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const uint32_t at = chunk * 256u + (threadIdx.x & 31u) * 8u + i;
-      v[i] = at < width ? row[at] * factor * job.weight[at] : 0.0f;
-    }
+  for (int i = 0; i < 8; i++) v[i] = v[i] * factor * w[i];
+  for (uint32_t chunk = threadIdx.x >> 5; chunk * 256u < width;) {
     put_copies(job.to, blockIdx.x, chunk, v);
+    chunk += NORM_THREADS / 32;
+    const uint32_t at = chunk * 256u + (threadIdx.x & 31u) * 8u;
+    if (chunk * 256u < width) {
+      float more[8];
+      eight_floats(row, at, width, whole, v);
+      eight_floats(job.weight, at, width, whole, more);
+#pragma unroll
+      for (int i = 0; i < 8; i++) v[i] = v[i] * factor * more[i];
+    }
   }
 }
 SIMT_EXPORT(residual_norm)
@@ -122,14 +174,16 @@ struct Heads {
   uint64_t key_offset, value_offset;                                   // of the layer in a block
   uint32_t heads, kv_heads, dim, rotary, query_stride, kv_stride, head_step, adjacent, kind, unused; float epsilon, spare;
 };
-// The pair `at` of a head turned by its angle; `turned` is another place than `head`.
+DEVICE void turn_pair(const float* head, float* turned, uint32_t pair, float cosine, float sine, uint32_t half, uint32_t adjacent) {
+  const uint32_t i = adjacent ? 2u * pair : pair, j = adjacent ? 2u * pair + 1u : pair + half;
+  const float x = head[i], y = head[j];
+  turned[i] = x * cosine - y * sine; turned[j] = x * sine + y * cosine;
+}
+// All pairs of a head turned by their angles; `turned` is another place than `head`.
 DEVICE void turn(const float* head, float* turned, const float* angles, uint32_t rotary, uint32_t dim, uint32_t adjacent) {
   const uint32_t lane = threadIdx.x & 31u, half = rotary / 2u;
   for (uint32_t pair = lane; pair < half; pair += 32u) {
-    const float cosine = angles[2u * pair], sine = angles[2u * pair + 1u];
-    const uint32_t i = adjacent ? 2u * pair : pair, j = adjacent ? 2u * pair + 1u : pair + half;
-    const float x = head[i], y = head[j];
-    turned[i] = x * cosine - y * sine; turned[j] = x * sine + y * cosine;
+    turn_pair(head, turned, pair, angles[2u * pair], angles[2u * pair + 1u], half, adjacent);
   }
   for (uint32_t i = 2u * half + lane; i < dim; i += 32u) turned[i] = head[i];
 }
@@ -142,26 +196,50 @@ extern "C" __global__ void __launch_bounds__(128) heads(const Heads job) {
   const float* source = part == 0u ? job.query + (size_t)token * job.query_stride + number * job.head_step
     : (part == 1u ? job.key : job.value) + (size_t)token * job.kv_stride + number * dim;
   float *mine = memory[warp][0], *turned = memory[warp][1];
+  const float* weight = part == 0u ? job.query_norm : part == 1u ? job.key_norm : nullptr;
+  // All that does not depend on what was read is read at once.
   const float growth = part == 0u && job.growth ? job.growth[token] : 1.0f;
+  const uint32_t at = part == 0u ? 0u : job.position[0] + token;
+  const uint64_t block_at = part == 0u ? 0u : job.blocks[at / KV_BLOCK_TOKENS];
+  float v[HEAD_MAX / 32], weights[HEAD_MAX / 32];
+#pragma unroll
+  for (uint32_t j = 0; j < HEAD_MAX / 32; j++) {
+    const uint32_t i = j * 32u + lane;
+    v[j] = i < dim ? source[i] : 0.0f; weights[j] = weight && i < dim ? weight[i] : 1.0f;
+  }
+  float2 angles[HEAD_MAX / 64];
+#pragma unroll
+  for (uint32_t j = 0; j < HEAD_MAX / 64; j++) {
+    const uint32_t pair = j * 32u + lane;
+    const uint2 angle = part != 2u && pair < job.rotary / 2u ? load8(job.angles + (size_t)token * job.rotary + 2u * pair) : make_uint2(0u, 0u);
+    angles[j] = make_float2(as_float(angle.x), as_float(angle.y));
+  }
   float sum = 0.0f; uint32_t largest = 0u;
-  for (uint32_t i = lane; i < dim; i += 32u) {
-    const float v = source[i] * growth;
-    mine[i] = v; sum = fmaf(v, v, sum);
-    const uint32_t size = as_bits(v) & 0x7fffffffu;
+#pragma unroll
+  for (uint32_t j = 0; j < HEAD_MAX / 32; j++) {
+    v[j] *= growth; sum = fmaf(v[j], v[j], sum);
+    const uint32_t size = as_bits(v[j]) & 0x7fffffffu;
     largest = size > largest ? size : largest;
   }
   sum = warp_sum(sum);
   largest = group_max<32>(largest);
   if (part != 0u && lane == 0u && largest >= 0x7f800000u) atomic_or(job.not_finite, 1u);
-  const float* weight = part == 0u ? job.query_norm : part == 1u ? job.key_norm : nullptr;
-  if (weight) {
-    const float factor = 1.0f / sqrtf(sum / (float)dim + job.epsilon);
-    for (uint32_t i = lane; i < dim; i += 32u) mine[i] = mine[i] * factor * weight[i];
+  const float factor = 1.0f / sqrtf(sum / (float)dim + job.epsilon);
+#pragma unroll
+  for (uint32_t j = 0; j < HEAD_MAX / 32; j++) {
+    const uint32_t i = j * 32u + lane;
+    if (i < dim) mine[i] = weight ? v[j] * factor * weights[j] : v[j];
   }
   __syncwarp();
   const float* ready = mine;
   if (part != 2u) {
-    turn(mine, turned, job.angles + (size_t)token * job.rotary, job.rotary, dim, job.adjacent);
+    const uint32_t half = job.rotary / 2u;
+#pragma unroll
+    for (uint32_t j = 0; j < HEAD_MAX / 64; j++) {
+      const uint32_t pair = j * 32u + lane;
+      if (pair < half) turn_pair(mine, turned, pair, angles[j].x, angles[j].y, half, job.adjacent);
+    }
+    for (uint32_t i = 2u * half + lane; i < dim; i += 32u) turned[i] = mine[i];
     ready = turned;
 #ifndef MUTANT_NO_TURN_BARRIER
     __syncwarp();
@@ -173,8 +251,8 @@ extern "C" __global__ void __launch_bounds__(128) heads(const Heads job) {
     if (job.back) turn(turned, job.out_back + ((size_t)token * job.heads + number) * dim, job.back, job.rotary, dim, job.adjacent);
     return;
   }
-  const uint32_t at = job.position[0] + token, row_bytes = cell_row_bytes(job.kind, dim);
-  uint8_t* block = (uint8_t*)job.blocks[at / KV_BLOCK_TOKENS] + (part == 1u ? job.key_offset : job.value_offset);
+  const uint32_t row_bytes = cell_row_bytes(job.kind, dim);
+  uint8_t* block = (uint8_t*)block_at + (part == 1u ? job.key_offset : job.value_offset);
 #ifdef MUTANT_ROW_INDEX
   uint8_t* row = block + (size_t)(number * KV_BLOCK_TOKENS + at % KV_BLOCK_TOKENS + 1u) * row_bytes;
 #else
