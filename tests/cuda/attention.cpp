@@ -4,9 +4,9 @@
 
 struct Attend {
   const float *query, *query_back; const uint64_t* blocks; const uint32_t* position; float* partial; uint64_t key_offset, value_offset;
-  uint32_t tokens, heads, kv_heads, dim, kind, window, gap_after, all_parts; float scale; uint32_t unused;
+  uint32_t tokens, heads, kv_heads, dim, kind, window, gap_after, run; float scale; uint32_t unused;
 };
-struct Join { const float *partial, *gate; Copies to; const uint32_t* position; uint32_t heads, dim, groups, gate_stride, gate_step, unused; };
+struct Join { const float *partial, *gate; Copies to; const uint32_t* position; uint32_t heads, dim, groups, gate_stride, gate_step, run; };
 
 struct Context {
   int kind, dim, heads, kv_heads, seen, window, gap; bool gated;
@@ -24,8 +24,9 @@ struct Context {
     query = numbers((size_t)tokens * heads * dim, -2, 2); back = numbers((size_t)tokens * heads * dim, -2, 2); gate = numbers((size_t)tokens * heads * 2 * dim, -2, 2);
   }
   double cell(int part, int h, int t, int e) const { return load_cell(kind, &cache[(size_t)(t / 64) * block_bytes + (part ? value_offset : key_offset) + (h * 64 + t % 64) * row], e, dim); }
-  // `count` of `tokens` queries from `first` on; only what they see is there.
-  Floats attend(int tokens, int first, int count, bool all_parts, std::vector<uint8_t>* copies = nullptr) {
+  // `count` of `tokens` queries from `first` on, in tiles of 16 or 4 rows, and blocks that compute `run` parts, 0: all of them; only
+  // what they see is there.
+  Floats attend(int tokens, int first, int count, bool many, uint32_t run_of, std::vector<uint8_t>* copies = nullptr) {
     const int columns = heads * dim, formats = columns % 256 ? FORMAT_F32 | FORMAT_Q8_0 : FORMAT_F32 | FORMAT_Q8K | FORMAT_Q8_0;
     const uint32_t stride = copies_stride(columns, formats), position = seen - tokens + first;
     std::vector<Buffer*> memory; std::vector<uint64_t> table(blocks);
@@ -39,12 +40,13 @@ struct Context {
     Floats q(&query[(size_t)first * heads * dim], &query[(size_t)first * heads * dim] + (size_t)count * heads * dim), qb(&back[(size_t)first * heads * dim], &back[(size_t)first * heads * dim] + (size_t)count * heads * dim);
     Floats g(&gate[(size_t)first * heads * 2 * dim], &gate[(size_t)first * heads * 2 * dim] + (size_t)count * heads * 2 * dim);
     UPLOAD(bq, q); UPLOAD(bqb, qb); UPLOAD(bg, g); UPLOAD(bt, table); std::vector<uint32_t> at{position}; UPLOAD(bp, at);
-    const uint32_t groups = all_parts ? 1 : (position + count + 255) / 256;
+    // Some blocks more than there are parts.
+    const uint32_t groups = run_of ? (position + count + 64 * run_of - 1) / (64 * run_of) + 2 : 1;
     Buffer partial((size_t)count * heads * groups * (dim + 2) * 4), to((size_t)count * stride);
-    const unsigned tiles = (count * (heads / kv_heads) + 15) / 16, shared = (16 + 32) * (dim + 4) * 4 + 32 * row;
-    run(dim > 128 ? "attend_256" : "attend_128", kv_heads, tiles, groups, 128, shared, Attend{bq.as<float>(), gap ? bqb.as<float>() : nullptr, bt.as<uint64_t>(), bp.as<uint32_t>(), partial.as<float>(), key_offset, value_offset,
-      (uint32_t)count, (uint32_t)heads, (uint32_t)kv_heads, (uint32_t)dim, (uint32_t)kind, (uint32_t)window, (uint32_t)gap, all_parts, 0.0625f, 0});
-    run("attend_join", (columns + 1023) / 1024, count, 1, 128, 0, Join{partial.as<float>(), gated ? bg.as<float>() + dim : nullptr, {to.as<uint8_t>(), (uint32_t)formats, (uint32_t)columns, stride, 0}, bp.as<uint32_t>(), (uint32_t)heads, (uint32_t)dim, groups, (uint32_t)(heads * 2 * dim), 2 * (uint32_t)dim, 0});
+    const unsigned rows = many ? 16 : 4, tiles = (count * (heads / kv_heads) + rows - 1) / rows, shared = (many ? 320 : 256) * (dim > 128 ? 256 : 128) + (many || dim > 128 ? 0 : 16384);
+    run(many ? dim > 128 ? "attend_256" : "attend_128" : dim > 128 ? "attend_few_256" : "attend_few_128", kv_heads, tiles, groups, 256, shared, Attend{bq.as<float>(), gap ? bqb.as<float>() : nullptr, bt.as<uint64_t>(), bp.as<uint32_t>(), partial.as<float>(), key_offset, value_offset,
+      (uint32_t)count, (uint32_t)heads, (uint32_t)kv_heads, (uint32_t)dim, (uint32_t)kind, (uint32_t)window, (uint32_t)gap, run_of, 0.0625f, 0});
+    run("attend_join", groups == 1 ? (columns + 2047) / 2048 : (columns + 255) / 256, count, 1, 256, 0, Join{partial.as<float>(), gated ? bg.as<float>() + dim : nullptr, {to.as<uint8_t>(), (uint32_t)formats, (uint32_t)columns, stride, 0}, bp.as<uint32_t>(), (uint32_t)heads, (uint32_t)dim, groups, (uint32_t)(heads * 2 * dim), 2 * (uint32_t)dim, run_of});
     Floats out;
     for (int n = 0; n < count; n++) { const float* row_of = (const float*)(to.p + (size_t)n * stride); out.insert(out.end(), row_of, row_of + columns); }
     if (copies) expect(different(all_copies(out, columns, formats), to.as<uint8_t>()) == 0, "copies of attention are those of the CPU backend's rule");
@@ -77,32 +79,33 @@ static void attention(bool all) {
   const Shape shapes[] = {
     {0, 256, 8, 2, 330, 3, 0, 0, true}, {1, 256, 4, 2, 70, 2, 0, 0, false}, {2, 256, 4, 2, 40, 2, 0, 0, true},
     {0, 128, 7, 1, 300, 5, 0, 64, false}, {1, 64, 4, 2, 140, 4, 50, 0, false}, {2, 80, 4, 2, 600, 2, 0, 128, true}, {0, 24, 20, 1, 9, 9, 3, 0, false}, {0, 128, 2, 2, 560, 1, 20, 0, false},
+    {1, 256, 4, 2, 1100, 2, 0, 0, true}, {0, 64, 4, 2, 4700, 1, 0, 0, false},
   };
   for (const Shape& s : shapes) {
     if (!all && !(s.kind == 1 && s.dim == 256)) continue;
     const std::string name = "attention kind " + std::to_string(s.kind) + ", " + std::to_string(s.heads) + "/" + std::to_string(s.kv_heads) + " heads of " + std::to_string(s.dim);
     Context c(s.kind, s.dim, s.heads, s.kv_heads, s.seen, s.tokens, s.window, s.gap, s.gated);
     Floats first; std::vector<uint8_t> copies;
-    for (uint64_t order = 0; order < (all ? 5 : 1); order++) {
+    for (uint64_t order = 0; order < (all ? 5 : 2); order++) {
       simt_order(order);
-      const Floats y = c.attend(s.tokens, 0, s.tokens, order % 2, &copies);
+      const Floats y = c.attend(s.tokens, 0, s.tokens, order % 2, order < 2 ? 1 : order == 4 ? 8 : 0, &copies);
       if (order == 0) { first = y; const double e = c.error(s.tokens, y); expect(e <= 1e-6, name, e, 1e-6); }
       expect(same(first, y), name + ": the same bits in any order, parts beside or behind each other");
     }
     simt_order(0);
     for (int n = 0; n < s.tokens; n++) {
-      const Floats one = c.attend(s.tokens, n, 1, n % 2);
+      const Floats one = c.attend(s.tokens, n, 1, n % 2, n % 3 ? n % 3 == 1 ? 8 : 0 : 1);
       expect(same(one, Floats(first.begin() + n * s.heads * s.dim, first.begin() + (n + 1) * s.heads * s.dim)), name + ": the same bits for one token");
     }
-    if (all && s.seen > 60) counted(name, 0.95, 3.0, [&] { c.attend(s.tokens, s.tokens - 1, 1, false); });
+    if (all && s.seen > 60) counted(name, 0.95, 3.0, [&] { c.attend(s.tokens, s.tokens - 1, 1, false, 1); });
   }
   if (!all) return;
   Context c(1, 64, 2, 1, 65, 65, 0, 0, false);
-  const Floats whole = c.attend(65, 0, 65, true);
+  const Floats whole = c.attend(65, 0, 65, true, 0);
   const double e = c.error(65, whole); expect(e <= 1e-6, "attention of 65 tokens", e, 1e-6);
   for (int chunk : {1, 2, 3, 8, 63, 64}) {
     Floats parts;
-    for (int n = 0; n < 65; n += chunk) { const Floats some = c.attend(65, n, std::min(chunk, 65 - n), chunk > 3); parts.insert(parts.end(), some.begin(), some.end()); }
+    for (int n = 0; n < 65; n += chunk) { const Floats some = c.attend(65, n, std::min(chunk, 65 - n), chunk > 3, chunk % 2 ? 0 : 1); parts.insert(parts.end(), some.begin(), some.end()); }
     expect(same(whole, parts), "attention: the same bits in chunks of " + std::to_string(chunk));
   }
 }

@@ -119,6 +119,8 @@ impl Gpu {
         for (kernel, most) in [
             (Kernel::Attend128, ATTEND_SHARED_MAX),
             (Kernel::Attend256, ATTEND_SHARED_MAX),
+            (Kernel::AttendFew128, ATTEND_SHARED_MAX),
+            (Kernel::AttendFew256, ATTEND_SHARED_MAX),
             (Kernel::ProductTiles, tiles),
         ] {
             // SAFETY: a function of the module.
@@ -465,5 +467,5 @@ const SHARED_MAX: sys::CUfunction_attribute =
     sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
 const GRANULE_LEAST: sys::CUmemAllocationGranularity_flags =
     sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
-/// Shared memory of attention over heads of 256 elements in `f16`: rows of queries and of a tile as floats, and the tile as it lies.
-pub(super) const ATTEND_SHARED_MAX: c_int = (16 + 32) * (256 + 4) * 4 + 32 * 512;
+/// Shared memory of attention over heads of 256 elements in `f16`: 16 rows of queries as floats, and a block's keys and values as they lie.
+const ATTEND_SHARED_MAX: c_int = 16 * 256 * 4 + 2 * 64 * 512;

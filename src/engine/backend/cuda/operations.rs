@@ -4,7 +4,7 @@ use std::{io, mem, sync::Arc};
 
 use super::{
     driver::Address,
-    gpu::{ATTEND_SHARED_MAX, Commands, Gpu},
+    gpu::{Commands, Gpu},
     memory::{Allocation, allocated_bytes},
     parameters::{
         ActivateJob, AttendJob, ConvertJob, CopiesTo, DeltaJob, EmbedJob, FinishJob, HeadsJob, Job, JoinJob, Kernel,
@@ -448,19 +448,17 @@ impl Launcher {
             None => 0,
         };
         let kind = cell_kind(job.cells.kind);
-        let row_bytes = job.cells.shape.row_bytes(job.cells.kind);
-        let shared = word((16 + 32) * (dim + 4) * 4)?.saturating_add(32 * u32::try_from(row_bytes).unwrap_or(u32::MAX));
-        if shared > ATTEND_SHARED_MAX.unsigned_abs() {
+        if dim > HEAD_DIM_MAX {
             return Err(DeviceError::new(format!("heads of {dim} elements are too long")));
         }
         self.fits(&job.scratch, scratch_floats(spec.heads, dim) * 4)?;
         let partial = self.at(&job.scratch)?;
-        let turned_back = partial + (SCRATCH_ROWS * spec.heads * (dim + 2) * 4) as u64;
         let to = self.prepare(&job.prepare, job.rows, query)?;
         let mut first = 0;
         while first < job.rows {
             let position = job.position + first;
-            let (rows, groups) = self.slice(job, first);
+            let Slice { rows, groups, run, is_few } = self.slice(job, first);
+            let turned_back = partial + ((scratch_floats(spec.heads, dim) - rows * spec.heads * dim) * 4) as u64;
             let of_rows = |start: Address, row: usize| start + (first * row * 4) as u64;
             let query_floats = of_rows(queries, query_row);
             let position_at = self.set_position(position)?;
@@ -517,12 +515,17 @@ impl Launcher {
                 kind,
                 window: word(job.window.unwrap_or(0))?,
                 gap_after: word(job.gap.as_ref().map_or(0, |gap| gap.after))?,
-                all_parts: u32::from(groups == 1),
+                run,
                 scale: spec.scale,
                 unused: 0,
             };
-            let tiles = (rows * (spec.heads / spec.kv_heads.max(1))).div_ceil(16);
-            let kernel = if dim > 128 { Kernel::Attend256 } else { Kernel::Attend128 };
+            let tiles = tiles_of(rows * (spec.heads / spec.kv_heads.max(1)), is_few);
+            let (kernel, shared) = match (is_few, dim > 128) {
+                (true, true) => (Kernel::AttendFew256, 64 << 10),
+                (true, false) => (Kernel::AttendFew128, 48 << 10),
+                (false, true) => (Kernel::Attend256, 80 << 10),
+                (false, false) => (Kernel::Attend128, 40 << 10),
+            };
             let grid = (word(spec.kv_heads)?, word(tiles)?, word(groups)?);
             self.launch(kernel, grid, shared, Job::Attend(attend))?;
             let join = JoinJob {
@@ -535,28 +538,37 @@ impl Launcher {
                 groups: word(groups)?,
                 gate_stride: word(query_row)?,
                 gate_step: word(step)?,
-                unused: 0,
+                run,
             };
-            let grid = (word(query.div_ceil(1024))?, word(rows)?, 1);
+            let columns = if groups == 1 { 2048 } else { 256 };
+            let grid = (word(query.div_ceil(columns))?, word(rows)?, 1);
             self.launch(Kernel::AttendJoin, grid, 0, Job::Join(join))?;
             first += rows;
         }
         Ok(())
     }
 
-    /// Rows from `first` on that attend in one launch, and into how many parts beside each other their contexts are divided: so many
-    /// that all processors have something to do, as far as there is memory for them.
-    fn slice(&self, job: &Attend<'_>, first: usize) -> (usize, usize) {
-        let left = job.rows - first;
-        let group = job.spec.heads / job.spec.kv_heads.max(1);
-        let enough = 2 * self.commands.processors();
-        let rows = left.min(SCRATCH_ROWS);
-        let parts = (job.position + first + rows).div_ceil(PART_TOKENS);
-        if job.spec.kv_heads * (rows * group).div_ceil(16) >= enough || parts > SCRATCH_ROWS {
-            return (rows, 1);
-        }
-        let rows = rows.min((SCRATCH_ROWS / parts).max(1));
-        (rows, (job.position + first + rows).div_ceil(PART_TOKENS))
+    /// Rows from `first` on that attend in one launch, and how their contexts are divided: so that all processors have something to
+    /// do, as far as there is memory for the results.
+    fn slice(&self, job: &Attend<'_>, first: usize) -> Slice {
+        let spec = &job.spec;
+        let rows = (job.rows - first).min(SCRATCH_ROWS);
+        let of_key_head = rows * (spec.heads / spec.kv_heads.max(1));
+        let is_few = of_key_head <= FEW_ROWS;
+        let context = job.position + first + rows;
+        let places = (scratch_floats(1, spec.head_dim) - rows * spec.head_dim) / (spec.head_dim + 2) / rows.max(1);
+        let (parts, spans) = (context.div_ceil(PART_TOKENS), context.div_ceil(PART_TOKENS * SPAN_PARTS));
+        let (groups, run) = if spec.kv_heads * tiles_of(of_key_head, is_few) >= 2 * self.commands.processors() {
+            (1, 0)
+        } else if parts <= places {
+            // Some more, which do nothing: so the launches of the next tokens are the same.
+            (parts.next_multiple_of(PARTS_STEP).min(places), 1)
+        } else if spans <= places {
+            (spans, SPAN)
+        } else {
+            (1, 0)
+        };
+        Slice { rows, groups, run, is_few }
     }
 
     fn convert(&self, job: &Convert) -> Result<(), DeviceError> {
@@ -701,15 +713,35 @@ fn word(number: usize) -> Result<u32, DeviceError> {
     u32::try_from(number).map_err(|_| DeviceError::new(format!("{number} is more than a kernel counts")))
 }
 
-/// Floats that attention needs beside its other memory: partial results of so many rows or parts, and queries turned back by a gap.
+/// Rows that attend in one launch.
+struct Slice {
+    rows: usize,
+    /// Blocks that a row's context is divided into, and parts that each of them computes; 0: all.
+    groups: usize,
+    run: u32,
+    /// In tiles of few rows.
+    is_few: bool,
+}
+
+/// Tiles of so many rows of a key head.
+const fn tiles_of(rows: usize, is_few: bool) -> usize {
+    rows.div_ceil(if is_few { 4 } else { 16 })
+}
+
+/// Floats that attention needs beside its other memory: partial results, and behind them queries turned back by a gap.
 pub(super) const fn scratch_floats(heads: usize, dim: usize) -> usize {
     SCRATCH_ROWS * heads * (dim + 2 + dim)
 }
 
-/// Rows that attend in one launch, times the parts beside each other: one token with 32768 others, or a chunk.
+/// Rows that attend in one launch at most. The same memory has the parts of one row and 16000 other tokens, or the spans of eight times as many.
 const SCRATCH_ROWS: usize = 128;
-/// Tokens of a part: `PART` of `attention.cu`.
-const PART_TOKENS: usize = 256;
+/// Rows of a key head that attend in tiles of four.
+const FEW_ROWS: usize = 8;
+/// Tokens of a part, and parts of a span: `PART` and `SPAN` of `attention.cu`.
+const PART_TOKENS: usize = 64;
+const SPAN: u32 = 8;
+const SPAN_PARTS: usize = SPAN as usize;
+const PARTS_STEP: usize = 4;
 
 // Places among the counters:
 const POSITION: usize = 64;

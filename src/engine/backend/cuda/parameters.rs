@@ -38,9 +38,11 @@ macro_rules! kernels {
 
 kernels! {
     Activate c"activate" 128,
-    Attend128 c"attend_128" 128,
-    Attend256 c"attend_256" 128,
-    AttendJoin c"attend_join" 128,
+    Attend128 c"attend_128" 256,
+    Attend256 c"attend_256" 256,
+    AttendFew128 c"attend_few_128" 256,
+    AttendFew256 c"attend_few_256" 256,
+    AttendJoin c"attend_join" 256,
     Convert c"convert" 128,
     Delta32 c"delta_32" 128,
     Delta64 c"delta_64" 128,
@@ -57,7 +59,7 @@ kernels! {
     Embed c"embed" 128,
     Finish c"finish" 256,
     Heads c"heads" 128,
-    Norm c"residual_norm" 256,
+    Norm c"residual_norm" 512,
     Product1 c"product_1" 128,
     Product4 c"product_4" 128,
     Product8 c"product_8" 128,
@@ -254,7 +256,7 @@ pub(super) struct AttendJob {
     pub(super) kind: u32,
     pub(super) window: u32,
     pub(super) gap_after: u32,
-    pub(super) all_parts: u32,
+    pub(super) run: u32,
     pub(super) scale: f32,
     pub(super) unused: u32,
 }
@@ -272,7 +274,7 @@ pub(super) struct JoinJob {
     pub(super) groups: u32,
     pub(super) gate_stride: u32,
     pub(super) gate_step: u32,
-    pub(super) unused: u32,
+    pub(super) run: u32,
 }
 
 /// `Delta` of `delta.cu`.

@@ -1,26 +1,26 @@
 // Attention of queries over the blocks of a KV cache.
 //
-// Rows are queries of all heads that share a key head, token by token, in tiles of 16: one shape for one token and for many. Tokens
-// go in tiles of 32 and parts of 256 from fixed positions. A score is four sums over elements; a part's softmax and weighted values
-// are one chain over its tiles; parts are joined in their order. So the bits depend neither on the chunk nor on how many parts a
-// block computes: one (few tokens, parts beside each other) or all (prompts).
+// Rows are queries of all heads that share a key head, token by token, in tiles of 4 (a token or two) or 16 (prompts). A part is the
+// 64 tokens of a block of the cache, a span eight parts, from fixed positions. Eight warps divide a part's tokens: lanes hold eight
+// elements of a row each, L of them a row, and every L lanes go through a chain of L / 4 tokens. A score is the sum of its lanes, by
+// halves; a part's values are the sums of its chains; parts of a span, and spans, are joined in their order. So the bits depend
+// neither on the chunk, nor on the tile, nor on how many parts a block computes: one, a span, or all.
 #include "cells.cuh"
 #include "copies.cuh"
 
-#define ROWS 16
-#define TILE 32
-#define PART 256u
-#define THREADS 128
+#define PART KV_BLOCK_TOKENS
+#define SPAN 8u
+#define WARPS 8
+#define THREADS (WARPS * 32)
 
 struct Attend {
   const float* query; const float* query_back;       // turned queries; the same turned back by the gap, or null
   const uint64_t* blocks; const uint32_t* position;
-  float* partial;                                     // of each token, head and group of parts: maximum, weight, `dim` values
+  float* partial;                                     // of each token, head and block: `dim` values; behind all of them maximum and weight
   uint64_t key_offset, value_offset;
-  uint32_t tokens, heads, kv_heads, dim, kind, window, gap_after, all_parts;   // window 0: none; all_parts: a block computes all of them
+  uint32_t tokens, heads, kv_heads, dim, kind, window, gap_after, run;         // window 0: none; run: parts of a block, 0: all of them
   float scale; uint32_t unused;
 };
-struct Part { float most, weight; };
 
 // Joins a part that comes behind others; the first one is taken as it is.
 DEVICE void joined(float& most, float& weight, float other_most, float other_weight, float& old, float& fresh) {
@@ -30,211 +30,518 @@ DEVICE void joined(float& most, float& weight, float other_most, float other_wei
   old = exp_of(most - top); fresh = exp_of(other_most - top);
   most = top; weight = fmaf(weight, old, other_weight * fresh);
 }
+// A softmax so far: greatest score, sum of weights and of weighted values, N of them.
+template <int N> struct Fold {
+  float most, weight, v[N];
+  DEVICE void clear() {
+    most = LEAST; weight = 0.0f;
+#pragma unroll
+    for (int i = 0; i < N; i++) v[i] = 0.0f;
+  }
+  DEVICE void add(float other_most, float other_weight, const float (&other)[N]) {
+    float old, fresh;
+    joined(most, weight, other_most, other_weight, old, fresh);
+#pragma unroll
+    for (int i = 0; i < N; i++) v[i] = old == 0.0f ? other[i] : fresh == 0.0f ? v[i] : fmaf(v[i], old, other[i] * fresh);
+  }
+};
 
-// Rows of a tile of tokens into shared memory as they lie: `bytes` from an address that is a multiple of 16.
-DEVICE void fetch_rows(uint8_t* to, const uint8_t* from, uint32_t bytes) {
-  for (uint32_t u = threadIdx.x * 16u; u < bytes; u += THREADS * 16u) {
-    if (u + 16u <= bytes) copy16_async(shared_of(to) + u, from + u);
-    else for (uint32_t i = u; i < bytes; i += 2u) *(uint16_t*)(to + i) = *(const uint16_t*)(from + i);
-  }
-  copies_commit();
-}
-// Brings `count` rows to floats, `step` apart.
-DEVICE void widen_rows(float* to, const uint8_t* from, uint32_t count, uint32_t kind, uint32_t dim, uint32_t step) {
-  const uint32_t eights = dim / 8u, row_bytes = cell_row_bytes(kind, dim);
-  for (uint32_t i = threadIdx.x; i < count * eights; i += THREADS) {
-    const uint32_t row = i / eights, at = i % eights * 8u;
-    const uint8_t* bytes = from + row * row_bytes;
-    float v[8];
-    if (kind == CELL_F16) {
-      const uint4 h = load16(bytes + at * 2u);
-      const uint32_t words[4] = {h.x, h.y, h.z, h.w};
-#pragma unroll
-      for (int e = 0; e < 8; e++) v[e] = half_bits(e & 1 ? words[e >> 1] >> 16 : words[e >> 1]);
-    } else {
-#pragma unroll
-      for (int e = 0; e < 8; e++) v[e] = read_cell(kind, bytes, at + e, dim);
-    }
-    float* out = to + row * step + at;
-    store16(out, make_uint4(as_bits(v[0]), as_bits(v[1]), as_bits(v[2]), as_bits(v[3])));
-    store16(out + 4, make_uint4(as_bits(v[4]), as_bits(v[5]), as_bits(v[6]), as_bits(v[7])));
-  }
-}
 DEVICE float4 load_floats(const float* p) { const uint4 v = load16(p); return make_float4(as_float(v.x), as_float(v.y), as_float(v.z), as_float(v.w)); }
+DEVICE float2 load_two(const float* p) { const uint2 v = load8(p); return make_float2(as_float(v.x), as_float(v.y)); }
+DEVICE void load_eight(const float* first, const float* second, float (&v)[8]) {
+  const float4 a = load_floats(first), b = load_floats(second);
+  v[0] = a.x; v[1] = a.y; v[2] = a.z; v[3] = a.w; v[4] = b.x; v[5] = b.y; v[6] = b.z; v[7] = b.w;
+}
+DEVICE void store_four(float* p, float a, float b, float c, float d) { store16(p, make_uint4(as_bits(a), as_bits(b), as_bits(c), as_bits(d))); }
 
-// EACH rows of a thread for two columns: 16 where heads have more than 128 elements, else 8.
-template <int EACH> DEVICE void attend(const Attend& job, float* memory, float (*weights)[ROWS + 4], float* factors, float* parts) {
-  const uint32_t dim = job.dim, step = dim + 4u, group = job.heads / job.kv_heads, row_bytes = cell_row_bytes(job.kind, dim);
-  const uint32_t lane = threadIdx.x & 31u, warp = threadIdx.x >> 5, kv_head = blockIdx.x, rows = job.tokens * group;
-  const uint32_t first_row = blockIdx.y * ROWS, count = min((uint32_t)ROWS, rows - first_row), position = job.position[0];
-  float *query = memory, *wide = memory + ROWS * step;
-  uint8_t* raw = (uint8_t*)(wide + TILE * step);
-  const uint32_t seen_end = position + (first_row + count - 1u) / group + 1u;                       // by the last row
-  const uint32_t first_end = position + first_row / group + 1u;                                     // by the first one
-  const uint32_t unseen = job.window && first_end > job.window ? first_end - job.window : 0u;
-  const uint32_t all = (seen_end + PART - 1u) / PART, part_from = job.all_parts ? 0u : blockIdx.z, part_to = job.all_parts ? all : min(all, part_from + 1u);
-  const uint32_t columns = threadIdx.x % (EACH == ROWS ? 128u : 64u) * 2u, row_from = EACH == ROWS ? 0u : threadIdx.x / 64u * EACH;
-  // Of the four rows of this warp: what is added to their tokens' positions, and the softmax so far.
-  float total_most[4], total_weight[4], sum[EACH][2], total[EACH][2];
-#pragma unroll
-  for (int r = 0; r < 4; r++) { total_most[r] = LEAST; total_weight[r] = 0.0f; }
-#pragma unroll
-  for (int r = 0; r < EACH; r++) total[r][0] = total[r][1] = 0.0f;
-  uint32_t loaded = 0u;                                                                             // 1: queries; 2: those turned back
-  for (uint32_t part = part_from; part < part_to; part++) {
-    const uint32_t from = max(part * PART, unseen / TILE * TILE), to = min((part + 1u) * PART, seen_end);
-    float most[4], weight[4];
-#pragma unroll
-    for (int r = 0; r < 4; r++) { most[r] = LEAST; weight[r] = 0.0f; }
-#pragma unroll
-    for (int r = 0; r < EACH; r++) sum[r][0] = sum[r][1] = 0.0f;
-    for (uint32_t start = from; start < to; start += TILE) {
-      const uint32_t here = min((uint32_t)TILE, to - start);
-      const uint8_t* block = (const uint8_t*)job.blocks[start / KV_BLOCK_TOKENS] + (size_t)(kv_head * KV_BLOCK_TOKENS + start % KV_BLOCK_TOKENS) * row_bytes;
-      const uint32_t wanted = job.query_back && start < job.gap_after ? 2u : 1u;
-      __syncthreads();
-      fetch_rows(raw, block + job.key_offset, here * row_bytes);
-      if (loaded != wanted) {
-        const float* source = wanted == 2u ? job.query_back : job.query;
-        for (uint32_t i = threadIdx.x; i < count * (dim / 4u); i += THREADS) {
-          const uint32_t r = i / (dim / 4u), at = i % (dim / 4u) * 4u, row = first_row + r;
-          store16(query + r * step + at, load16(source + ((size_t)(row / group) * job.heads + kv_head * group + row % group) * dim + at));
-        }
-        loaded = wanted;
-      }
-      copies_wait<0>();
-      __syncthreads();
-      widen_rows(wide, raw, here, job.kind, dim, step);
-#ifndef MUTANT_NO_KEY_BARRIER
-      __syncthreads();
-#endif
-      fetch_rows(raw, block + job.value_offset, here * row_bytes);
-      // Scores: a lane has a token, a warp four rows.
-      float score[4];
-#pragma unroll
-      for (int r = 0; r < 4; r++) {
-        const uint32_t row = warp * 4u + r;
-        float dot = 0.0f;
-        if (row < count && lane < here) {
-          float d0 = 0.0f, d1 = 0.0f, d2 = 0.0f, d3 = 0.0f;
-          for (uint32_t at = 0; at < dim; at += 4u) {
-            const float4 k = load_floats(wide + lane * step + at), q = load_floats(query + row * step + at);
-            d0 = fmaf(q.x, k.x, d0); d1 = fmaf(q.y, k.y, d1); d2 = fmaf(q.z, k.z, d2); d3 = fmaf(q.w, k.w, d3);
-          }
-          dot = ((d0 + d1) + (d2 + d3)) * job.scale;
-        }
-        score[r] = dot;
-      }
-#pragma unroll
-      for (int r = 0; r < 4; r++) {
-        const uint32_t row = warp * 4u + r, end = position + (first_row + row) / group + 1u, token = start + lane;
-        const uint32_t begin = job.window && end > job.window ? end - job.window : 0u;
-        const bool sees = row < count && lane < here && token < end && token >= begin;
-        const float top = fmaxf(most[r], warp_max(sees ? score[r] : LEAST));
-        float old = 1.0f, p = 0.0f;
-        if (top != LEAST) {
-          old = most[r] == LEAST ? 0.0f : exp_of(most[r] - top);
-          p = sees ? exp_of(score[r] - top) : 0.0f;
-        }
-        const float all_of_tile = warp_sum(p);
-        most[r] = top; weight[r] = fmaf(weight[r], old, all_of_tile);
-        weights[lane][row] = p;
-        if (lane == 0u) factors[row] = old;
-      }
-      copies_wait<0>();
-      __syncthreads();
-      widen_rows(wide, raw, here, job.kind, dim, step);
-      __syncthreads();
-      if (columns < dim) {
-#pragma unroll
-        for (int r = 0; r < EACH; r++) { const float old = factors[row_from + r]; sum[r][0] *= old; sum[r][1] *= old; }
-        for (uint32_t token = 0; token < here; token++) {
-          const uint2 v = load8(wide + token * step + columns);
-#pragma unroll
-          for (int r = 0; r < EACH; r += 4) {
-            const float4 p = load_floats(&weights[token][row_from + r]);
-            const float four[4] = {p.x, p.y, p.z, p.w};
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-              sum[r + e][0] = fmaf(four[e], as_float(v.x), sum[r + e][0]); sum[r + e][1] = fmaf(four[e], as_float(v.y), sum[r + e][1]);
-            }
-          }
-        }
-      }
-    }
-    __syncthreads();
-#pragma unroll
-    for (int r = 0; r < 4; r++) {
-      float old, fresh;
-      joined(total_most[r], total_weight[r], most[r], weight[r], old, fresh);
-      if (lane == 0u) { factors[warp * 4u + r] = old; parts[warp * 4u + r] = fresh; }
-    }
-    __syncthreads();
-#pragma unroll
-    for (int r = 0; r < EACH; r++) {
-      const float old = factors[row_from + r], fresh = parts[row_from + r];
-#pragma unroll
-      for (int e = 0; e < 2; e++) total[r][e] = old == 0.0f ? sum[r][e] : fresh == 0.0f ? total[r][e] : fmaf(total[r][e], old, sum[r][e] * fresh);
-    }
+// Eight elements of a row as they lie: f16 in four words; of other types bytes in two words, and their scale.
+template <bool HALVES> struct Cells {
+  uint32_t at, scale, second, shift, second_shift, mask; float minus;
+  DEVICE Cells(uint32_t kind, uint32_t element, uint32_t dim) {
+    const uint32_t group = element / 32u, i = element % 32u, half = (min(32u, dim - group * 32u) + 1u) / 2u;
+    if (HALVES) { at = element * 2u; return; }
+    scale = group * cell_group_bytes(kind, 32u);
+    const bool four = kind == CELL_Q4;
+    // The upper four bits are those of the second half of a group, which is a multiple of four.
+    const bool upper = four && i >= half, second_upper = four && i + 4u >= half;
+    at = scale + 2u + i - (upper ? half : 0u); second = scale + 2u + i + 4u - (second_upper ? half : 0u);
+    shift = upper ? 4u : 0u; second_shift = second_upper ? 4u : 0u;
+    mask = four ? 0x0f0f0f0fu : ALL; minus = four ? 8.0f : 0.0f;
   }
-  // An unseen part has a maximum below all, and its values are not read.
-  const uint32_t groups = job.all_parts ? 1u : gridDim.z, at = job.all_parts ? 0u : blockIdx.z;
-  auto place = [&](uint32_t r) {
-    const uint32_t row = first_row + r;
-    return job.partial + (((size_t)(row / group) * job.heads + kv_head * group + row % group) * groups + at) * (dim + 2u);
-  };
+  DEVICE uint4 unit(const uint8_t* row, bool is_there) const {
+    if (!is_there) return make_uint4(0u, 0u, 0u, 0u);
+    if (HALVES) return load16(row + at);
+    const uint16_t *p = (const uint16_t*)(row + at), *q = (const uint16_t*)(row + second);
+    const uint32_t a = p[0], b = p[1], c = q[0], d = q[1];
+    return make_uint4((a | b << 16) >> shift & mask, (c | d << 16) >> second_shift & mask, *(const uint16_t*)(row + scale), 0u);
+  }
+  DEVICE void widen(uint4 u, float (&v)[8]) const {
+    const uint32_t words[4] = {u.x, u.y, u.z, u.w};
+    const float factor = HALVES ? 0.0f : half_bits(u.z);
+#pragma unroll
+    for (int e = 0; e < 8; e++)
+      v[e] = HALVES ? half_bits(e & 1 ? words[e >> 1] >> 16 : words[e >> 1]) : ((float)signed_byte(words[e >> 2], e & 3) - minus) * factor;
+  }
+};
+
+// Half of the sums go to the lane that differs in a bit: those of its number.
+DEVICE float exchanged(float low, float high, int bit) {
+  const bool upper = threadIdx.x & bit;
+  return (upper ? high : low) + __shfl_xor_sync(ALL, upper ? low : high, bit);
+}
+template <int M, int N> DEVICE void exchange_halves(float (&sums)[N]) {
+  if constexpr (M > 0) {
+#pragma unroll
+    for (int j = 0; j < M; j++) { const float low = sums[j], high = sums[j + M]; sums[j] = exchanged(low, high, M); }
+    exchange_halves<M / 2>(sums);
+  }
+}
+// The dot products of L / 4 tokens, of which `count` are there, with four rows, of each L lanes: a lane gets the one whose number, 4 * token + row, is its own.
+template <int L, bool HALVES> DEVICE float dots(const Cells<HALVES>& cells, const uint8_t* keys, uint32_t row_bytes, uint32_t count, const float (&query)[4][8]) {
+  float sums[L / 2];
+#pragma unroll
+  for (int i = 0; i < L / 8; i++) {
+    float two[2][4];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float k[8];
+      const uint32_t token = i + h * (L / 8);
+      cells.widen(cells.unit(keys + token * row_bytes, token < count), k);
+#pragma unroll
+      for (int r = 0; r < 4; r++) {
+        float dot = query[r][0] * k[0];
+#pragma unroll
+        for (int e = 1; e < 8; e++) dot = fmaf(query[r][e], k[e], dot);
+        two[h][r] = dot;
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 4; r++) sums[i * 4 + r] = exchanged(two[0][r], two[1][r], L / 2);
+  }
+  exchange_halves<L / 4>(sums);
+  return sums[0];
+}
+// Over the eight tokens of a warp: of lanes that have the same row.
+DEVICE float tokens_max(float v) {
+#pragma unroll
+  for (int m = 16; m > 2; m >>= 1) v = fmaxf(v, __shfl_xor_sync(ALL, v, m));
+  return v;
+}
+DEVICE float tokens_sum(float v) {
+#pragma unroll
+  for (int m = 16; m > 2; m >>= 1) v += __shfl_xor_sync(ALL, v, m);
+  return v;
+}
+// One chain: the weighted values of a token, to those of the tokens before.
+DEVICE void weigh(const float* weights, const float (&v)[8], float (&chain)[4][8]) {
+  const float4 p = load_floats(weights);
+  const float four[4] = {p.x, p.y, p.z, p.w};
 #pragma unroll
   for (int r = 0; r < 4; r++)
-    if (lane == 0u && warp * 4u + r < count) { float* out = place(warp * 4u + r); out[0] = total_most[r]; out[1] = total_weight[r]; }
-  if (columns < dim)
 #pragma unroll
-    for (int r = 0; r < EACH; r++)
-      if (row_from + r < count) { float* out = place(row_from + r) + 2u + columns; store8(out, make_uint2(as_bits(total[r][0]), as_bits(total[r][1]))); }
+    for (int e = 0; e < 8; e++) chain[r][e] = fmaf(four[r], v[e], chain[r][e]);
 }
-#define ATTEND(name, EACH, blocks) extern "C" __global__ void __launch_bounds__(THREADS, blocks) name(const Attend job) { \
+DEVICE void clear(float (&chain)[4][8]) {
+#pragma unroll
+  for (int r = 0; r < 4; r++)
+#pragma unroll
+    for (int e = 0; e < 8; e++) chain[r][e] = 0.0f;
+}
+
+// Rows of a warp's tokens into shared memory as they lie, from an address that is a multiple of 16.
+DEVICE void bring(uint8_t* to, const uint8_t* from, uint32_t bytes) {
+  const uint32_t lane = threadIdx.x & 31u, rest = bytes & 15u;
+#pragma unroll 2
+  for (uint32_t u = lane * 16u; u + 16u <= bytes; u += 512u) copy16_async(shared_of(to) + u, from + u);
+  if (lane * 2u < rest) *(uint16_t*)(to + (bytes - rest) + lane * 2u) = *(const uint16_t*)(from + (bytes - rest) + lane * 2u);
+  copies_commit();
+}
+
+// What all blocks of a tile of `tile` rows know of their place.
+template <int L> struct Place {
+  uint32_t lane, warp, group, unit, first_token, kv_head, row_bytes, sharing, first_row, count, position, seen_end, unseen, part_from, part_to;
+  DEVICE Place(const Attend& job, uint32_t tile) {
+    lane = threadIdx.x & 31u; warp = threadIdx.x >> 5; group = lane / L; unit = lane % L;
+    first_token = (warp * (32 / L) + group) * (L / 4);                                              // of this lane's chain in a part
+    kv_head = blockIdx.x; row_bytes = cell_row_bytes(job.kind, job.dim); sharing = job.heads / job.kv_heads;
+    const uint32_t rows = job.tokens * sharing;
+    first_row = blockIdx.y * tile; count = min(tile, rows - first_row); position = job.position[0];
+    seen_end = position + (first_row + count - 1u) / sharing + 1u;                                  // by the last row
+    const uint32_t first_end = position + first_row / sharing + 1u;                                 // by the first one
+    unseen = job.window && first_end > job.window ? first_end - job.window : 0u;
+    const uint32_t all = (seen_end + PART - 1u) / PART;
+    part_from = max(unseen / PART, job.run * blockIdx.z); part_to = job.run ? min(all, job.run * (blockIdx.z + 1u)) : all;
+  }
+  // How many rows are there of the `some` tokens from `first` on.
+  DEVICE uint32_t there(uint32_t first, uint32_t some) const { return first + some <= unseen || first >= seen_end ? 0u : min(some, seen_end - first); }
+  DEVICE bool sees(const Attend& job, uint32_t row, uint32_t token) const {
+    const uint32_t end = position + (first_row + row) / sharing + 1u, begin = job.window && end > job.window ? end - job.window : 0u;
+    return row < count && token < end && token >= begin;
+  }
+  DEVICE const uint8_t* rows_of(const Attend& job, uint32_t part, uint64_t offset) const {
+    return (const uint8_t*)job.blocks[part] + offset + (size_t)(kv_head * PART + warp * 8u) * row_bytes;
+  }
+  DEVICE size_t head_of(const Attend& job, uint32_t row) const {                                    // among all tokens'
+    const uint32_t at = first_row + row;
+    return (size_t)(at / sharing) * job.heads + kv_head * sharing + at % sharing;
+  }
+  DEVICE size_t slot(const Attend& job, uint32_t row) const { return head_of(job, row) * gridDim.z + blockIdx.z; }
+  // An unseen part has a maximum below all, and its values are not read.
+  template <int N> DEVICE void put(const Attend& job, uint32_t row, uint32_t element, const Fold<N>& fold) const {
+    const size_t at = slot(job, row);
+    if (element < job.dim) {
+#pragma unroll
+      for (int i = 0; i < N; i += 4) store_four(job.partial + at * job.dim + element + i, fold.v[i], fold.v[i + 1], fold.v[i + 2], fold.v[i + 3]);
+    }
+    if (element == 0u) {
+      float* out = job.partial + (size_t)job.tokens * job.heads * gridDim.z * job.dim + at * 2u;
+      store8(out, make_uint2(as_bits(fold.most), as_bits(fold.weight)));
+    }
+  }
+};
+
+struct Few { float tops[WARPS][4], weights[WARPS][4]; uint4 shares[WARPS * 8]; };
+// Tiles of four rows. `memory`: keys and values as they lie, fetched at once.
+template <int L, bool HALVES> DEVICE void attend_few(const Attend& job, float* memory, Few& shared) {
+  const Place<L> here(job, 4u);
+  const uint32_t lane = here.lane, warp = here.warp, element = here.unit * 8u, token = here.unit >> 2, row = here.unit & 3u;
+  const bool inside = element < job.dim;
+  const Cells<HALVES> cells(job.kind, element, job.dim);
+  float* shares = (float*)shared.shares;
+  // Sums of a row's four columns are of one thread.
+  const uint32_t my_row = threadIdx.x / (L * 2), my_four = threadIdx.x % (L * 2), my_element = my_four % L * 8u + my_four / L * 4u;
+  Fold<4> span, total;
+  span.clear(); total.clear();
+  // A warp's keys and values are its own. Its values lie where its chains will.
+  float* chains = memory + WARPS * L * 32;
+  uint8_t *keys = (uint8_t*)(memory + warp * (L * 32)), *values = (uint8_t*)(chains + warp * 1024);
+  float query[4][8];
+  const float* loaded = nullptr;
+  for (uint32_t part = here.part_from; part < here.part_to; part++) {
+    const uint32_t start = part * PART;
+    const uint8_t *key = here.rows_of(job, part, job.key_offset), *value = here.rows_of(job, part, job.value_offset);
+    if (part != here.part_from) __syncthreads();
+    const uint32_t first = start + here.first_token, bytes = here.there(start + warp * 8u, 8u) * here.row_bytes;
+    const uint32_t count = inside ? here.there(first, L / 4) : 0u;
+    bring(keys, key, bytes);
+    bring(values, value, bytes);
+    const float* source = job.query_back && start < job.gap_after ? job.query_back : job.query;
+    if (loaded != source) {
+      loaded = source;
+#pragma unroll
+      for (int r = 0; r < 4; r++) {
+        const float* from = source + here.head_of(job, r) * job.dim + element;
+        if (inside && (uint32_t)r < here.count) load_eight(from, from + 4, query[r]);
+        else {
+#pragma unroll
+          for (int e = 0; e < 8; e++) query[r][e] = 0.0f;
+        }
+      }
+    }
+    copies_wait<1>();
+    __syncwarp();
+    const float score = dots<L, HALVES>(cells, keys + here.group * (L / 4) * here.row_bytes, here.row_bytes, count, query) * job.scale;
+    const bool sees = here.sees(job, row, first + token);
+    const float top = tokens_max(sees ? score : LEAST);
+    if (lane < 4u) shared.tops[warp][lane] = top;
+#ifndef MUTANT_NO_KEY_BARRIER
+    __syncthreads();
+#endif
+    float most = LEAST;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) most = fmaxf(most, shared.tops[w][row]);
+    const float share = sees && most != LEAST ? exp_of(score - most) : 0.0f, sum = tokens_sum(share);
+    if (lane < 4u) shared.weights[warp][lane] = sum;
+    shares[warp * 32u + lane] = share;
+    copies_wait<0>();
+    __syncwarp();
+    float chain[4][8];
+    clear(chain);
+#pragma unroll (L / 16)
+    for (int i = 0; i < L / 4; i++) {
+      float v[8];
+      cells.widen(cells.unit(values + (here.group * (L / 4) + i) * here.row_bytes, (uint32_t)i < count), v);
+      weigh(shares + warp * 32u + here.group * L + i * 4, v, chain);
+    }
+    __syncwarp();
+    float* mine = chains + (warp * (32 / L) + here.group) * (L * 32) + here.unit * 4u;
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+      store_four(mine + r * (L * 8), chain[r][0], chain[r][1], chain[r][2], chain[r][3]);
+      store_four(mine + r * (L * 8) + L * 4, chain[r][4], chain[r][5], chain[r][6], chain[r][7]);
+    }
+#ifndef MUTANT_NO_VALUE_BARRIER
+    __syncthreads();
+#endif
+    if (my_row < here.count) {
+      float sums[2][4], weight = 0.0f; most = LEAST;
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) { most = fmaxf(most, shared.tops[w][my_row]); weight += shared.weights[w][my_row]; }
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+#pragma unroll
+        for (int g = 0; g < 32 / L; g++) {
+          float of_group[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+          for (int w = 0; w < WARPS / 2; w++) {
+            const float4 c = load_floats(chains + ((half * (WARPS / 2) + w) * (32 / L) + g) * (L * 32) + my_row * (L * 8) + my_four * 4u);
+            const float four[4] = {c.x, c.y, c.z, c.w};
+#pragma unroll
+            for (int e = 0; e < 4; e++) of_group[e] += four[e];
+          }
+#pragma unroll
+          for (int e = 0; e < 4; e++) sums[half][e] = g == 0 ? of_group[e] : sums[half][e] + of_group[e];
+        }
+      }
+#pragma unroll
+      for (int e = 0; e < 4; e++) sums[0][e] += sums[1][e];
+      span.add(most, weight, sums[0]);
+      if ((part + 1u) % SPAN == 0u || part + 1u == here.part_to) { total.add(span.most, span.weight, span.v); span.clear(); }
+    }
+  }
+  if (my_row < here.count) here.put(job, my_row, my_element, total);
+}
+
+struct Many { float tops[WARPS][16], weights[WARPS][16]; };
+// Tiles of 16 rows, four at a time. `memory`: queries as floats, values and keys as they lie. Where a warp's keys have been lie the
+// weights of its tokens, 16 of each, and two rows of sums that it hands to another warp. Two blocks fit a processor with 164 KiB.
+template <int L, bool HALVES> DEVICE void attend_many(const Attend& job, float* memory, Many& shared) {
+  constexpr int GROUPS = 32 / L, OWN = 2 / GROUPS, KEYS = L * 8;                                   // units of a warp's keys
+  const Place<L> here(job, 16u);
+  const uint32_t lane = here.lane, warp = here.warp, unit = here.unit, element = unit * 8u, token = unit >> 2, row = unit & 3u;
+  const bool inside = element < job.dim;
+  const Cells<HALVES> cells(job.kind, element, job.dim);
+  float* query = memory;
+  uint4* keys = (uint4*)(memory + 16 * L * 8) + PART * L;
+  uint8_t* values = (uint8_t*)(memory + 16 * L * 8);
+  auto share = [&](uint32_t of_token) { return (float*)(keys + of_token / 8u * KEYS) + of_token % 8u * 16u; };
+  auto exchange = [&](uint32_t of_warp, uint32_t among) { return (float*)(keys + of_warp * KEYS) + 128 + among * (L * 8) + unit * 4u; };
+  // The sums of two rows are of one warp in the end: those of one lane in each group, where there are two.
+  const uint32_t quad = warp & 3u, half = warp >> 2;
+  Fold<8> span[OWN];
+  float total_most[OWN], total_weight[OWN];
+#pragma unroll
+  for (int o = 0; o < OWN; o++) { span[o].clear(); total_most[o] = LEAST; total_weight[o] = 0.0f; }
+  const float* loaded = nullptr;
+  for (uint32_t part = here.part_from; part < here.part_to; part++) {
+    const uint32_t start = part * PART;
+    const uint8_t *key = here.rows_of(job, part, job.key_offset), *value = here.rows_of(job, part, job.value_offset);
+    if (part != here.part_from) __syncthreads();
+    const uint32_t first = start + here.first_token, bytes = here.there(start + warp * 8u, 8u) * here.row_bytes;
+    const uint32_t count = inside ? here.there(first, L / 4) : 0u;
+    uint8_t* my_keys = (uint8_t*)(keys + warp * KEYS);
+    bring(my_keys, key, bytes);
+    bring(values + warp * 8u * here.row_bytes, value, bytes);
+    const float* source = job.query_back && start < job.gap_after ? job.query_back : job.query;
+    if (loaded != source) {
+      loaded = source;
+      for (uint32_t i = threadIdx.x; i < 16 * L * 2; i += THREADS) {
+        const uint32_t r = i / (L * 2), four = i % (L * 2), at = four % L * 8u + four / L * 4u;
+        store16(query + r * (L * 8) + four * 4u, at < job.dim && r < here.count ? load16(source + here.head_of(job, r) * job.dim + at) : make_uint4(0u, 0u, 0u, 0u));
+      }
+      __syncthreads();
+    }
+    copies_wait<1>();
+    float score[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 1
+    for (uint32_t q = 0; q * 4u < here.count; q++) {
+      __syncwarp();
+      float four[4][8];
+#pragma unroll
+      for (int r = 0; r < 4; r++) load_eight(query + (q * 4u + r) * (L * 8) + unit * 4u, query + (q * 4u + r) * (L * 8) + L * 4 + unit * 4u, four[r]);
+      const float one = dots<L, HALVES>(cells, my_keys + here.group * (L / 4) * here.row_bytes, here.row_bytes, count, four) * job.scale;
+      const float top = tokens_max(here.sees(job, q * 4u + row, first + token) ? one : LEAST);
+      if (lane < 4u) shared.tops[warp][q * 4u + lane] = top;
+#pragma unroll
+      for (uint32_t s = 0; s < 4u; s++) score[s] = s == q ? one : score[s];
+    }
+#ifndef MUTANT_NO_KEY_BARRIER
+    __syncthreads();
+#endif
+#pragma unroll
+    for (uint32_t q = 0; q < 4u; q++)
+      if (q * 4u < here.count) {
+        float most = LEAST;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) most = fmaxf(most, shared.tops[w][q * 4u + row]);
+        const float p = here.sees(job, q * 4u + row, first + token) && most != LEAST ? exp_of(score[q] - most) : 0.0f;
+        const float sum = tokens_sum(p);
+        if (lane < 4u) shared.weights[warp][q * 4u + lane] = sum;
+        share(here.first_token + token)[q * 4u + row] = p;
+      }
+    copies_wait<0>();
+#ifndef MUTANT_NO_VALUE_BARRIER
+    __syncthreads();
+#endif
+    float kept[OWN][8];
+#pragma unroll
+    for (int o = 0; o < OWN; o++)
+#pragma unroll
+      for (int e = 0; e < 8; e++) kept[o][e] = 0.0f;
+    if (quad * 4u < here.count) {
+      float sums[4][8];
+      clear(sums);
+#pragma unroll 1
+      for (uint32_t w = 0; w < WARPS / 2; w++) {
+        const uint32_t of_chain = ((half * (WARPS / 2) + w) * GROUPS + here.group) * (L / 4), some = inside ? here.there(start + of_chain, L / 4) : 0u;
+        float chain[4][8];
+        clear(chain);
+#pragma unroll 2
+        for (int i = 0; i < L / 4; i++) {
+          float v[8];
+          cells.widen(cells.unit(values + (of_chain + i) * here.row_bytes, (uint32_t)i < some), v);
+          weigh(share(of_chain + i) + quad * 4u, v, chain);
+        }
+#pragma unroll
+        for (int r = 0; r < 4; r++)
+#pragma unroll
+          for (int e = 0; e < 8; e++) sums[r][e] += chain[r][e];
+      }
+      if (GROUPS == 2) {
+#pragma unroll
+        for (int r = 0; r < 4; r++)
+#pragma unroll
+          for (int e = 0; e < 8; e++) sums[r][e] += __shfl_xor_sync(ALL, sums[r][e], 16);
+      }
+      // The other half's warp has the other two rows in the end.
+#pragma unroll
+      for (int o = 0; o < OWN; o++) {
+        const uint32_t among = GROUPS == 2 ? here.group : o;
+        float* out = exchange(warp, among);
+        float given[8];
+#pragma unroll
+        for (int e = 0; e < 8; e++) {
+          const float a = sums[o][e], b = sums[1][e], c = sums[2 + o][e], d = sums[3][e];
+          const float lower = GROUPS == 2 && among ? b : a, higher = GROUPS == 2 && among ? d : c;
+          given[e] = half ? lower : higher; kept[o][e] = half ? higher : lower;
+        }
+        store_four(out, given[0], given[1], given[2], given[3]); store_four(out + L * 4, given[4], given[5], given[6], given[7]);
+      }
+    }
+#ifndef MUTANT_NO_EXCHANGE_BARRIER
+    __syncthreads();
+#endif
+    if (quad * 4u < here.count) {
+#pragma unroll
+      for (int o = 0; o < OWN; o++) {
+        const uint32_t among = GROUPS == 2 ? here.group : o, my_row = quad * 4u + half * 2u + among;
+        float other[8], most = LEAST, weight = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) { most = fmaxf(most, shared.tops[w][my_row]); weight += shared.weights[w][my_row]; }
+        const float* in = exchange(warp ^ 4u, among);
+        load_eight(in, in + L * 4, other);
+#pragma unroll
+        for (int e = 0; e < 8; e++) other[e] += kept[o][e];
+        span[o].add(most, weight, other);
+        if ((part + 1u) % SPAN == 0u || part + 1u == here.part_to) {
+          // Spans before lie where this thread has put them.
+          if (total_most[o] != LEAST) {
+            Fold<8> total;
+            total.most = total_most[o]; total.weight = total_weight[o];
+            const float* values_of = job.partial + here.slot(job, my_row) * job.dim + element;
+            if (inside) load_eight(values_of, values_of + 4, total.v);
+            total.add(span[o].most, span[o].weight, span[o].v);
+            span[o] = total;
+          }
+          total_most[o] = span[o].most; total_weight[o] = span[o].weight;
+          if (my_row < here.count) here.put(job, my_row, element, span[o]);
+          span[o].clear();
+        }
+      }
+    }
+  }
+  if (here.part_from >= here.part_to)
+#pragma unroll
+    for (int o = 0; o < OWN; o++) {
+      const uint32_t my_row = quad * 4u + half * 2u + (GROUPS == 2 ? here.group : o);
+      if (my_row < here.count) here.put(job, my_row, element, span[o]);
+    }
+}
+#define FEW(name, L) extern "C" __global__ void __launch_bounds__(THREADS, 2) name(const Attend job) { \
   DYNAMIC_SHARED(memory); \
-  __shared__ uint4 weights[TILE * (ROWS + 4) / 4]; __shared__ float factors[ROWS], parts[ROWS]; \
-  attend<EACH>(job, (float*)memory, (float (*)[ROWS + 4])weights, factors, parts); } SIMT_EXPORT(name)
-ATTEND(attend_128, 8, 4) ATTEND(attend_256, 16, 2)
+  __shared__ Few shared; \
+  if (job.kind == CELL_F16) attend_few<L, true>(job, (float*)memory, shared); else attend_few<L, false>(job, (float*)memory, shared); } SIMT_EXPORT(name)
+#define MANY(name, L) extern "C" __global__ void __launch_bounds__(THREADS, 2) name(const Attend job) { \
+  DYNAMIC_SHARED(memory); \
+  __shared__ Many shared; \
+  if (job.kind == CELL_F16) attend_many<L, true>(job, (float*)memory, shared); else attend_many<L, false>(job, (float*)memory, shared); } SIMT_EXPORT(name)
+FEW(attend_few_128, 16) FEW(attend_few_256, 32) MANY(attend_128, 16) MANY(attend_256, 32)
 
 // Joins the parts of a head, divides by the weight, applies the gate, and makes the copies that the next product takes.
 struct Join {
   const float* partial; const float* gate;            // gate: or null
   Copies to;
   const uint32_t* position;
-  uint32_t heads, dim, groups, gate_stride, gate_step, unused;
+  uint32_t heads, dim, groups, gate_stride, gate_step, run;             // groups: blocks of a head; run: as in Attend
 };
-extern "C" __global__ void __launch_bounds__(128) attend_join(const Join job) {
-  const uint32_t lane = threadIdx.x & 31u, chunk = blockIdx.x * 4u + (threadIdx.x >> 5), token = blockIdx.y, dim = job.dim;
+// 256 columns of a block whose warps take a span each, or of each warp where there is nothing to join.
+extern "C" __global__ void __launch_bounds__(THREADS) attend_join(const Join job) {
+  __shared__ uint4 spans[WARPS][64]; __shared__ float mosts[WARPS][32], weights[WARPS][32];
+  const uint32_t lane = threadIdx.x & 31u, warp = threadIdx.x >> 5, token = blockIdx.y, dim = job.dim;
+  const uint32_t chunk = job.groups == 1u ? blockIdx.x * WARPS + warp : blockIdx.x;
   if (chunk * 256u >= job.to.columns) return;
   const uint32_t at = chunk * 256u + lane * 8u;                        // a head is a multiple of eight: one head for eight elements
+  const bool inside = at < job.to.columns;
+  const uint32_t head = at / dim, element = at % dim;
+  const size_t slot = ((size_t)token * job.heads + head) * job.groups;
+  const float *values = job.partial + slot * dim + element, *stats = job.partial + (size_t)gridDim.y * job.heads * job.groups * dim + slot * 2u;
+  float gate[8];
+  if (job.gate && inside && (warp == 0u || job.groups == 1u)) {
+    const float* from = job.gate + (size_t)token * job.gate_stride + head * job.gate_step + element;
+    load_eight(from, from + 4, gate);
+  }
+  Fold<8> all;
+  all.clear();
+  if (job.groups == 1u) {
+    if (inside) { const float2 s = load_two(stats); all.weight = s.y; load_eight(values, values + 4, all.v); }
+  } else {
+    const uint32_t run = job.run * PART, parts = min(job.groups, (job.position[0] + token + run) / run), each = job.run == 1u ? SPAN : 1u;
+    const uint32_t count = (parts + each - 1u) / each;
+    for (uint32_t first = 0; first < count; first += WARPS) {
+      const uint32_t from = (first + warp) * each, to = min(parts, from + each);
+      Fold<8> span;
+      span.clear();
+      if (inside && from < to) {
+        float2 stat[SPAN]; float one[SPAN][8];
+#pragma unroll
+        for (uint32_t p = 0; p < SPAN; p++)
+          if (from + p < to) { stat[p] = load_two(stats + (from + p) * 2u); const float* v = values + (size_t)(from + p) * dim; load_eight(v, v + 4, one[p]); }
+#pragma unroll
+        for (uint32_t p = 0; p < SPAN; p++) if (from + p < to) span.add(stat[p].x, stat[p].y, one[p]);
+      }
+      if (first) __syncthreads();
+      mosts[warp][lane] = span.most; weights[warp][lane] = span.weight;
+      store_four((float*)&spans[warp][lane], span.v[0], span.v[1], span.v[2], span.v[3]);
+      store_four((float*)&spans[warp][32u + lane], span.v[4], span.v[5], span.v[6], span.v[7]);
+#ifndef MUTANT_NO_SPAN_BARRIER
+      __syncthreads();
+#endif
+      if (warp == 0u)
+        for (uint32_t w = 0; w < min((uint32_t)WARPS, count - first); w++) {
+          float v[8];
+          load_eight((const float*)&spans[w][lane], (const float*)&spans[w][32u + lane], v);
+          all.add(mosts[w][lane], weights[w][lane], v);
+        }
+    }
+    if (warp != 0u) return;
+  }
   float v[8];
 #pragma unroll
   for (int i = 0; i < 8; i++) v[i] = 0.0f;
-  if (at < job.to.columns) {
-    const uint32_t head = at / dim, element = at % dim;
-    const uint32_t parts = job.groups == 1u ? 1u : min(job.groups, (job.position[0] + token) / PART + 1u);
-    const float* one = job.partial + ((size_t)token * job.heads + head) * job.groups * (dim + 2u);
-    float most = LEAST, weight = 0.0f;
-    for (uint32_t p = 0; p < parts; p++, one += dim + 2u) {
-      float old, fresh;
-      joined(most, weight, one[0], one[1], old, fresh);
-      if (fresh == 0.0f) continue;
+  if (inside) {
+    const float inverse = 1.0f / all.weight;
 #pragma unroll
-      for (int i = 0; i < 8; i++) { const float s = one[2u + element + i]; v[i] = old == 0.0f ? s : fmaf(v[i], old, s * fresh); }
-    }
-    const float inverse = 1.0f / weight;
-#pragma unroll
-    for (int i = 0; i < 8; i++) v[i] *= inverse;
+    for (int i = 0; i < 8; i++) v[i] = all.v[i] * inverse;
     if (job.gate)
 #pragma unroll
-      for (int i = 0; i < 8; i++) v[i] *= sigmoid_of(job.gate[(size_t)token * job.gate_stride + head * job.gate_step + element + i]);
+      for (int i = 0; i < 8; i++) v[i] *= sigmoid_of(gate[i]);
   }
   put_copies(job.to, token, chunk, v);
 }
 SIMT_EXPORT(attend_join)
-#undef ROWS
-#undef TILE
 #undef PART
+#undef SPAN
+#undef WARPS
 #undef THREADS
-#undef ATTEND
+#undef FEW
+#undef MANY
