@@ -22,12 +22,10 @@ struct Attend {
   float scale; uint32_t unused;
 };
 
-// Joins a part that comes behind others; the first one is taken as it is.
+// Joins a part that comes behind others: factors of what was there, and of the part. The first one is taken as it is, as e^0 is 1.
 DEVICE void joined(float& most, float& weight, float other_most, float other_weight, float& old, float& fresh) {
-  if (other_most == LEAST) { old = 1.0f; fresh = 0.0f; return; }
-  if (most == LEAST) { most = other_most; weight = other_weight; old = 0.0f; fresh = 1.0f; return; }
   const float top = fmaxf(most, other_most);
-  old = exp_of(most - top); fresh = exp_of(other_most - top);
+  old = most == LEAST ? 0.0f : exp_of(most - top); fresh = other_most == LEAST ? 0.0f : exp_of(other_most - top);
   most = top; weight = fmaf(weight, old, other_weight * fresh);
 }
 // A softmax so far: greatest score, sum of weights and of weighted values, N of them.
@@ -42,7 +40,7 @@ template <int N> struct Fold {
     float old, fresh;
     joined(most, weight, other_most, other_weight, old, fresh);
 #pragma unroll
-    for (int i = 0; i < N; i++) v[i] = old == 0.0f ? other[i] : fresh == 0.0f ? v[i] : fmaf(v[i], old, other[i] * fresh);
+    for (int i = 0; i < N; i++) v[i] = fmaf(v[i], old, other[i] * fresh);
   }
 };
 
@@ -186,7 +184,7 @@ template <int L> struct Place {
     return (size_t)(at / sharing) * job.heads + kv_head * sharing + at % sharing;
   }
   DEVICE size_t slot(const Attend& job, uint32_t row) const { return head_of(job, row) * gridDim.z + blockIdx.z; }
-  // An unseen part has a maximum below all, and its values are not read.
+  // An unseen part has a maximum below all, and zeros.
   template <int N> DEVICE void put(const Attend& job, uint32_t row, uint32_t element, const Fold<N>& fold) const {
     const size_t at = slot(job, row);
     if (element < job.dim) {
