@@ -357,16 +357,17 @@ template <int L, bool HALVES> DEVICE void attend_many(const Attend& job, float* 
     __syncthreads();
 #endif
 #pragma unroll
-    for (uint32_t q = 0; q < 4u; q++)
+    for (uint32_t q = 0; q < 4u; q++) {
+      float most = LEAST;
       if (q * 4u < here.count) {
-        float most = LEAST;
 #pragma unroll
         for (int w = 0; w < WARPS; w++) most = fmaxf(most, shared.tops[w][q * 4u + row]);
-        const float p = here.sees(job, q * 4u + row, first + token) && most != LEAST ? exp_of(score[q] - most) : 0.0f;
-        const float sum = tokens_sum(p);
-        if (lane < 4u) shared.weights[warp][q * 4u + lane] = sum;
-        share(here.first_token + token)[q * 4u + row] = p;
       }
+      const float p = here.sees(job, q * 4u + row, first + token) && most != LEAST ? exp_of(score[q] - most) : 0.0f;
+      const float sum = tokens_sum(p);
+      if (lane < 4u) shared.weights[warp][q * 4u + lane] = sum;
+      share(here.first_token + token)[q * 4u + row] = p;
+    }
     copies_wait<0>();
 #ifndef MUTANT_NO_VALUE_BARRIER
     __syncthreads();
@@ -376,9 +377,9 @@ template <int L, bool HALVES> DEVICE void attend_many(const Attend& job, float* 
     for (int o = 0; o < OWN; o++)
 #pragma unroll
       for (int e = 0; e < 8; e++) kept[o][e] = 0.0f;
+    float sums[4][8];
+    clear(sums);
     if (quad * 4u < here.count) {
-      float sums[4][8];
-      clear(sums);
 #pragma unroll 1
       for (uint32_t w = 0; w < WARPS / 2; w++) {
         const uint32_t of_chain = ((half * (WARPS / 2) + w) * GROUPS + here.group) * (L / 4), some = inside ? here.there(start + of_chain, L / 4) : 0u;
@@ -395,12 +396,14 @@ template <int L, bool HALVES> DEVICE void attend_many(const Attend& job, float* 
 #pragma unroll
           for (int e = 0; e < 8; e++) sums[r][e] += chain[r][e];
       }
-      if (GROUPS == 2) {
+    }
+    if (GROUPS == 2) {
 #pragma unroll
-        for (int r = 0; r < 4; r++)
+      for (int r = 0; r < 4; r++)
 #pragma unroll
-          for (int e = 0; e < 8; e++) sums[r][e] += __shfl_xor_sync(ALL, sums[r][e], 16);
-      }
+        for (int e = 0; e < 8; e++) sums[r][e] += __shfl_xor_sync(ALL, sums[r][e], 16);
+    }
+    if (quad * 4u < here.count) {
       // The other half's warp has the other two rows in the end.
 #pragma unroll
       for (int o = 0; o < OWN; o++) {
@@ -433,13 +436,18 @@ template <int L, bool HALVES> DEVICE void attend_many(const Attend& job, float* 
         span[o].add(most, weight, other);
         if ((part + 1u) % SPAN == 0u || part + 1u == here.part_to) {
           // Spans before lie where this thread has put them.
-          if (total_most[o] != LEAST) {
-            Fold<8> total;
-            total.most = total_most[o]; total.weight = total_weight[o];
-            const float* values_of = job.partial + here.slot(job, my_row) * job.dim + element;
-            if (inside) load_eight(values_of, values_of + 4, total.v);
-            total.add(span[o].most, span[o].weight, span[o].v);
-            span[o] = total;
+          if (inside && total_most[o] != LEAST) {
+            float old, fresh;
+            joined(total_most[o], total_weight[o], span[o].most, span[o].weight, old, fresh);
+            span[o].most = total_most[o]; span[o].weight = total_weight[o];
+            const float* before = job.partial + here.slot(job, my_row) * job.dim + element;
+#pragma unroll
+            for (int i = 0; i < 8; i += 4) {
+              const float4 t = load_floats(before + i);
+              const float four[4] = {t.x, t.y, t.z, t.w};
+#pragma unroll
+              for (int e = 0; e < 4; e++) span[o].v[i + e] = fmaf(four[e], old, span[o].v[i + e] * fresh);
+            }
           }
           total_most[o] = span[o].most; total_weight[o] = span[o].weight;
           if (my_row < here.count) here.put(job, my_row, element, span[o]);
@@ -459,11 +467,11 @@ template <int L, bool HALVES> DEVICE void attend_many(const Attend& job, float* 
   DYNAMIC_SHARED(memory); \
   __shared__ Few shared; \
   if (job.kind == CELL_F16) attend_few<L, true>(job, (float*)memory, shared); else attend_few<L, false>(job, (float*)memory, shared); } SIMT_EXPORT(name)
-#define MANY(name, L) extern "C" __global__ void __launch_bounds__(THREADS, 2) name(const Attend job) { \
+#define MANY(name, L, blocks) extern "C" __global__ void __launch_bounds__(THREADS, blocks) name(const Attend job) { \
   DYNAMIC_SHARED(memory); \
   __shared__ Many shared; \
   if (job.kind == CELL_F16) attend_many<L, true>(job, (float*)memory, shared); else attend_many<L, false>(job, (float*)memory, shared); } SIMT_EXPORT(name)
-FEW(attend_few_128, 16) FEW(attend_few_256, 32) MANY(attend_128, 16) MANY(attend_256, 32)
+FEW(attend_few_128, 16) FEW(attend_few_256, 32) MANY(attend_128, 16, 1) MANY(attend_256, 32, 2)
 
 // Joins the parts of a head, divides by the weight, applies the gate, and makes the copies that the next product takes.
 struct Join {
