@@ -31,7 +31,7 @@ pub(super) struct Cuda {
     marks: VecDeque<(u64, Event)>,
     /// Events to be used again.
     spare: Vec<Event>,
-    /// What was read last.
+    /// What was read last, where it was more than fits what is page-locked.
     shown: Vec<f32>,
     /// Why it computes no more.
     failed: Option<DeviceError>,
@@ -214,17 +214,21 @@ unsafe impl Backend for Cuda {
 
     fn read<'a>(&'a mut self, from: &'a Buffer, floats: Range<usize>) -> Result<&'a [f32], DeviceError> {
         self.sound().map_err(Clone::clone)?;
-        self.shown.resize(floats.len(), 0.0);
+        let count = floats.len();
         let address = self.launcher.owner.device_address(&from.view(floats))?;
+        let room = self.launcher.staging.room(count).unwrap_or_else(|| {
+            self.shown.resize(count, 0.0);
+            &mut self.shown
+        });
         // SAFETY: inside a buffer that is borrowed.
-        let received = unsafe { self.gpu.receive(address, &mut self.shown) };
+        let received = unsafe { self.gpu.receive(address, room) };
         self.keep(received.map_err(Into::into))?;
         while let Some((_, event)) = self.marks.pop_front() {
             self.spare.push(event);
         }
         (self.launched, self.executed) = (self.queued, self.queued);
         self.launcher.staging.passed();
-        Ok(&self.shown)
+        Ok(self.launcher.staging.room(count).unwrap_or(&mut self.shown))
     }
 }
 

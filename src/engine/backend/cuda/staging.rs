@@ -1,6 +1,6 @@
 //! Staging of what the host writes for kernels: page-locked slots, and tables on the device that are filled through them.
 
-use std::{ffi::c_void, io, ptr, sync::Arc};
+use std::{ffi::c_void, io, ptr, slice, sync::Arc};
 
 use super::{
     driver::{Address, CudaError, Event},
@@ -86,6 +86,15 @@ impl Staging {
         }
         (self.current, self.filled) = (next, 0);
         Ok(())
+    }
+
+    /// Room for so many floats that are read once everything that was queued has been executed; nothing where there are more than fit.
+    ///
+    /// A copy to memory that is not page-locked goes through the driver's own, piece by piece.
+    pub(super) fn room(&mut self, floats: usize) -> Option<&mut [f32]> {
+        let place = self.memory.range(0, floats * size_of::<f32>())?;
+        // SAFETY: whole pages of our own mapping. What is received there is queued behind the copies that read it.
+        Some(unsafe { slice::from_raw_parts_mut(place.as_ptr().cast(), floats) })
     }
 
     /// Notes that everything that was queued has been executed.
