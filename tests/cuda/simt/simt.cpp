@@ -8,6 +8,7 @@
 //   - sectors of 32 bytes that a block fetches, and banks of shared memory that a warp hits twice.
 // Not seen: what the hardware's caches, clocks and registers do, and races between grids.
 #include "simt_host.h"
+#include "fault.h"
 #include <dlfcn.h>
 #include <sys/mman.h>
 #include <algorithm>
@@ -370,6 +371,11 @@ unsigned simt_atomic(uint32_t* p, uint32_t v, int kind) {
   uint32_t before = *p;
   *p = kind == 0 ? before + v : before | v;
   return before;
+}
+uint32_t simt_fault() {
+  static const char* const name = getenv("SIMT_FAULT");
+  static const uint32_t number = name ? simt_fault_number(name) : 0u;
+  return number;
 }
 void simt_fence() { self->fenced = true; for (auto& [block, release] : self->seen) self->acquired[block] = release; }
 void simt_register(const char* name, void (*thunk)(void**), const int* sizes, int count) {

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <type_traits>
 #include <utility>
+#include "fault.h"
 using std::max;
 using std::min;
 #define __global__
@@ -45,6 +46,8 @@ void simt_copy_async(void* to, const void* from, int bytes);
 void simt_copies_commit();
 void simt_copies_wait(int left);
 unsigned simt_atomic(uint32_t* p, uint32_t v, int kind);
+// Number of the fault that is planted, by SIMT_FAULT in the environment, or 0.
+uint32_t simt_fault() __attribute__((const));
 void simt_fence();
 }
 #define threadIdx simt_thread()
@@ -109,6 +112,9 @@ inline void fence() { simt_fence(); }
 #ifdef SIMT_WATCH       // with -fsanitize=thread: every access is watched
 extern "C" bool simt_watching;
 static const bool simt_watching_on = simt_watching = true;
+#define PLANTED(name) (simt_fault() == std::integral_constant<uint32_t, simt_fault_number(#name)>::value)
+#else
+#define PLANTED(name) false
 #endif
 // Kernels are found by name, and know the sizes of their parameters.
 typedef void (*simt_thunk)(void** parameters);

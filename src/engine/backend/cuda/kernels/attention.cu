@@ -242,9 +242,7 @@ template <int L, bool HALVES> DEVICE void attend_few(const Attend& job, float* m
     const bool sees = here.sees(job, row, first + token);
     const float top = tokens_max(sees ? score : LEAST);
     if (lane < 4u) shared.tops[warp][lane] = top;
-#ifndef MUTANT_NO_KEY_BARRIER
-    __syncthreads();
-#endif
+    if (!PLANTED(NO_KEY_BARRIER)) __syncthreads();
     float most = LEAST;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) most = fmaxf(most, shared.tops[w][row]);
@@ -268,9 +266,7 @@ template <int L, bool HALVES> DEVICE void attend_few(const Attend& job, float* m
       store_four(mine + r * (L * 8), chain[r][0], chain[r][1], chain[r][2], chain[r][3]);
       store_four(mine + r * (L * 8) + L * 4, chain[r][4], chain[r][5], chain[r][6], chain[r][7]);
     }
-#ifndef MUTANT_NO_VALUE_BARRIER
-    __syncthreads();
-#endif
+    if (!PLANTED(NO_VALUE_BARRIER)) __syncthreads();
     if (my_row < here.count) {
       float sums[2][4], weight = 0.0f; most = LEAST;
 #pragma unroll
@@ -353,9 +349,7 @@ template <int L, bool HALVES> DEVICE void attend_many(const Attend& job, float* 
 #pragma unroll
       for (uint32_t s = 0; s < 4u; s++) score[s] = s == q ? one : score[s];
     }
-#ifndef MUTANT_NO_KEY_BARRIER
-    __syncthreads();
-#endif
+    if (!PLANTED(NO_KEY_BARRIER)) __syncthreads();
 #pragma unroll
     for (uint32_t q = 0; q < 4u; q++) {
       float most = LEAST;
@@ -369,9 +363,7 @@ template <int L, bool HALVES> DEVICE void attend_many(const Attend& job, float* 
       share(here.first_token + token)[q * 4u + row] = p;
     }
     copies_wait<0>();
-#ifndef MUTANT_NO_VALUE_BARRIER
-    __syncthreads();
-#endif
+    if (!PLANTED(NO_VALUE_BARRIER)) __syncthreads();
     float kept[OWN][8];
 #pragma unroll
     for (int o = 0; o < OWN; o++)
@@ -419,9 +411,7 @@ template <int L, bool HALVES> DEVICE void attend_many(const Attend& job, float* 
         store_four(out, given[0], given[1], given[2], given[3]); store_four(out + L * 4, given[4], given[5], given[6], given[7]);
       }
     }
-#ifndef MUTANT_NO_EXCHANGE_BARRIER
-    __syncthreads();
-#endif
+    if (!PLANTED(NO_EXCHANGE_BARRIER)) __syncthreads();
     if (quad * 4u < here.count) {
 #pragma unroll
       for (int o = 0; o < OWN; o++) {
@@ -519,9 +509,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attend_join(const Join job
       mosts[warp][lane] = span.most; weights[warp][lane] = span.weight;
       store_four((float*)&spans[warp][lane], span.v[0], span.v[1], span.v[2], span.v[3]);
       store_four((float*)&spans[warp][32u + lane], span.v[4], span.v[5], span.v[6], span.v[7]);
-#ifndef MUTANT_NO_SPAN_BARRIER
-      __syncthreads();
-#endif
+      if (!PLANTED(NO_SPAN_BARRIER)) __syncthreads();
       if (warp == 0u)
         for (uint32_t w = 0; w < min((uint32_t)WARPS, count - first); w++) {
           float v[8];

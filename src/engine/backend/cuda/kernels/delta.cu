@@ -218,9 +218,7 @@ template <int D> DEVICE void delta(const Delta& job, float* made, float* scalars
 #pragma unroll
     for (uint32_t e = 0; e < EACH; e++) if (t + e * OTHERS < COUNT) made[t + e * OTHERS] = sums[e];
   }
-#ifndef MUTANT_NO_CONVOLUTION_BARRIER
-  __syncthreads();
-#endif
+  if (!PLANTED(NO_CONVOLUTION_BARRIER)) __syncthreads();
   // Each warp has the norms by itself.
   float some_q[D / 32], some_k[D / 32], of_q, of_k, both, q[D / 8], k[D / 8], v[2], answer[2];
   load_floats<D / 32>(made + lane * (D / 32), some_q); load_floats<D / 32>(made + D + lane * (D / 32), some_k);
@@ -234,9 +232,7 @@ template <int D> DEVICE void delta(const Delta& job, float* made, float* scalars
   // found in one round, while the state is on its way.
   __syncthreads();
   if (t == 0u) {
-#ifndef MUTANT_NO_ANSWER_FENCE
-    fence();
-#endif
+    if (!PLANTED(NO_ANSWER_FENCE)) fence();
     uint32_t *of_key = job.counters + rows.key_head, *of_chunk = job.counters + job.key_heads + chunk;
     const uint32_t blocks = gridDim.y * gridDim.x, heads = min(256u / D, job.value_heads - chunk * 256u / D) * gridDim.x;
     const bool history = atomic_add(of_key, 1u) == blocks - 1u, copies = atomic_add(of_chunk, 1u) == heads - 1u;
@@ -256,11 +252,7 @@ template <int D> DEVICE void delta(const Delta& job, float* made, float* scalars
     put_results<D>(job, 0, chunk, answers, gates);
     return;
   }
-#ifdef MUTANT_HISTORY_TOO_EARLY
-  const bool last = true;
-#else
-  const bool last = slots[0] != 0u;
-#endif
+  const bool last = slots[0] != 0u || PLANTED(HISTORY_TOO_EARLY);
   bool ours[EACH];
 #pragma unroll
   for (uint32_t e = 0; e < EACH; e++) ours[e] = t + e * OTHERS < COUNT && (last || t + e * OTHERS >= 2u * D);
@@ -303,9 +295,7 @@ template <int D> DEVICE void delta_inputs(const Delta& job, float (*taps)[2 * D 
   }
   // This block alone has read the history of its channels.
   if (blockIdx.y != 0u) return;
-#ifndef MUTANT_NO_HISTORY_BARRIER
-  __syncthreads();
-#endif
+  if (!PLANTED(NO_HISTORY_BARRIER)) __syncthreads();
   constexpr int PARTS = (2 * D + THREADS - 1) / THREADS;
   uint32_t channel[PARTS];
   bool ours[PARTS];
@@ -337,9 +327,7 @@ template <int D> DEVICE void delta_chunk(const Delta& job, uint4 (*ring)[TOGETHE
   for (uint32_t first = 0; first < job.tokens; first += TOGETHER) {
     const uint32_t stage = first / TOGETHER & 1u, count = min(job.tokens - first, (uint32_t)TOGETHER);
     copies_wait<0>();
-#ifndef MUTANT_NO_STAGE_BARRIER
-    __syncthreads();
-#endif
+    if (!PLANTED(NO_STAGE_BARRIER)) __syncthreads();
     if (first + TOGETHER < job.tokens) bring(first + TOGETHER, stage ^ 1u);
     // Of the next token all is read before this one is computed.
     float q[2][D / 8], k[2][D / 8], v[2][2], scalars[2][4], answer[2];

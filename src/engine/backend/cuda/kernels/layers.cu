@@ -66,9 +66,7 @@ struct Norm {
 DEVICE float block_sum(float v, float* sums) {
   v = warp_sum(v);
   if ((threadIdx.x & 31u) == 0u) sums[threadIdx.x >> 5] = v;
-#ifndef MUTANT_NO_SUM_BARRIER
-  __syncthreads();
-#endif
+  if (!PLANTED(NO_SUM_BARRIER)) __syncthreads();
   float all = 0.0f;
 #pragma unroll
   for (int w = 0; w < NORM_THREADS / 32; w++) all += sums[w];
@@ -241,9 +239,7 @@ extern "C" __global__ void __launch_bounds__(128) heads(const Heads job) {
     }
     for (uint32_t i = 2u * half + lane; i < dim; i += 32u) turned[i] = mine[i];
     ready = turned;
-#ifndef MUTANT_NO_TURN_BARRIER
-    __syncwarp();
-#endif
+    if (!PLANTED(NO_TURN_BARRIER)) __syncwarp();
   }
   if (part == 0u) {
     float* out = job.out + ((size_t)token * job.heads + number) * dim;
@@ -253,11 +249,7 @@ extern "C" __global__ void __launch_bounds__(128) heads(const Heads job) {
   }
   const uint32_t row_bytes = cell_row_bytes(job.kind, dim);
   uint8_t* block = (uint8_t*)block_at + (part == 1u ? job.key_offset : job.value_offset);
-#ifdef MUTANT_ROW_INDEX
-  uint8_t* row = block + (size_t)(number * KV_BLOCK_TOKENS + at % KV_BLOCK_TOKENS + 1u) * row_bytes;
-#else
-  uint8_t* row = block + (size_t)(number * KV_BLOCK_TOKENS + at % KV_BLOCK_TOKENS) * row_bytes;
-#endif
+  uint8_t* row = block + (size_t)(number * KV_BLOCK_TOKENS + at % KV_BLOCK_TOKENS + (PLANTED(ROW_INDEX) ? 1u : 0u)) * row_bytes;
   for (uint32_t group = 0; group * 32u < dim; group++) {
     const uint32_t i = group * 32u + lane;
     write_cells(job.kind, i < dim ? ready[i] : 0.0f, min(32u, dim - group * 32u), row + group * cell_group_bytes(job.kind, 32u));
@@ -273,9 +265,7 @@ extern "C" __global__ void __launch_bounds__(128) convert(uint8_t* memory, uint6
   const uint32_t had = cell_row_bytes(from, dim), has = cell_row_bytes(to, dim);
   if (at < count)
     for (uint32_t i = lane; i < dim; i += 32u) wide[warp][i] = read_cell(from, memory + (size_t)(first + at) * had, i, dim);
-#ifndef MUTANT_NO_CONVERT_BARRIER
-  __syncthreads();
-#endif
+  if (!PLANTED(NO_CONVERT_BARRIER)) __syncthreads();
   if (at < count)
     for (uint32_t group = 0; group * 32u < dim; group++) {
       const uint32_t i = group * 32u + lane;

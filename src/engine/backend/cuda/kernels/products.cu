@@ -80,11 +80,7 @@ template <class T, int N> DEVICE void rows_of(const Products& job, const Matrix&
     const int end = fetched < steps ? (int)(skip + min(left, (uint32_t)(K * T::STEP))) - p * 16 : 0;
 #pragma unroll
     for (int u = 0; u < (SEGMENT + 63) / 64; u++)
-#ifdef MUTANT_TAIL_OF_SEGMENT
-      if (u * 64 + 16 <= end) copy16_async(target + fill + u * 64, source + u * 64);
-#else
-      if (u * 64 < end) copy16_async(target + fill + u * 64, source + u * 64);
-#endif
+      if (u * 64 + (PLANTED(TAIL_OF_SEGMENT) ? 15 : 0) < end) copy16_async(target + fill + u * 64, source + u * 64);
     copies_commit();
     source += (skip + K * T::STEP) & ~15u;
     skip = (skip + K * T::STEP) & 15u; left -= K * T::STEP; fetched += K;
@@ -109,14 +105,8 @@ template <class T, int N> DEVICE void rows_of(const Products& job, const Matrix&
   uint32_t drain = 0u, before = odd;
   for (uint32_t from = 0; from < steps; from += K) {
     fetch();
-#ifdef MUTANT_NO_COPY_WAIT
-    copies_wait<STAGES>();
-#else
-    copies_wait<STAGES - 1>();
-#endif
-#ifndef MUTANT_NO_WARP_BARRIER
-    __syncwarp();
-#endif
+    if (PLANTED(NO_COPY_WAIT)) copies_wait<STAGES>(); else copies_wait<STAGES - 1>();
+    if (!PLANTED(NO_WARP_BARRIER)) __syncwarp();
     const uint8_t* stage = mine + drain + before;
     drain = drain == (STAGES - 1) * STAGE ? 0u : drain + STAGE;
     before = (before + K * T::STEP) & 15u;
@@ -243,11 +233,9 @@ DEVICE void pair_of(const Products& job, uint32_t row, uint32_t rows_of_block, u
   }
 }
 
-// Builds of some types alone: to read the machine code of one, and to plant faults.
-#if defined(ONLY)
+// Builds of one type alone, for a few tokens: to read its machine code.
+#ifdef ONLY
 #define CASE(type) (TYPE_##type == ONLY)
-#elif defined(SOME)
-#define CASE(type) (TYPE_##type == TYPE_Q4_K || TYPE_##type == TYPE_Q6_K || TYPE_##type == TYPE_Q8_0)
 #else
 #define CASE(type) true
 #endif
@@ -278,6 +266,7 @@ template <int N> DEVICE void product(const Products& job, uint8_t* memory, uint3
   SIMT_EXPORT(product_##N)
 PRODUCT(1, 4) PRODUCT(4, 3) PRODUCT(8, 2)
 
+#ifndef ONLY
 // One token of a block, that of blockIdx.y, for small matrices: it has eight rows, of which its warps take groups of steps by turns, so that
 // they fill the device too. Four lanes have a row, a lane a quarter of a step. What a step adds to a row lies in shared memory until one lane has
 // chained it all in the order of steps.
@@ -308,11 +297,7 @@ template <class T> DEVICE void one_of(const Products& job, const Matrix& m, uint
     const Shared target = shared_of(mine) + stage * S::STAGE + p * 16;
 #pragma unroll
     for (int u = 0; u < (S::SEGMENT + 63) / 64; u++)
-#ifdef MUTANT_TAIL_OF_SEGMENT
-      if (u * 64 + 16 <= end) copy16_async(target + u * 64, source + u * 64);
-#else
-      if (u * 64 < end) copy16_async(target + u * 64, source + u * 64);
-#endif
+      if (u * 64 + (PLANTED(TAIL_OF_SEGMENT) ? 15 : 0) < end) copy16_async(target + u * 64, source + u * 64);
     copies_commit();
   };
   const uint8_t* x = job.input.base + format_offset(job.input.formats, T::SUPER ? FORMAT_Q8K : FORMAT_Q8_0, columns) + (size_t)blockIdx.y * job.input.stride;
@@ -322,14 +307,8 @@ template <class T> DEVICE void one_of(const Products& job, const Matrix& m, uint
   for (uint32_t round = 0; round < steps; round += S::ROUND) {
     for (uint32_t from = round + warp * S::K; from < min(round + S::ROUND, steps); from += WARPS * S::K) {
       fetch(from + WARPS * S::K, stage ^ 1u);
-#ifdef MUTANT_NO_COPY_WAIT
-      copies_wait<2>();
-#else
-      copies_wait<1>();
-#endif
-#ifndef MUTANT_NO_WARP_BARRIER
-      __syncwarp();
-#endif
+      if (PLANTED(NO_COPY_WAIT)) copies_wait<2>(); else copies_wait<1>();
+      if (!PLANTED(NO_WARP_BARRIER)) __syncwarp();
       const uint8_t* segment = mine + stage * S::STAGE + ((uint32_t)(size_t)(weights + from * T::STEP) & 15u);
 #pragma unroll
       for (int k = 0; k < S::K; k++) {
@@ -387,9 +366,7 @@ template <class T> DEVICE void one_of(const Products& job, const Matrix& m, uint
       __syncwarp();                                      // all lanes have read this stage, which is filled next
       stage ^= 1u;
     }
-#ifndef MUTANT_NO_ROUND_BARRIER
-    __syncthreads();
-#endif
+    if (!PLANTED(NO_ROUND_BARRIER)) __syncthreads();
     if (threadIdx.x < ROWS_OF_ONE) {
       const float* from = terms + threadIdx.x * S::WORDS;
 #pragma unroll 4
@@ -530,9 +507,7 @@ template <class T> DEVICE void tile_of(const Products& job, const Matrix& m, uin
         made.small.sums[token][j] = low_short(both) + high_short(both);
       }
     }
-#ifndef MUTANT_NO_TILE_BARRIER
-    __syncthreads();
-#endif
+    if (!PLANTED(NO_TILE_BARRIER)) __syncthreads();
     const uint8_t *up = stage + upper * S::RAW_STRIDE + ((odd_upper + begin) & 15u), *down = stage + lower * S::RAW_STRIDE + ((odd_lower + begin) & 15u);
     const Shared bytes = shared_of(stage) + S::BYTES;
     const float* scales = (const float*)(stage + S::SCALES);
@@ -680,6 +655,7 @@ extern "C" __global__ void __launch_bounds__(128, 4) activate(const float* __res
   put_copies(to, token, chunk, v);
 }
 SIMT_EXPORT(activate)
+#endif
 #undef WARPS
 #undef MATRICES_MAX
 #undef SEGMENT_MAX

@@ -7,6 +7,8 @@
 typedef unsigned char uint8_t; typedef signed char int8_t; typedef unsigned short uint16_t; typedef short int16_t;
 typedef unsigned int uint32_t; typedef int int32_t; typedef unsigned long long uint64_t;
 #define SIMT_EXPORT(name)
+// A fault that tests plant, and have to find.
+#define PLANTED(name) false
 #define DYNAMIC_SHARED(name) extern __shared__ uint4 name[]
 // One function for each instruction, by its PTX: NVRTC 12.2 leaves a call of `__dp4a` as an unresolved extern.
 #define DEVICE __device__ __forceinline__
@@ -154,14 +156,10 @@ DEVICE float clamp_to(float x, float low, float high) { return x < low ? low : x
 DEVICE bool last_to_arrive(uint32_t* counter, uint32_t expected, uint32_t* slot) {
   __syncthreads();
   if (threadIdx.x == 0) {
-#ifndef MUTANT_NO_FENCE_BEFORE
-    fence();
-#endif
+    if (!PLANTED(NO_FENCE_BEFORE)) fence();
     const uint32_t before = atomic_add(counter, 1u);
     *slot = before == expected - 1u;
-#ifndef MUTANT_NO_FENCE_AFTER
-    fence();
-#endif
+    if (!PLANTED(NO_FENCE_AFTER)) fence();
     if (before == expected - 1u) atomic_add(counter, 0u - expected);   // for the next launch
   }
   __syncthreads();
