@@ -8,8 +8,8 @@ use super::{
     memory::{Allocation, allocated_bytes},
     parameters::{
         ActivateJob, AttendJob, ConvertJob, CopiesTo, DeltaJob, EmbedJob, FinishJob, HeadsJob, Job, JoinJob, Kernel,
-        MATRICES_MAX, Matrix, NormJob, Products, cell_kind, copies_stride, format_of, formats_of, kind_of, narrow_bytes,
-        tiles_bytes,
+        MATRICES_MAX, Matrix, NormJob, Products, cell_kind, copies_stride, format_of, formats_of, kind_of,
+        narrow_bytes, tiles_bytes,
     },
     segments::{Command, Tables},
     staging::{STAGING_BYTES, Staging, Table},

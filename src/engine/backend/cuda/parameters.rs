@@ -355,7 +355,7 @@ fn step_bytes(dtype: GgmlDType) -> Option<usize> {
 
 /// Bytes with those around them in an odd number of units of 16.
 const fn odd_units(bytes: usize) -> usize {
-    ((bytes + 29) / 16 | 1) * 16
+    (((bytes + 29) / 16) | 1) * 16
 }
 
 /// Number of a weight type among `Type` of `weights.cuh`, whose order is that of [`SUPPORTED`]; none of those that
