@@ -58,7 +58,7 @@ fn main() -> ExitCode {
         Some("models") => return write_models(Path::new(&arguments.next().unwrap())),
         _ => {}
     }
-    let tests: [(&str, fn()); 23] = [
+    let tests: [(&str, fn()); 24] = [
         named!(a_call_that_fails_once_or_permanently_is_an_error_and_leaves_nothing),
         named!(a_call_that_fails_in_each_kind_of_memory_leaves_nothing),
         named!(a_leak_and_a_panic_are_found),
@@ -77,6 +77,7 @@ fn main() -> ExitCode {
         named!(a_long_context_takes_no_more_addresses_than_it_is_limited_to),
         named!(a_token_takes_few_launches_one_wait_and_no_allocation),
         named!(the_book_has_what_the_driver_has),
+        named!(tiles_of_a_head_are_one_launch_with_the_words_of_the_cpu),
         named!(what_a_shed_gives_back_is_seen_in_the_page_pool_of_the_board_and_beside_it),
         named!(weights_lie_where_an_integrated_device_reads_them_faster),
         named!(models_answer_as_on_the_cpu_whenever_the_driver_executes),
@@ -905,6 +906,33 @@ fn a_token_takes_few_launches_one_wait_and_no_allocation() {
         let allocations = of_token(&["memory", "cuMemHostRegister_v2", "cuMemAddressReserve", "cuEventCreate"]);
         assert_eq!((waits, allocations), (1, 0), "{name}");
     }
+}
+
+/// Of more tiles than a launch has matrices.
+fn tiles_of_a_head_are_one_launch_with_the_words_of_the_cpu() {
+    let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
+    let (path, log) = (folder.path().join("model.gguf"), folder.path().join("log"));
+    let counted = |vocabulary: u32| {
+        let tiny = Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::F32), 7);
+        Synthetic { vocabulary, ..tiny }.write(&path).unwrap();
+        let ran = |device: &str, tokens: &str| {
+            fs::remove_file(&log).ok();
+            let settings = [("FAKE_CUDA_LOG", log.to_str().unwrap()), ("TOKENS", tokens), ("LOGITS", "1")];
+            let output = run(&driver, &settings, &[path.to_str().unwrap(), device, "device"]);
+            assert!(output.status.success(), "{}", reported(&output));
+            reported(&output).lines().find(|line| line.starts_with("said")).unwrap().to_owned()
+        };
+        let executed = |tokens: &str| {
+            let said = ran("cuda", tokens);
+            let exit = noted(&log).into_iter().find(|note| note["event"] == "exit").unwrap();
+            (exit["executed"].as_u64().unwrap(), said)
+        };
+        let ((few, _), (more, said)) = (executed("1"), executed("3"));
+        assert_eq!(said, ran("cpu", "3"), "{vocabulary} rows");
+        (more - few) / 2
+    };
+    // Ten tiles of 8 MiB and more, and one.
+    assert_eq!(counted(90_000), counted(320));
 }
 
 /// What the book says of a model with all of it resident, half and nothing, beside what the driver has given to the context.

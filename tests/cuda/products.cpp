@@ -1,14 +1,15 @@
 // Products of every type: against sums in double precision, in five orders of threads, with the same bits for any number of tokens.
 #include "tests.h"
+#include <memory>
 #include "blocks.h"
 
-struct Matrix { uint64_t offset; float* out; const float* bias; uint32_t part, type, rows, stride, first_block, unused; };
+struct Matrix { uint64_t offset; float* out; const float* bias; uint32_t part, type, rows, stride, first_block, tiles; };
 struct Pair { Copies to; uint32_t* counters; uint32_t activation, unused; };
 struct Products { const uint64_t* parts; Copies input; Pair pair; uint32_t tokens, matrices; Matrix matrix[8]; };
 
 static unsigned rows_of_block(const std::string& kernel) { return kernel == "product_tiles" ? 64 : kernel == "product_narrow" ? 8 : 32; }
 static unsigned tokens_of_block(const std::string& kernel) { return kernel == "product_tiles" ? 32 : kernel == "product_narrow" ? 1 : kernel.back() - '0'; }
-// Shared memory as the backend asks for it (`shared_bytes` of parameters.rs).
+// Shared memory as the backend asks for it (`narrow_bytes` and `tiles_bytes` of parameters.rs).
 static unsigned shared_bytes(const std::string& kernel, const TypeInfo& type) {
   if (type.block == 1) return 0;
   const bool super = type.block == 256, minimum = type.number == 8 || type.number == 10 || type.number == 11;
@@ -20,7 +21,11 @@ static unsigned shared_bytes(const std::string& kernel, const TypeInfo& type) {
 }
 static void launch(const std::string& kernel, Products job) {
   unsigned blocks = 0;
-  for (unsigned i = 0; i < job.matrices; i++) { job.matrix[i].first_block = blocks; blocks += (job.matrix[i].rows + rows_of_block(kernel) - 1) / rows_of_block(kernel); }
+  for (unsigned i = 0; i < job.matrices; i++) {
+    job.matrix[i].first_block = blocks;
+    const unsigned tile = job.matrix[i].tiles ? job.matrix[i].tiles / 4096 : job.matrix[i].rows, each = rows_of_block(kernel);
+    for (unsigned row = 0; row < job.matrix[i].rows; row += tile) blocks += (std::min(tile, job.matrix[i].rows - row) + each - 1) / each;
+  }
   unsigned shared = 0;
   for (unsigned i = 0; i < job.matrices; i++) for (auto& type : TYPES) if (type.number == (int)job.matrix[i].type) shared = std::max(shared, shared_bytes(kernel, type));
   run(kernel.c_str(), blocks, (job.tokens + tokens_of_block(kernel) - 1) / tokens_of_block(kernel), 1, 128, shared, job);
@@ -150,6 +155,34 @@ static void several() {
   }
 }
 
+// A matrix in three parts, each from where the file's pages have it, as the head's tiles lie, and one behind it.
+static void tiles() {
+  const int columns = 256, tile = 37, rows = 2 * tile + 20, behind = 40;
+  const TypeInfo& type = type_of("Q6_K");
+  Case c("Q6_K", rows + behind, columns, 1);
+  const size_t row_bytes = c.w.size() / (rows + behind);
+  const Floats want = c.product("product_1", 0, 1), bias = numbers(rows, -1, 1);
+  std::vector<std::unique_ptr<Buffer>> parts; std::vector<uint64_t> at{0, 0};
+  for (int first = 0; first < rows + behind; first += first + tile < rows ? tile : first < rows ? rows - first : behind) {
+    const size_t begin = first < rows ? (4000 + first * row_bytes) % 4096 : 0, end = first + tile < rows ? first + tile : first < rows ? rows : rows + behind;
+    std::vector<uint8_t> part(begin, 0);
+    part.insert(part.end(), &c.w[first * row_bytes], &c.w[0] + end * row_bytes);
+    part.resize((part.size() + 15) / 16 * 16);
+    parts.push_back(std::make_unique<Buffer>(part.size(), part.data(), true)); at.push_back((uint64_t)parts.back()->p);
+  }
+  UPLOAD(table, at); UPLOAD(input, c.copies); UPLOAD(b, bias);
+  Buffer out((rows + behind) * 4);
+  Products job{};
+  job.parts = table.as<uint64_t>(); job.tokens = 1; job.matrices = 2;
+  job.input = {input.as<uint8_t>(), (uint32_t)c.formats, (uint32_t)columns, (uint32_t)c.copies.size(), 0};
+  job.matrix[0] = {4000, out.as<float>(), b.as<float>(), 2, (uint32_t)type.number, (uint32_t)rows, (uint32_t)rows, 0, tile * 4096u + (uint32_t)(tile * row_bytes % 4096)};
+  job.matrix[1] = {0, out.as<float>() + rows, nullptr, 5, (uint32_t)type.number, (uint32_t)behind, (uint32_t)behind, 0, 0};
+  launch("product_1", job);
+  Floats got = out.read<float>(), sum = want;
+  for (int r = 0; r < rows; r++) sum[r] += bias[r];
+  expect(same(got, sum), "a matrix in several parts: the same bits");
+}
+
 // Gate and upper projection, activated and quantised by the block that comes last.
 static void pairs() {
   rng.seed(9);
@@ -221,7 +254,7 @@ static void extremes() {
   }
 }
 
-void test_products() { each_type(); several(); pairs(); extremes(); }
+void test_products() { each_type(); several(); tiles(); pairs(); extremes(); }
 // What a planted fault has to be seen by.
 void probe_products() {
   for (const char* name : {"Q4_K", "Q6_K", "Q8_0"}) {

@@ -7,9 +7,9 @@ use super::{
     gpu::{Commands, Gpu},
     memory::{Allocation, allocated_bytes},
     parameters::{
-        ActivateJob, AttendJob, ConvertJob, CopiesTo, DeltaJob, EmbedJob, FinishJob, HeadsJob, Job, JoinJob, Kernel,
-        MATRICES_MAX, Matrix, NormJob, Products, cell_kind, copies_stride, format_of, formats_of, kind_of,
-        narrow_bytes, tiles_bytes,
+        ActivateJob, AttendJob, ConvertJob, CopiesTo, DeltaJob, EmbedJob, FILE_PAGE, FinishJob, HeadsJob, Job, JoinJob,
+        Kernel, Matrix, NormJob, Products, cell_kind, copies_stride, format_of, formats_of, kind_of, narrow_bytes,
+        tiles_bytes,
     },
     segments::{Command, Tables},
     staging::{STAGING_BYTES, Staging, Table},
@@ -252,25 +252,28 @@ impl Launcher {
             _ if self.plain => (Kernel::Product8, 32, 8),
             _ => (Kernel::ProductTiles, 64, 32),
         };
-        for products in job.products.chunks(MATRICES_MAX) {
-            let parts = self.parts_of(products)?;
-            let mut launched = Products {
-                parts,
-                input: self.copied,
-                tokens: word(job.rows)?,
-                matrices: word(products.len())?,
-                ..Products::default()
-            };
+        let parts = self.parts_of(&job.products)?;
+        let mut left = &*job.products;
+        while !left.is_empty() {
+            let mut launched = Products { parts, input: self.copied, tokens: word(job.rows)?, ..Products::default() };
             let (mut blocks, mut weights, mut shared) = (0, 0, 0);
-            for (product, matrix) in products.iter().zip(&mut launched.matrix) {
+            while let Some((product, others)) = left.split_first() {
+                let Some(matrix) = launched.matrix.get_mut(launched.matrices as usize) else { break };
                 *matrix = self.matrix(product, job.rows, blocks)?;
-                blocks += matrix.rows.div_ceil(rows);
-                weights += product.weight.len();
+                left = others;
+                if kernel == Kernel::Product1 {
+                    left = self.add_tiles(matrix, product, others)?;
+                }
+                let tile = if matrix.tiles == 0 { matrix.rows } else { matrix.tiles / FILE_PAGE };
+                let last = matrix.rows - (matrix.parts() - 1) * tile;
+                blocks += (matrix.parts() - 1) * tile.div_ceil(rows) + last.div_ceil(rows);
+                weights += product.weight.len() / product.rows.max(1) * matrix.rows as usize;
                 shared = shared.max(match kernel {
                     Kernel::ProductNarrow => narrow_bytes(product.dtype),
                     Kernel::ProductTiles => tiles_bytes(product.dtype),
                     _ => 0,
                 });
+                launched.matrices += 1;
             }
             if let Some((activate, to)) = pair {
                 (launched.pair_to, launched.pair_counters) = (to, self.counter(PAIR));
@@ -286,6 +289,39 @@ impl Launcher {
             self.command_with(&Command::Launch { kernel, grid, shared, job }, weights)?;
         }
         Ok(())
+    }
+
+    /// Adds to a matrix what follows it in other parts, as do tiles of the head, and returns what is left.
+    fn add_tiles<'p>(
+        &self,
+        matrix: &mut Matrix,
+        first: &Product,
+        mut others: &'p [Product],
+    ) -> Result<&'p [Product], DeviceError> {
+        let (Some(part), page) = (first.part, u64::from(FILE_PAGE)) else { return Ok(others) };
+        let (tile, bytes) = (matrix.rows, first.weight.len() as u64 % page);
+        if tile > u32::MAX / FILE_PAGE || matrix.offset >= page {
+            return Ok(others);
+        }
+        while let Some((next, rest)) = others.split_first() {
+            let number = matrix.rows.div_ceil(tile.max(1));
+            let (_, offset) = self.owner.device_place(&next.weight)?;
+            let follows = matrix.rows == number * tile
+                && next.rows <= first.rows
+                && next.part == Some(part + number as usize)
+                && next.first == first.first + matrix.rows as usize
+                && offset == (matrix.offset + u64::from(number) * bytes) % page
+                && (next.dtype, next.columns, next.stride) == (first.dtype, first.columns, first.stride)
+                && next.out.is_same(&first.out);
+            if !follows {
+                break;
+            }
+            self.matrix(next, 1, 0)?;
+            matrix.rows += word(next.rows)?;
+            matrix.tiles = tile * FILE_PAGE + word(usize::try_from(bytes).unwrap_or_default())?;
+            others = rest;
+        }
+        Ok(others)
     }
 
     /// Matrices with quants for which blocks of 32 rows leave multiprocessors idle.
@@ -457,7 +493,9 @@ impl Launcher {
         let mut first = 0;
         while first < job.rows {
             let position = job.position + first;
-            let Slice { rows, groups, run, is_few } = self.slice(job, first);
+            let shape = (spec.heads, spec.kv_heads, dim);
+            let Slice { rows, groups, run, is_few } =
+                Slice::of(shape, job.rows - first, position, self.commands.processors());
             let turned_back = partial + ((scratch_floats(spec.heads, dim) - rows * spec.heads * dim) * 4) as u64;
             let of_rows = |start: Address, row: usize| start + (first * row * 4) as u64;
             let query_floats = of_rows(queries, query_row);
@@ -546,29 +584,6 @@ impl Launcher {
             first += rows;
         }
         Ok(())
-    }
-
-    /// Rows from `first` on that attend in one launch, and how their contexts are divided: so that all processors have something to
-    /// do, as far as there is memory for the results.
-    fn slice(&self, job: &Attend<'_>, first: usize) -> Slice {
-        let spec = &job.spec;
-        let rows = (job.rows - first).min(SCRATCH_ROWS);
-        let of_key_head = rows * (spec.heads / spec.kv_heads.max(1));
-        let is_few = of_key_head <= FEW_ROWS;
-        let context = job.position + first + rows;
-        let places = (scratch_floats(1, spec.head_dim) - rows * spec.head_dim) / (spec.head_dim + 2) / rows.max(1);
-        let (parts, spans) = (context.div_ceil(PART_TOKENS), context.div_ceil(PART_TOKENS * SPAN_PARTS));
-        let (groups, run) = if spec.kv_heads * tiles_of(of_key_head, is_few) >= 2 * self.commands.processors() {
-            (1, 0)
-        } else if parts <= places {
-            // Some more, which do nothing: so the launches of the next tokens are the same.
-            (parts.next_multiple_of(PARTS_STEP).min(places), 1)
-        } else if spans <= places {
-            (spans, SPAN)
-        } else {
-            (1, 0)
-        };
-        Slice { rows, groups, run, is_few }
     }
 
     fn convert(&self, job: &Convert) -> Result<(), DeviceError> {
@@ -723,6 +738,30 @@ struct Slice {
     is_few: bool,
 }
 
+impl Slice {
+    /// Of `left` rows behind `position` others, with so many heads, key heads and elements of a head: so that all processors have
+    /// something to do, as far as there is memory for the results.
+    fn of((heads, kv_heads, dim): (usize, usize, usize), left: usize, position: usize, processors: usize) -> Self {
+        let rows = left.min(SCRATCH_ROWS);
+        let of_key_head = rows * (heads / kv_heads.max(1));
+        let is_few = of_key_head <= FEW_ROWS;
+        let context = position + rows;
+        let places = (scratch_floats(1, dim) - rows * dim) / (dim + 2) / rows.max(1);
+        let (parts, spans) = (context.div_ceil(PART_TOKENS), context.div_ceil(PART_TOKENS * SPAN_PARTS));
+        let (groups, run) = if kv_heads * tiles_of(of_key_head, is_few) >= 2 * processors {
+            (1, 0)
+        } else if parts <= places {
+            // Some more, which do nothing: so the launches of the next tokens are the same.
+            (parts.next_multiple_of(PARTS_STEP).min(places), 1)
+        } else if spans <= places {
+            (spans, SPAN)
+        } else {
+            (1, 0)
+        };
+        Self { rows, groups, run, is_few }
+    }
+}
+
 /// Tiles of so many rows of a key head.
 const fn tiles_of(rows: usize, is_few: bool) -> usize {
     rows.div_ceil(if is_few { 4 } else { 16 })
@@ -781,3 +820,36 @@ const BLOCK_TOKENS: usize = 64;
 const HEAD_DIM_MAX: usize = 256;
 /// Where copies may begin: kernels go through them in such pieces.
 const COPIES_ALIGN: usize = 16;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_attention_writes_fits_its_memory_and_is_of_the_whole_context() {
+        for (heads, kv_heads, dim) in [(16, 4, 256), (16, 8, 128), (32, 8, 64), (20, 1, 24), (7, 1, 128)] {
+            for left in [1, 2, 3, 8, 63, 64, 65, 127, 128, 512] {
+                for position in [0, 63, 255, 1023, 15_999, 16_600, 40_000, 131_000, 1_000_000] {
+                    for processors in [8, 132] {
+                        let Slice { rows, groups, run, .. } =
+                            Slice::of((heads, kv_heads, dim), left, position, processors);
+                        let used = rows * heads * (groups * (dim + 2) + dim);
+                        assert!(used <= scratch_floats(heads, dim), "{left} rows behind {position}: {used}");
+                        let parts = (position + rows).div_ceil(PART_TOKENS);
+                        assert!(rows > 0 && groups > 0 && (run == 0 || groups * run as usize >= parts));
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn one_token_attends_in_parts_then_in_spans_then_in_one_go() {
+        let one = |position| {
+            let slice = Slice::of((16, 4, 256), 1, position, 132);
+            (slice.groups, slice.run)
+        };
+        assert_eq!([3, 255, 256, 1023].map(one), [(4, 1), (4, 1), (8, 1), (16, 1)]);
+        assert_eq!([20_000, 1_000_000].map(one), [(20_001_usize.div_ceil(512), SPAN), (1, 0)]);
+    }
+}

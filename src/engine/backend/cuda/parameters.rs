@@ -156,8 +156,19 @@ pub(super) struct Matrix {
     pub(super) rows: u32,
     pub(super) stride: u32,
     pub(super) first_block: u32,
-    pub(super) unused: u32,
+    /// Rows of each of several parts, and where the next begins.
+    pub(super) tiles: u32,
 }
+
+impl Matrix {
+    /// Parts that its rows lie in, one behind the other from `part` on.
+    pub(super) const fn parts(&self) -> u32 {
+        if self.tiles == 0 { 1 } else { self.rows.div_ceil(self.tiles / FILE_PAGE) }
+    }
+}
+
+/// Where parts begin in pages of the file counts in a launch: `products.cu`.
+pub(super) const FILE_PAGE: u32 = 4096;
 
 /// `Products` of `products.cu`.
 #[repr(C)]

@@ -52,7 +52,12 @@ impl Command {
     fn reads(&self, tables: Tables) -> bool {
         let Self::Launch { job, .. } = self else { return false };
         match job {
-            Job::Products(job) => job.matrix.iter().any(|matrix| tables == Tables::Part(matrix.part)),
+            Job::Products(job) => match tables {
+                Tables::Part(part) => {
+                    job.matrix.iter().any(|matrix| (matrix.part..matrix.part + matrix.parts()).contains(&part))
+                }
+                Tables::Cache | Tables::Said => false,
+            },
             Job::Heads(_) | Job::Attend(_) | Job::Join(_) => tables == Tables::Cache,
             Job::Finish(_) => tables == Tables::Said,
             Job::Activate(_) | Job::Convert(_) | Job::Delta(_) | Job::Embed(_) | Job::Norm(_) => false,

@@ -14,8 +14,12 @@ struct Matrix {
   uint64_t offset;                  // bytes in the part
   float* out;
   const float* bias;                // or null; added to the sum
-  uint32_t part, type, rows, stride, first_block, unused;    // stride: elements between tokens of `out`
+  uint32_t part, type, rows, stride, first_block;            // stride: elements between tokens of `out`
+  // 0: all rows are in one part. Else, for one token, of parts that follow each other: rows of each but the last, times FILE_PAGE, and by
+  // how much further in a page of the file each begins than the one before.
+  uint32_t tiles;
 };
+#define FILE_PAGE 4096u
 // What becomes of two matrices, of a gate and an upper projection of as many rows, when both are done.
 struct Pair {
   Copies to;
@@ -249,8 +253,16 @@ DEVICE uint32_t matrix_of(const Products& job, uint32_t block) {
 
 // 32 rows of a block by N tokens: blockIdx.x goes through the rows of all matrices, blockIdx.y through the tokens.
 template <int N> DEVICE void product(const Products& job, uint8_t* memory, uint32_t* slot) {
-  const Matrix& m = job.matrix[matrix_of(job, blockIdx.x)];
-  const uint32_t block = blockIdx.x - m.first_block, first = blockIdx.y * N;
+  Matrix m = job.matrix[matrix_of(job, blockIdx.x)];
+  const uint32_t first = blockIdx.y * N;
+  uint32_t block = blockIdx.x - m.first_block;
+  if (N == 1 && m.tiles != 0u) {
+    const uint32_t rows = m.tiles / FILE_PAGE, blocks = (rows + ROWS_OF_BLOCK - 1u) / ROWS_OF_BLOCK, tile = block / blocks;
+    block -= tile * blocks;
+    m.part += tile; m.out += tile * rows; m.rows = min(rows, m.rows - tile * rows);
+    m.offset = (m.offset + tile * (m.tiles % FILE_PAGE)) % FILE_PAGE;
+    if (m.bias) m.bias += tile * rows;
+  }
   switch (m.type) {
 #define OF(type) case TYPE_##type: if constexpr (CASE(type)) rows_of<type, N>(job, m, block, first, memory); break;
     FOR_EACH_QUANTISED(OF)
@@ -658,6 +670,7 @@ SIMT_EXPORT(activate)
 #endif
 #undef WARPS
 #undef MATRICES_MAX
+#undef FILE_PAGE
 #undef SEGMENT_MAX
 #undef ROWS_OF_BLOCK
 #undef STAGES_OF
