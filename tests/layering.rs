@@ -489,7 +489,7 @@ const LINES_MAX: [(&str, usize); 14] = [
     ("cli", 12466),
     ("config", 4536),
     ("daemon", 11209),
-    ("engine", 39806),
+    ("engine", 39820),
     ("http", 9618),
     ("journal", 3205),
     ("policy", 22481),

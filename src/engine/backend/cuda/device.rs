@@ -5,10 +5,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use candle_core::quantized::GgmlDType;
 
 use super::{
+    context::scratch_floats,
     driver::Driver,
     gpu::Gpu,
     memory::staged_bytes,
-    operations::{DELTA_COUNTERS_MAX, own_bytes, scratch_floats},
+    operations::{DELTA_COUNTERS_MAX, own_bytes},
     parameters::{copies_stride, formats_of, kind_of},
     probe::Probe,
     queue::Cuda,

@@ -3,6 +3,7 @@
 use std::{io, mem, sync::Arc};
 
 use super::{
+    context::{SCRATCH_ROWS, Slice, attend_kernel, scratch_floats},
     driver::Address,
     gpu::{Commands, Gpu},
     memory::{Allocation, allocated_bytes},
@@ -494,7 +495,7 @@ impl Launcher {
         while first < job.rows {
             let position = job.position + first;
             let shape = (spec.heads, spec.kv_heads, dim);
-            let Slice { rows, groups, run, is_few } =
+            let Slice { rows, tiles, groups, run, is_few } =
                 Slice::of(shape, job.rows - first, position, self.commands.processors());
             let turned_back = partial + ((scratch_floats(spec.heads, dim) - rows * spec.heads * dim) * 4) as u64;
             let of_rows = |start: Address, row: usize| start + (first * row * 4) as u64;
@@ -557,13 +558,7 @@ impl Launcher {
                 scale: spec.scale,
                 unused: 0,
             };
-            let tiles = tiles_of(rows * (spec.heads / spec.kv_heads.max(1)), is_few);
-            let (kernel, shared) = match (is_few, dim > 128) {
-                (true, true) => (Kernel::AttendFew256, 64 << 10),
-                (true, false) => (Kernel::AttendFew128, 48 << 10),
-                (false, true) => (Kernel::Attend256, 80 << 10),
-                (false, false) => (Kernel::Attend128, 40 << 10),
-            };
+            let (kernel, shared) = attend_kernel(is_few, dim);
             let grid = (word(spec.kv_heads)?, word(tiles)?, word(groups)?);
             self.launch(kernel, grid, shared, Job::Attend(attend))?;
             let join = JoinJob {
@@ -728,60 +723,6 @@ fn word(number: usize) -> Result<u32, DeviceError> {
     u32::try_from(number).map_err(|_| DeviceError::new(format!("{number} is more than a kernel counts")))
 }
 
-/// Rows that attend in one launch.
-struct Slice {
-    rows: usize,
-    /// Blocks that a row's context is divided into, and parts that each of them computes; 0: all.
-    groups: usize,
-    run: u32,
-    /// In tiles of few rows.
-    is_few: bool,
-}
-
-impl Slice {
-    /// Of `left` rows behind `position` others, with so many heads, key heads and elements of a head: so that all processors have
-    /// something to do, as far as there is memory for the results.
-    fn of((heads, kv_heads, dim): (usize, usize, usize), left: usize, position: usize, processors: usize) -> Self {
-        let rows = left.min(SCRATCH_ROWS);
-        let of_key_head = rows * (heads / kv_heads.max(1));
-        let is_few = of_key_head <= FEW_ROWS;
-        let context = position + rows;
-        let places = (scratch_floats(1, dim) - rows * dim) / (dim + 2) / rows.max(1);
-        let (parts, spans) = (context.div_ceil(PART_TOKENS), context.div_ceil(PART_TOKENS * SPAN_PARTS));
-        let (groups, run) = if kv_heads * tiles_of(of_key_head, is_few) >= 2 * processors {
-            (1, 0)
-        } else if parts <= places {
-            // Some more, which do nothing: so the launches of the next tokens are the same.
-            (parts.next_multiple_of(PARTS_STEP).min(places), 1)
-        } else if spans <= places {
-            (spans, SPAN)
-        } else {
-            (1, 0)
-        };
-        Self { rows, groups, run, is_few }
-    }
-}
-
-/// Tiles of so many rows of a key head.
-const fn tiles_of(rows: usize, is_few: bool) -> usize {
-    rows.div_ceil(if is_few { 4 } else { 16 })
-}
-
-/// Floats that attention needs beside its other memory: partial results, and behind them queries turned back by a gap.
-pub(super) const fn scratch_floats(heads: usize, dim: usize) -> usize {
-    SCRATCH_ROWS * heads * (dim + 2 + dim)
-}
-
-/// Rows that attend in one launch at most. The same memory has the parts of one row and 16000 other tokens, or the spans of eight times as many.
-const SCRATCH_ROWS: usize = 128;
-/// Rows of a key head that attend in tiles of four.
-const FEW_ROWS: usize = 8;
-/// Tokens of a part, and parts of a span: `PART` and `SPAN` of `attention.cu`.
-const PART_TOKENS: usize = 64;
-const SPAN: u32 = 8;
-const SPAN_PARTS: usize = SPAN as usize;
-const PARTS_STEP: usize = 4;
-
 // Places among the counters:
 const POSITION: usize = 64;
 const RESULT: usize = 128;
@@ -820,36 +761,3 @@ const BLOCK_TOKENS: usize = 64;
 const HEAD_DIM_MAX: usize = 256;
 /// Where copies may begin: kernels go through them in such pieces.
 const COPIES_ALIGN: usize = 16;
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_attention_writes_fits_its_memory_and_is_of_the_whole_context() {
-        for (heads, kv_heads, dim) in [(16, 4, 256), (16, 8, 128), (32, 8, 64), (20, 1, 24), (7, 1, 128)] {
-            for left in [1, 2, 3, 8, 63, 64, 65, 127, 128, 512] {
-                for position in [0, 63, 255, 1023, 15_999, 16_600, 40_000, 131_000, 1_000_000] {
-                    for processors in [8, 132] {
-                        let Slice { rows, groups, run, .. } =
-                            Slice::of((heads, kv_heads, dim), left, position, processors);
-                        let used = rows * heads * (groups * (dim + 2) + dim);
-                        assert!(used <= scratch_floats(heads, dim), "{left} rows behind {position}: {used}");
-                        let parts = (position + rows).div_ceil(PART_TOKENS);
-                        assert!(rows > 0 && groups > 0 && (run == 0 || groups * run as usize >= parts));
-                    }
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn one_token_attends_in_parts_then_in_spans_then_in_one_go() {
-        let one = |position| {
-            let slice = Slice::of((16, 4, 256), 1, position, 132);
-            (slice.groups, slice.run)
-        };
-        assert_eq!([3, 255, 256, 1023].map(one), [(4, 1), (4, 1), (8, 1), (16, 1)]);
-        assert_eq!([20_000, 1_000_000].map(one), [(20_001_usize.div_ceil(512), SPAN), (1, 0)]);
-    }
-}
