@@ -5,14 +5,19 @@
 //!  └──── Reasoning ────────┘ └ Text ┘ └────── ToolCall ────────┘
 //! ```
 //!
-//! Nothing that the model wrote is lost: what looks like a call and is none comes as text, as it stands. A call that the end
-//! of the answer cuts is one all the same, with the arguments as far as they came: a voice would read it out as text.
+//! Models call tools in other ways than their templates show: without tags, in a code fence, with the tags of another family. So
+//! with tools in the conversation all of these are read, whatever the template: between tags any function counts, elsewhere one of
+//! those that were declared. Nothing that the model wrote is lost: a text that resembles a call and is none comes as text, as it
+//! stands. A call that the end of the answer cuts is one all the same, with the arguments as far as they came: a voice would read it
+//! out as text.
 
-use std::collections::BTreeSet;
+use serde_json::Value;
 
-use serde_json::{Map, Value};
+mod calls;
+mod literal;
 
-use super::tool_format::ToolFormat;
+use self::calls::{CLOSERS, CallParser, Found, Functions, SEPARATORS};
+use super::{tokenizer::Tokenizer, tool_format::ToolFormat};
 use crate::conversation::AnswerPart;
 
 /// How an answer is to be read.
@@ -40,26 +45,36 @@ pub enum Thoughts {
 #[derive(Debug)]
 pub struct AnswerReader {
     style: AnswerStyle,
-    /// Tool and parameter of those that are texts, whatever their text looks like.
-    texts: BTreeSet<(String, String)>,
+    functions: Functions,
     state: State,
     /// What came and is not certain yet.
     held: String,
-    /// Whether any text was given out since the last thought or call; white space at its beginning is dropped.
+    /// Whether any text or thought was given out since the last thought or call; white space at its beginning is dropped.
     any_text: bool,
-    /// White space that is only text if text follows.
+    /// White space that counts only if more follows.
     space: String,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
+    /// Behind a call: its end tag, or another one.
+    After(Opener),
     /// Nothing but white space has come.
     Beginning,
-    /// All until the end is perhaps one call.
-    Bare,
-    Call,
+    /// Perhaps a call.
+    Call(Opener),
     Text,
     Thinking,
+}
+
+/// Text with which calls begin.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Opener {
+    tag: &'static str,
+    /// How much of the tag belongs to the call.
+    keep: usize,
+    /// Whether any function may be called behind it, declared or not.
+    any_name: bool,
 }
 
 impl AnswerReader {
@@ -68,7 +83,7 @@ impl AnswerReader {
     pub fn new(style: AnswerStyle, tools: &[Value]) -> Self {
         Self {
             style,
-            texts: text_parameters(tools),
+            functions: Functions::of(tools),
             state: match style.thoughts {
                 Thoughts::Open => State::Thinking,
                 Thoughts::None | Thoughts::Perhaps => State::Beginning,
@@ -89,35 +104,41 @@ impl AnswerReader {
             return parts;
         }
         self.held.push_str(piece);
-        while self.step(&mut parts) {}
+        while self.step(false, &mut parts) {}
         parts
     }
 
     /// The rest, once nothing follows; `cut` when the model had not come to an end.
     pub fn finish(&mut self, cut: bool) -> Vec<AnswerPart> {
         let mut parts = Vec::new();
-        let held = std::mem::take(&mut self.held);
         match self.state {
-            State::Thinking if !held.is_empty() => parts.push(AnswerPart::Reasoning(held)),
-            State::Thinking => {}
             // The beginning of a tag that is cut is no text either.
-            State::Text if cut && is_tag_begun(&held) => {}
-            State::Beginning | State::Text => self.text(&held, &mut parts),
-            State::Call if cut && call_of(&held, &self.texts).is_none() => {
-                parts.extend(cut_call(&held, &self.texts));
+            State::Text if cut && is_tag_begun(&self.held) => return parts,
+            State::Call(opener) if cut => {
+                let calls = match fenced(opener, &self.held) {
+                    Fenced::Body(body) => calls::cut(body, self.parser(opener, body, false)),
+                    Fenced::More | Fenced::Nothing => Vec::new(),
+                };
+                if calls.is_empty() && !opener.any_name {
+                    self.no_call(opener, &mut parts);
+                } else {
+                    self.held.clear();
+                }
+                self.calls(calls, &mut parts);
             }
-            State::Call => self.call(&held, "", &mut parts),
-            State::Bare => match bare_calls(&held) {
-                Some(calls) => parts.extend(calls),
-                None if cut => parts.extend(cut_bare_calls(&held)),
-                None => self.text(&held, &mut parts),
-            },
+            _ => while self.step(true, &mut parts) {},
+        }
+        if self.state == State::Thinking {
+            let held = std::mem::take(&mut self.held);
+            self.thought(&held, &mut parts);
+        } else {
+            self.rest(&mut parts);
         }
         parts
     }
 
-    /// Does what can be done with what is held; whether there may be more to do.
-    fn step(&mut self, parts: &mut Vec<AnswerPart>) -> bool {
+    /// Does what can be done with what is held, where nothing may follow; whether there may be more to do.
+    fn step(&mut self, ended: bool, parts: &mut Vec<AnswerPart>) -> bool {
         match self.state {
             State::Beginning => {
                 let begun = self.held.trim_start();
@@ -128,68 +149,144 @@ impl AnswerReader {
                 if self.style.thoughts == Thoughts::Perhaps && begun.starts_with(THINK) {
                     self.held.drain(..lead + THINK.len());
                     self.state = State::Thinking;
-                } else if self.style.tools == Some(ToolFormat::Bare) && begun.starts_with('{') {
-                    self.state = State::Bare;
+                } else if let Some(format) = self.style.tools {
+                    self.state = State::Call(Opener { tag: "", keep: 0, any_name: format == ToolFormat::Bare });
                 } else {
                     // Without thoughts before it, white space at the beginning is the model's own.
-                    self.any_text = self.style.thoughts == Thoughts::None && self.style.tools.is_none();
+                    self.any_text = self.style.thoughts == Thoughts::None;
                     self.state = State::Text;
                 }
                 true
             }
-            State::Bare => false,
             State::Thinking => {
-                let (clear, found) = self.take_until(THOUGHT);
-                if !clear.is_empty() {
-                    parts.push(AnswerPart::Reasoning(clear));
-                }
-                if found {
-                    self.state = State::Beginning;
+                let at = self.held.find(THOUGHT);
+                let end = at.unwrap_or_else(|| held_back(&self.held, &[THOUGHT]));
+                let clear: String = self.held.drain(..end).collect();
+                self.thought(&clear, parts);
+                if at.is_some() {
+                    self.held.drain(..THOUGHT.len());
+                    (self.any_text, self.state) = (false, State::Beginning);
+                    self.space.clear();
                     // They come once.
                     self.style.thoughts = Thoughts::Open;
                 }
-                found
+                at.is_some()
             }
             State::Text => {
-                if !matches!(self.style.tools, Some(ToolFormat::Parameters | ToolFormat::Tagged)) {
-                    let text = std::mem::take(&mut self.held);
-                    self.text(&text, parts);
+                if self.style.tools.is_none() {
+                    self.rest(parts);
                     return false;
                 }
-                let (clear, found) = self.take_until(CALL);
+                let found = OPENERS.iter().filter_map(|opener| Some((self.held.find(opener.tag)?, *opener)));
+                let found = found.min_by_key(|(at, _)| *at);
+                let end = found.map_or_else(|| held_back(&self.held, &OPENERS.map(|opener| opener.tag)), |(at, _)| at);
+                let clear: String = self.held.drain(..end).collect();
                 self.text(&clear, parts);
-                if found {
-                    self.state = State::Call;
+                if let Some((_, opener)) = found {
+                    self.held.drain(..opener.tag.len() - opener.keep);
+                    self.state = State::Call(opener);
                 }
-                found
+                found.is_some()
             }
-            State::Call => {
-                let Some(end) = self.held.find(CALLED) else {
-                    return false;
-                };
-                let inner: String = self.held.drain(..end).collect();
-                self.held.drain(..CALLED.len());
+            State::Call(opener) => self.read(opener, ended, parts),
+            State::After(opener) => self.after(opener, ended, parts),
+        }
+    }
+
+    /// Reads a call behind `opener`; whether it is decided if there is one.
+    fn read(&mut self, opener: Opener, ended: bool, parts: &mut Vec<AnswerPart>) -> bool {
+        let found = match fenced(opener, &self.held) {
+            Fenced::Body(body) => {
+                let before = self.held.len() - body.len();
+                match self.parser(opener, body, ended).read(body) {
+                    Found::Calls(calls, end) => Found::Calls(calls, before + end),
+                    other => other,
+                }
+            }
+            Fenced::More => Found::More,
+            Fenced::Nothing => Found::Nothing,
+        };
+        match found {
+            Found::Calls(calls, end) => {
+                self.held.drain(..end);
+                self.calls(calls, parts);
+                self.state = State::After(opener);
+            }
+            Found::More if !ended => return false,
+            Found::More | Found::Nothing => self.no_call(opener, parts),
+        }
+        true
+    }
+
+    /// Skips the end tag of a call and reads another one; whether anything was decided.
+    fn after(&mut self, opener: Opener, ended: bool, parts: &mut Vec<AnswerPart>) -> bool {
+        let rest = self.held.trim_start();
+        let fence = [FENCE];
+        let closers = || CLOSERS.iter().chain(fence.iter().filter(|_| opener.tag == FENCE));
+        let closer = closers().find(|closer| rest.starts_with(**closer));
+        if let Some(closer) = closer {
+            let end = self.held.len() - rest.len() + closer.len();
+            self.held.drain(..end);
+            return true;
+        }
+        if !ended && (rest.is_empty() || closers().any(|closer| is_begun(rest, closer))) {
+            return false;
+        }
+        let body = rest.trim_start_matches(SEPARATORS);
+        let before = self.held.len() - body.len();
+        match self.parser(opener, body, ended).read(body) {
+            Found::Calls(calls, end) => {
+                self.held.drain(..before + end);
+                self.calls(calls, parts);
+                true
+            }
+            Found::More => false,
+            Found::Nothing => {
                 self.state = State::Text;
-                self.call(&inner, CALLED, parts);
                 true
             }
         }
     }
 
-    /// Takes what is before `tag`, and `tag` itself if it is there; what may become it stays.
-    fn take_until(&mut self, tag: &str) -> (String, bool) {
-        if let Some(at) = self.held.find(tag) {
-            let before = self.held.drain(..at).collect();
-            self.held.drain(..tag.len());
-            return (before, true);
+    /// Any name counts only where a call is written as JSON or in tags: prose has brackets too.
+    fn parser(&self, opener: Opener, body: &str, ended: bool) -> CallParser<'_> {
+        let structured = body.trim_start().starts_with(['{', '[', '<']);
+        let any_name =
+            opener.any_name && (structured || matches!(self.state, State::Call(_)) && !opener.tag.is_empty());
+        CallParser { functions: &self.functions, any_name, ended }
+    }
+
+    /// What seemed to be the beginning of a call is text.
+    fn no_call(&mut self, opener: Opener, parts: &mut Vec<AnswerPart>) {
+        self.held.drain(..opener.keep.min(self.held.len()));
+        self.state = State::Text;
+        self.text(opener.tag, parts);
+    }
+
+    fn calls(&mut self, calls: Vec<AnswerPart>, parts: &mut Vec<AnswerPart>) {
+        if !calls.is_empty() {
+            self.space.clear();
+            self.any_text = false;
+            parts.extend(calls);
         }
-        let keep = self
-            .held
-            .char_indices()
-            .map(|(at, _)| at)
-            .find(|&at| is_begun(self.held.get(at..).unwrap_or_default(), tag))
-            .unwrap_or(self.held.len());
-        (self.held.drain(..keep).collect(), false)
+    }
+
+    /// All that is held, as text.
+    fn rest(&mut self, parts: &mut Vec<AnswerPart>) {
+        let held = std::mem::take(&mut self.held);
+        self.text(&held, parts);
+    }
+
+    /// A piece of a thought; thoughts that are white space are none.
+    fn thought(&mut self, piece: &str, parts: &mut Vec<AnswerPart>) {
+        self.space.push_str(piece);
+        if self.any_text || !self.space.trim_start().is_empty() {
+            let thought = std::mem::take(&mut self.space);
+            if !thought.is_empty() {
+                self.any_text = true;
+                parts.push(AnswerPart::Reasoning(thought));
+            }
+        }
     }
 
     fn text(&mut self, text: &str, parts: &mut Vec<AnswerPart>) {
@@ -212,32 +309,24 @@ impl AnswerReader {
         self.any_text = true;
         parts.push(AnswerPart::Text(said));
     }
-
-    fn call(&mut self, inner: &str, close: &str, parts: &mut Vec<AnswerPart>) {
-        match call_of(inner, &self.texts) {
-            Some(call) => {
-                self.space.clear();
-                self.any_text = false;
-                parts.push(call);
-            }
-            None => self.text(&format!("{CALL}{inner}{close}"), parts),
-        }
-    }
 }
 
-fn text_parameters(tools: &[Value]) -> BTreeSet<(String, String)> {
-    let functions = tools.iter().filter_map(|tool| tool.get("function"));
-    functions
-        .filter_map(|function| {
-            let name = function.get("name")?.as_str()?;
-            let properties = function.get("parameters")?.get("properties")?.as_object()?;
-            Some(properties.iter().filter_map(move |(key, schema)| {
-                let is_text = schema.get("type").and_then(Value::as_str) == Some("string");
-                is_text.then(|| (name.to_owned(), key.clone()))
-            }))
-        })
-        .flatten()
-        .collect()
+/// The call inside of a code fence, behind the name of its language.
+enum Fenced<'text> {
+    Body(&'text str),
+    More,
+    Nothing,
+}
+
+fn fenced(opener: Opener, held: &str) -> Fenced<'_> {
+    if opener.tag != FENCE {
+        return Fenced::Body(held);
+    }
+    match held.split_once('\n') {
+        Some((language, body)) if FENCE_LANGUAGES.contains(&language.trim()) => Fenced::Body(body),
+        None if FENCE_LANGUAGES.iter().any(|known| known.starts_with(held.trim())) => Fenced::More,
+        _ => Fenced::Nothing,
+    }
 }
 
 /// Whether `text` is the beginning of `tag`, and not all of it.
@@ -245,121 +334,59 @@ fn is_begun(text: &str, tag: &str) -> bool {
     text.len() < tag.len() && tag.starts_with(text)
 }
 
-/// Whether `text` ends with the beginning of a call's tag, which [`AnswerReader::take_until`] held back.
+/// Where the beginning of one of `tags` starts at the end of `text`.
+fn held_back(text: &str, tags: &[&str]) -> usize {
+    let begun = |at: &usize| tags.iter().any(|tag| is_begun(text.get(*at..).unwrap_or_default(), tag));
+    text.char_indices().map(|(at, _)| at).find(begun).unwrap_or(text.len())
+}
+
+/// Whether a text that was held back is the beginning of a tag, and not of a line or of anything that prose has as well.
 fn is_tag_begun(text: &str) -> bool {
-    !text.is_empty() && is_begun(text, CALL)
-}
-
-/// A call of which only the beginning came: nothing while its name is not complete.
-fn cut_call(inner: &str, texts: &BTreeSet<(String, String)>) -> Option<AnswerPart> {
-    let inner = inner.trim_start();
-    if inner.starts_with('{') {
-        return cut_json_call(inner);
-    }
-    let (name, rest) = inner.strip_prefix("<function=")?.split_once('>')?;
-    // Complete parameters, as an object that is not closed.
-    let complete = rest.rfind("</parameter>").map_or(0, |at| at + "</parameter>".len());
-    let whole = format!("<function={name}>{}", rest.get(..complete)?);
-    let Some(AnswerPart::ToolCall { name, mut arguments }) = call_of(&whole, texts) else {
-        return None;
-    };
-    arguments.pop();
-    Some(AnswerPart::ToolCall { name, arguments })
-}
-
-/// The same of `{"name": …, "arguments": …`.
-fn cut_json_call(text: &str) -> Option<AnswerPart> {
-    let rest = text.trim_start().strip_prefix('{')?.trim_start().strip_prefix("\"name\"")?;
-    let rest = rest.trim_start().strip_prefix(':')?;
-    let mut values = serde_json::Deserializer::from_str(rest).into_iter::<String>();
-    let name = values.next()?.ok()?;
-    let rest = rest.get(values.byte_offset()..)?.trim_start();
-    let arguments = rest
-        .strip_prefix(',')
-        .and_then(|rest| {
-            let rest = rest.trim_start();
-            rest.strip_prefix("\"arguments\"").or_else(|| rest.strip_prefix("\"parameters\""))
-        })
-        .and_then(|rest| rest.trim_start().strip_prefix(':'))
-        .map_or("", str::trim_start);
-    // What closes the call around whole arguments is cut off with it.
-    let mut whole = serde_json::Deserializer::from_str(arguments).into_iter::<Value>();
-    let end = match whole.next() {
-        Some(Ok(_)) => whole.byte_offset(),
-        _ => arguments.len(),
-    };
-    Some(AnswerPart::ToolCall { name, arguments: arguments.get(..end)?.to_owned() })
-}
-
-/// The same of calls one after the other, of which the last is cut.
-fn cut_bare_calls(text: &str) -> Vec<AnswerPart> {
-    let mut calls = Vec::new();
-    let mut rest = text.trim_start();
-    loop {
-        let mut values = serde_json::Deserializer::from_str(rest).into_iter::<Value>();
-        match values.next() {
-            Some(Ok(value)) => calls.extend(call_of_json(&value)),
-            _ => {
-                calls.extend(cut_json_call(rest));
-                return calls;
-            }
-        }
-        rest = rest.get(values.byte_offset()..).unwrap_or_default().trim_start_matches([';', ' ', '\n', '\r', '\t']);
-    }
-}
-
-/// The call between two tags.
-fn call_of(inner: &str, texts: &BTreeSet<(String, String)>) -> Option<AnswerPart> {
-    let inner = inner.trim();
-    if inner.starts_with('{') {
-        return call_of_json(&serde_json::from_str(inner).ok()?);
-    }
-    let (name, rest) = inner.strip_prefix("<function=")?.split_once('>')?;
-    let (name, mut rest) = (name.trim(), rest.trim());
-    let mut arguments = Map::new();
-    while let Some(parameter) = rest.strip_prefix("<parameter=") {
-        let (key, after) = parameter.split_once('>')?;
-        let (value, after) = after.split_once("</parameter>")?;
-        // The line breaks around a value belong to the tags.
-        let value = value.strip_prefix('\n').unwrap_or(value);
-        let value = value.strip_suffix('\n').unwrap_or(value);
-        let place = (name.to_owned(), key.trim().to_owned());
-        let value = if texts.contains(&place) {
-            Value::from(value)
-        } else {
-            serde_json::from_str(value).unwrap_or_else(|_| Value::from(value))
-        };
-        arguments.insert(place.1, value);
-        rest = after.trim_start();
-    }
-    let ended = rest.is_empty() || rest.trim() == "</function>";
-    ended.then(|| AnswerPart::ToolCall { name: name.to_owned(), arguments: Value::Object(arguments).to_string() })
-}
-
-fn call_of_json(value: &Value) -> Option<AnswerPart> {
-    let name = value.get("name")?.as_str()?;
-    let arguments = value.get("arguments").or_else(|| value.get("parameters"))?;
-    arguments.is_object().then(|| AnswerPart::ToolCall { name: name.to_owned(), arguments: arguments.to_string() })
-}
-
-/// The calls of an answer that is nothing but calls: JSON objects, one after the other, with semicolons or without.
-fn bare_calls(text: &str) -> Option<Vec<AnswerPart>> {
-    let mut calls = Vec::new();
-    let mut rest = text.trim();
-    while !rest.is_empty() {
-        let mut values = serde_json::Deserializer::from_str(rest).into_iter::<Value>();
-        let value = values.next()?.ok()?;
-        calls.push(call_of_json(&value)?);
-        rest = rest.get(values.byte_offset()..)?.trim_start_matches([';', ' ', '\n', '\r', '\t']);
-    }
-    (!calls.is_empty()).then_some(calls)
+    text.len() > 1 && OPENERS.iter().any(|opener| opener.tag.starts_with(['<', '[']) && is_begun(text, opener.tag))
 }
 
 const THINK: &str = "<think>";
 /// What ends the thoughts.
 pub(super) const THOUGHT: &str = "</think>";
-const CALL: &str = "<tool_call>";
-const CALLED: &str = "</tool_call>";
+const FENCE: &str = "```";
+/// Languages under which models write calls in a code fence.
+const FENCE_LANGUAGES: [&str; 6] = ["", "json", "tool_call", "tool_code", "python", "xml"];
+
+/// The control tokens of a vocabulary with which calls are written, and their texts.
+pub(super) fn call_tags(tokenizer: &Tokenizer) -> Vec<(u32, &'static str)> {
+    CALL_TAGS.iter().filter_map(|text| Some((tokenizer.control(text)?, *text))).collect()
+}
+
+/// Texts that are control tokens in some vocabularies, in front of and inside of calls.
+const CALL_TAGS: [&str; 12] = [
+    "<tool_call>",
+    "</tool_call>",
+    "<|tool_call|>",
+    "<|/tool_call|>",
+    "<|tool_call_start|>",
+    "<|tool_call_end|>",
+    "<function_call>",
+    "<|python_tag|>",
+    "[TOOL_CALLS]",
+    "[/TOOL_CALLS]",
+    "[CALL_ID]",
+    "[ARGS]",
+];
+
+const OPENERS: [Opener; 11] = [
+    Opener { tag: "<tool_call>", keep: 0, any_name: true },
+    Opener { tag: "<|tool_call|>", keep: 0, any_name: true },
+    Opener { tag: "<|tool_call_start|>", keep: 0, any_name: true },
+    Opener { tag: "<|python_tag|>", keep: 0, any_name: true },
+    Opener { tag: "[TOOL_CALLS]", keep: 0, any_name: true },
+    Opener { tag: "<function_call>", keep: 0, any_name: false },
+    Opener { tag: "<tools>", keep: 0, any_name: false },
+    Opener { tag: "<function=", keep: "<function=".len(), any_name: false },
+    // Phi 4 mini.
+    Opener { tag: "functools[", keep: 1, any_name: false },
+    Opener { tag: FENCE, keep: 0, any_name: false },
+    Opener { tag: "\n{", keep: 1, any_name: false },
+];
 
 #[cfg(test)]
 mod tests {
@@ -436,6 +463,122 @@ mod tests {
     }
 
     #[test]
+    fn calls_are_read_however_models_write_them() {
+        let both = |arguments: &str| vec![call("set_light", arguments)];
+        let hall = r#"{"room":"hall"}"#;
+        for (answer, expected) in [
+            // without arguments, and with arguments as a text
+            ("<tool_call>\n{\"name\": \"set_light\"}\n</tool_call>", both("{}")),
+            ("<tool_call>{\"name\": \"set_light\", \"arguments\": null}</tool_call>", both("{}")),
+            (r#"<tool_call>{"name": "set_light", "arguments": "{\"room\": \"hall\"}"}</tool_call>"#, both(hall)),
+            (r#"{"type": "function", "function": {"name": "set_light", "arguments": {"room": "hall"}}}"#, both(hall)),
+            (r#"{"function": "set_light", "parameters": {"room": "hall"}}"#, both(hall)),
+            // tags inside of values
+            (
+                r#"<tool_call>{"name": "set_light", "arguments": {"room": "a </tool_call> b"}}</tool_call>"#,
+                both(r#"{"room":"a </tool_call> b"}"#),
+            ),
+            (
+                "<tool_call><function=set_light>\n<parameter=room>\na </tool_call> </parameter> b\n</parameter>\n</function></tool_call>",
+                both(r#"{"room":"a </tool_call> </parameter> b"}"#),
+            ),
+            // brackets and end tags forgotten
+            (r#"<tool_call>{"name": "set_light", "arguments": {"room": "hall"}</tool_call>"#, both(hall)),
+            (r#"<tool_call>{"name": "set_light", "arguments": {"room": "hall"}}"#, both(hall)),
+            (r#"{"name": "set_light", "parameters": {"room": "hall"}"#, both(hall)),
+            (
+                "<function=set_light>\n<parameter=room>\nhall\n<parameter=level>\n2\n</function>",
+                both(r#"{"room":"hall","level":2}"#),
+            ),
+            ("<function=set_light><parameter=room>hall</parameter>", both(hall)),
+            // Qwen 3 Coder and Llama 3.1 without the outer tags
+            ("<function=set_light>\n<parameter=room>\nhall\n</parameter>\n</function>\n</tool_call>", both(hall)),
+            ("<function=set_light>{\"room\": \"hall\"}</function>", both(hall)),
+            // Mistral
+            ("[TOOL_CALLS]set_light[ARGS]{\"room\": \"hall\"}", both(hall)),
+            ("[TOOL_CALLS]set_light[CALL_ID]abcdefghi[ARGS]{\"room\": \"hall\"}", both(hall)),
+            (
+                "[TOOL_CALLS] [{\"name\": \"set_light\", \"arguments\": {\"room\": \"hall\"}, \"id\": \"abc\"}]",
+                both(hall),
+            ),
+            ("set_light[ARGS]{\"room\": \"hall\"}", both(hall)),
+            ("[TOOL_CALLS]set_light{\"room\": \"hall\"}", both(hall)),
+            // Granite, Phi 4, SmolLM 2, Qwen 2.5 Coder, LFM 2
+            ("<|tool_call|>[{\"name\": \"set_light\", \"arguments\": {\"room\": \"hall\"}}]<|/tool_call|>", both(hall)),
+            ("functools[{\"name\": \"set_light\", \"arguments\": {\"room\": \"hall\"}}]", both(hall)),
+            ("<tool_call>[{\"name\": \"set_light\", \"arguments\": {\"room\": \"hall\"}}]</tool_call>", both(hall)),
+            ("<tools>\n{\"name\": \"set_light\", \"arguments\": {\"room\": \"hall\"}}\n</tools>", both(hall)),
+            ("<|tool_call_start|>[set_light(room=\"hall\")]<|tool_call_end|>", both(hall)),
+            // Llama and Gemma: in a fence, behind a tag, as Python
+            ("```json\n{\"name\": \"set_light\", \"parameters\": {\"room\": \"hall\"}}\n```", both(hall)),
+            ("```\n[{\"name\": \"set_light\", \"parameters\": {\"room\": \"hall\"}}]\n```\n", both(hall)),
+            ("<|python_tag|>{\"name\": \"set_light\", \"parameters\": {\"room\": \"hall\"}}", both(hall)),
+            ("<|python_tag|>set_light.call(room=\"hall\")", both(hall)),
+            ("[set_light(room='hall')]", both(hall)),
+            (
+                "```tool_code\nprint(default_api.set_light('hall', level = 2))\n```",
+                both(r#"{"level":2,"room":"hall"}"#),
+            ),
+            ("{'name': 'set_light', 'arguments': {'room': 'hall'}}", both(hall)),
+            ("{\"name\": \"set_light\", \"arguments\": {\"room\": \"a\nb\"}}", both(r#"{"room":"a\nb"}"#)),
+            // several, and text before
+            (
+                "<tool_call>{\"name\": \"set_light\", \"arguments\": {}}\n{\"name\": \"set_light\", \"arguments\": {\"room\": \"hall\"}}</tool_call>",
+                vec![call("set_light", "{}"), call("set_light", hall)],
+            ),
+            (
+                "[TOOL_CALLS]set_light[ARGS]{}[TOOL_CALLS]set_light[ARGS]{\"room\": \"hall\"}",
+                vec![call("set_light", "{}"), call("set_light", hall)],
+            ),
+            (
+                "{\"name\": \"set_light\", \"parameters\": {}}; {\"name\": \"set_light\", \"parameters\": {\"room\": \"hall\"}}",
+                vec![call("set_light", "{}"), call("set_light", hall)],
+            ),
+            (
+                "I will.\n{\"name\": \"set_light\", \"arguments\": {\"room\": \"hall\"}}\nDone.",
+                vec![text("I will."), call("set_light", hall), text("Done.")],
+            ),
+        ] {
+            for format in [ToolFormat::Bare, ToolFormat::Parameters, ToolFormat::Tagged] {
+                let style = AnswerStyle { thoughts: Thoughts::None, tools: Some(format) };
+                assert_eq!(read(style, &[answer]), expected, "{format:?}: {answer}");
+                let pieces: Vec<String> = answer.chars().map(String::from).collect();
+                let pieces: Vec<&str> = pieces.iter().map(String::as_str).collect();
+                assert_eq!(read(style, &pieces), expected, "{format:?}: {answer}");
+            }
+        }
+    }
+
+    #[test]
+    fn prose_and_data_are_not_calls() {
+        for answer in [
+            "{\"name\": \"Bob\", \"age\": 7}",
+            "[1, 2, 3]",
+            "[a link](https://example.com)",
+            "```python\nprint(\"hello\")\n```",
+            "```json\n{\"name\": \"Bob\"}\n```",
+            "```\nset the light\n```",
+            "The function <function=other>{}</function> is not there.",
+            "Lights (all of them):\n{\"a\": 1}",
+            "set_light is a function",
+            "set_light(s) are on",
+            "\"set_light\"",
+            "other(room='hall')",
+            "print(1)",
+            "I use functools[0] and [ARGS].",
+        ] {
+            let style = AnswerStyle { thoughts: Thoughts::None, tools: Some(ToolFormat::Tagged) };
+            assert_eq!(read(style, &[answer]), [text(answer)], "{answer}");
+        }
+    }
+
+    #[test]
+    fn thoughts_that_are_white_space_are_none() {
+        assert_eq!(read(TAGGED, &["<think>\n", "\n</think>\n\nHello."]), [text("Hello.")]);
+        assert_eq!(read(TAGGED, &["<think>\n", "\n hm </think>Hello."]), [reasoning("\n\n hm "), text("Hello.")]);
+    }
+
+    #[test]
     fn a_call_that_the_length_cuts_is_a_cut_call_and_never_text() {
         let cut = |format: ToolFormat, answer: &str| {
             let style = AnswerStyle { thoughts: Thoughts::None, tools: Some(format) };
@@ -502,7 +645,7 @@ mod tests {
     proptest! {
         #[test]
         fn cutting_changes_nothing(
-            pieces in prop::collection::vec("(<think>|</think>|<tool_call>|</tool_call>|\\{\"name\": \"f\", \"arguments\": \\{\\}\\}|<|[a-z \\n{}ü])", 0..12),
+            pieces in prop::collection::vec("(<think>|</think>|<tool_call>|</tool_call>|\\{\"name\": \"f\", \"arguments\": \\{\\}\\}|\"name\": |\"set_light\"|set_light|<function=|<parameter=a>|</parameter>|</function>|\\[TOOL_CALLS\\]|\\[ARGS\\]|```|```json\n|functools\\[|print|<|[a-z \\n{}(),='\"\\[\\]ü])", 0..14),
             tools in prop::option::of(prop::sample::select(vec![ToolFormat::Bare, ToolFormat::Parameters, ToolFormat::Tagged])),
             thoughts in prop::sample::select(vec![Thoughts::None, Thoughts::Open, Thoughts::Perhaps]),
         ) {

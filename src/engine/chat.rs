@@ -29,7 +29,8 @@ use super::{
 pub use crate::conversation::{ChatMessage, Conversation, Role, ToolCall};
 
 impl ChatMessage {
-    fn to_value(&self) -> Value {
+    /// As templates read it, with ids of calls made by `id_of`.
+    fn to_value(&self, id_of: impl Fn(&str) -> String) -> Value {
         let mut map = Map::new();
         map.insert("role".to_owned(), json!(self.role));
         map.insert("content".to_owned(), json!(self.content));
@@ -42,15 +43,16 @@ impl ChatMessage {
                 .iter()
                 .map(|call| {
                     let function = json!({"name": call.name, "arguments": call.arguments_value()});
-                    json!({"id": call.id, "type": "function", "function": function})
+                    json!({"id": id_of(&call.id), "type": "function", "function": function})
                 })
                 .collect();
             map.insert("tool_calls".to_owned(), Value::Array(calls));
         }
-        for (key, text) in [("tool_call_id", &self.tool_call_id), ("name", &self.name)] {
-            if let Some(text) = text {
-                map.insert(key.to_owned(), json!(text));
-            }
+        if let Some(id) = &self.tool_call_id {
+            map.insert("tool_call_id".to_owned(), json!(id_of(id)));
+        }
+        if let Some(name) = &self.name {
+            map.insert("name".to_owned(), json!(name));
         }
         Value::Object(map)
     }
@@ -139,8 +141,10 @@ impl ChatTemplate {
         let rendered = once(conversation);
         let by_tools = conversation.messages.iter().any(|message| message.role == Role::Tool);
         match rendered {
-            // Some templates declare tools and still refuse two answers of theirs in a row.
-            Err(ChatError::Refused { .. }) if by_tools => once(&answers_in_words(conversation)).or(rendered),
+            // Some templates declare tools and still refuse two answers of theirs in a row, or other forms of them.
+            Err(ChatError::Refused { .. }) if by_tools => once(&answers_in_words(conversation))
+                .or_else(|_| once(&in_words(conversation, self.knows_system())))
+                .or(rendered),
             rendered => rendered,
         }
     }
@@ -152,7 +156,9 @@ impl ChatTemplate {
         tokenizer: &Tokenizer,
         render: impl Fn(&Map<String, Value>) -> Result<String, ChatError>,
     ) -> Result<Rendered, ChatError> {
-        let mut said = vec![Value::Array(conversation.messages.iter().map(ChatMessage::to_value).collect())];
+        let id_of = |id: &str| if self.format == ToolFormat::Mistral { short_id(id) } else { id.to_owned() };
+        let mut said =
+            vec![Value::Array(conversation.messages.iter().map(|message| message.to_value(id_of)).collect())];
         said.push(Value::Array(conversation.tools.clone()));
         said.push(Value::Object(conversation.variables.clone()));
         let mark = MARKS
@@ -265,6 +271,13 @@ impl ChatTemplate {
 /// Whether one of the two begins with the other.
 fn meets(rest_of_token: Option<&str>, content: &str) -> bool {
     rest_of_token.is_some_and(|rest| content.starts_with(rest) || rest.starts_with(content))
+}
+
+/// An id of nine letters and digits, which Mistral's templates demand: the last ones, in which ids differ.
+fn short_id(id: &str) -> String {
+    let characters: Vec<char> = id.chars().filter(char::is_ascii_alphanumeric).collect();
+    let last: String = characters.iter().skip(characters.len().saturating_sub(9)).collect();
+    format!("{last:0>9}")
 }
 
 /// A mark as the engine prints it within a list.
@@ -454,6 +467,36 @@ mod tests {
         let error = render(&speaker.template, &vec![ChatMessage::new(Role::User, "{}")].into(), &speaker.tokenizer)
             .unwrap_err();
         assert_eq!(error.to_string(), "the model's chat template refuses the conversation: no tools");
+    }
+
+    #[test]
+    fn a_template_of_mistral_gets_ids_of_nine_characters_and_its_tags_are_read_as_text() {
+        let template = "{%- if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}{% endif %}{% for m in messages %}\
+                        {% if m.tool_calls %}{% for c in m.tool_calls %}{% if c.id|length != 9 %}\
+                        {{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}\
+                        [TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}={{ c.id }}{% endfor %}\
+                        {% elif m.role == 'tool' %}({{ m.tool_call_id }}){{ m.content }}{% else %}{{ m.content }}{% endif %}\
+                        {% endfor %}";
+        let vocabulary = TestVocabulary { control: vec!["[TOOL_CALLS]", "<|endoftext|>"], ..TestVocabulary::chatml() };
+        let header = vocabulary.header();
+        let tokenizer = Tokenizer::from_header(&header).unwrap();
+        let tags = super::super::answer::call_tags(&tokenizer);
+        assert_eq!(tags.iter().map(|(_, text)| *text).collect::<Vec<_>>(), ["[TOOL_CALLS]"]);
+        let template = ChatTemplate::new(Some(template), &tokenizer, "", "");
+        assert_eq!(template.tool_format(), ToolFormat::Mistral);
+        let called = ChatMessage {
+            tool_calls: vec![ToolCall { id: "call_7".to_owned(), name: "f".to_owned(), arguments: "{}".to_owned() }],
+            ..ChatMessage::new(Role::Assistant, "")
+        };
+        let answered = ChatMessage { tool_call_id: Some("call_7".to_owned()), ..ChatMessage::new(Role::Tool, "done") };
+        let conversation = Conversation {
+            messages: vec![ChatMessage::new(Role::User, "hi"), called, answered],
+            tools: vec![json!({"type": "function", "function": {"name": "f"}})],
+            variables: Map::new(),
+        };
+        let rendered = render(&template, &conversation, &tokenizer).unwrap();
+        let text = rendered.text.replace(rendered.mark, "");
+        assert!(text.ends_with("hi[TOOL_CALLS]f[ARGS]{}=0000call7(0000call7)done"), "{text}");
     }
 
     #[test]

@@ -366,7 +366,9 @@ mod tests {
             }}})
         };
         let tools = [tool("light"), tool("fan \"2\""), json!({"type": "function", "function": {"name": "stop"}})];
-        for format in [ToolFormat::Bare, ToolFormat::Parameters, ToolFormat::Tagged] {
+        let formats =
+            [ToolFormat::Bare, ToolFormat::Listed, ToolFormat::Mistral, ToolFormat::Parameters, ToolFormat::Tagged];
+        for format in formats {
             for (name, expected) in [(None, None), (Some("light".to_owned()), Some("light"))] {
                 for seed in 0..8 {
                     let mask = compile(&AnswerForm::ToolCall { name: name.clone() }, &tools, format).unwrap();

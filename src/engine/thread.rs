@@ -27,6 +27,7 @@ use std::{
 use tokio::sync::mpsc;
 
 use super::{
+    answer::call_tags,
     disk::{DiskTimeout, Retained},
     engine_loop::{BetweenLayers, Broken, EngineLoop, Outcome},
     error::{ForwardError, LoadError},
@@ -180,6 +181,8 @@ struct Writing {
     sampler: Sampler,
     stops: StopStrings,
     stream: TextStream,
+    /// Control tokens that are read as text, since calls are found by them.
+    tags: Vec<(u32, &'static str)>,
     mask: Option<Box<dyn TokenMask>>,
     max_tokens: u32,
     /// Whether a token of the model has ended it.
@@ -437,6 +440,7 @@ impl Worker {
                 .map_err(|error| GenerateError::Model { message: error.to_string() })?,
             stops: StopStrings::new(&request.stop),
             stream: TextStream::default(),
+            tags: if request.prompt.tools().is_empty() { Vec::new() } else { call_tags(text.tokenizer()) },
             mask,
             max_tokens: request.max_tokens.map_or(most, Tokens::get),
             ended: false,
@@ -490,7 +494,8 @@ impl Worker {
             if let Some(mask) = &mut writing.mask {
                 in_form(mask.accept(token, bytes))?;
             }
-            let piece = writing.stream.push(bytes);
+            let tag = writing.tags.iter().find(|(tag, _)| *tag == token);
+            let piece = writing.stream.push(tag.map_or(bytes, |(_, text)| text.as_bytes()));
             let (piece, met) = match writing.stops.push(&piece) {
                 Scan::Clear(piece) => (piece, None),
                 Scan::Met(piece, place) => (piece, Some(FinishReason::StopText(place))),

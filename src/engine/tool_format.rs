@@ -4,7 +4,11 @@
 //! |---|---|---|
 //! | [`ToolFormat::Tagged`] | `<tool_call>\n{"name": …, "arguments": {…}}\n</tool_call>` (Hermes, Qwen 2.5, Qwen 3) | `<tool_call>` |
 //! | [`ToolFormat::Parameters`] | `<tool_call>\n<function=…>\n<parameter=…>\n…\n</parameter>…` (Qwen 3.5, Qwen 3 Coder) | `<function=` |
+//! | [`ToolFormat::Mistral`] | `[TOOL_CALLS]name[ARGS]{…}` (Mistral, Ministral, Devstral) | `[TOOL_CALLS]` |
+//! | [`ToolFormat::Listed`] | `<|tool_call|>[{"name": …, "arguments": {…}}]` (Granite 3) | `<\|tool_call\|>` |
 //! | [`ToolFormat::Bare`] | `{"name": …, "parameters": {…}}` and nothing else (Llama 3) | `"parameters"` and `tools` |
+//!
+//! The format says how a call that a request demands is written; answers are read in all of them (`answer`).
 //!
 //! A template that knows no tools gets them in a system message, in the words of Qwen 2.5's template, and writes
 //! them tagged.
@@ -19,6 +23,10 @@ use crate::conversation::{ChatMessage, Conversation, Role};
 pub enum ToolFormat {
     /// One JSON object, and nothing else.
     Bare,
+    /// A tag in front of a list of JSON objects.
+    Listed,
+    /// A tag in front of a name, another between it and its arguments.
+    Mistral,
     /// Tags around a function and its parameters, each with tags of its own.
     Parameters,
     /// Tags around one JSON object.
@@ -31,6 +39,10 @@ impl ToolFormat {
         let knows = template.contains("tools");
         let format = if template.contains("<function=") {
             Self::Parameters
+        } else if template.contains("[TOOL_CALLS]") {
+            Self::Mistral
+        } else if template.contains("<|tool_call|>") {
+            Self::Listed
         } else if template.contains("<tool_call>") {
             Self::Tagged
         } else if knows && template.contains("\"parameters\"") {
@@ -134,17 +146,22 @@ pub(super) fn call_grammar(format: ToolFormat, functions: &[&Value]) -> Result<S
         };
         let call = match format {
             ToolFormat::Parameters => call_by_parameters(&mut rules, index, name, &parameters)?,
-            ToolFormat::Bare | ToolFormat::Tagged => {
+            ToolFormat::Bare | ToolFormat::Listed | ToolFormat::Mistral | ToolFormat::Tagged => {
                 let schema = with_layout(&parameters)?;
                 rules.push_str(&format!("args_{index}: %json {schema}\n"));
                 let quoted = Value::from(name).to_string();
-                let (open, close) = if format == ToolFormat::Tagged {
-                    let open = format!("<tool_call>\n{{\"name\": {quoted}, \"arguments\": ");
-                    (open, "}\n</tool_call>")
-                } else {
-                    (format!("{{\"name\": {quoted}, \"parameters\": "), "}")
+                let (open, close) = match format {
+                    ToolFormat::Mistral => (format!("[TOOL_CALLS]{name}[ARGS]"), ""),
+                    ToolFormat::Listed => (format!("<|tool_call|>[{{\"name\": {quoted}, \"arguments\": "), "}]"),
+                    ToolFormat::Tagged => {
+                        (format!("<tool_call>\n{{\"name\": {quoted}, \"arguments\": "), "}\n</tool_call>")
+                    }
+                    ToolFormat::Bare | ToolFormat::Parameters => {
+                        (format!("{{\"name\": {quoted}, \"parameters\": "), "}")
+                    }
                 };
-                format!("{} args_{index} {}", literal(&open), literal(close))
+                let close = if close.is_empty() { String::new() } else { literal(close) };
+                format!("{} args_{index} {close}", literal(&open))
             }
         };
         calls.push(format!("call_{index}"));

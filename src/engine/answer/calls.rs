@@ -1,0 +1,578 @@
+//! Calls of tools as models write them, inside and outside of the tags that their templates show.
+//!
+//! | written as | by |
+//! |---|---|
+//! | `{"name": …, "arguments": {…}}`, alone, in a list, or behind one another | Hermes, Qwen, Granite, Phi 4, SmolLM, Llama (`parameters`) |
+//! | `<function=name><parameter=key>value</parameter></function>` or `<function=name>{…}</function>` | Qwen 3 Coder, Qwen 3.5; Llama 3.1 |
+//! | `name[ARGS]{…}`, `name[CALL_ID]id[ARGS]{…}`, `name{…}` | Mistral |
+//! | `name(key=value)`, `[name(key=value), …]` | Gemma, Llama 3.2, LFM2 |
+
+use std::collections::BTreeMap;
+
+use serde_json::{Map, Value};
+
+use super::literal;
+use crate::conversation::AnswerPart;
+
+/// The functions that may be called, by name.
+#[derive(Debug, Default)]
+pub(super) struct Functions(BTreeMap<String, Vec<Parameter>>);
+
+#[derive(Debug)]
+struct Parameter {
+    name: String,
+    /// Its value is a text, whatever that looks like.
+    is_text: bool,
+}
+
+impl Functions {
+    /// Those of a conversation's tools.
+    pub(super) fn of(tools: &[Value]) -> Self {
+        let functions = tools.iter().filter_map(|tool| tool.get("function"));
+        let declared = functions.filter_map(|function| {
+            let name = function.get("name")?.as_str()?;
+            let properties = function.get("parameters").and_then(|schema| schema.get("properties")?.as_object());
+            let parameters = properties.into_iter().flatten().map(|(name, schema)| Parameter {
+                name: name.clone(),
+                is_text: schema.get("type").and_then(Value::as_str) == Some("string"),
+            });
+            Some((name.to_owned(), parameters.collect()))
+        });
+        Self(declared.collect())
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.0.contains_key(name)
+    }
+
+    /// Whether `begun` can still become the name of one.
+    fn may_become(&self, begun: &str) -> bool {
+        self.0.keys().any(|name| name.starts_with(begun))
+    }
+
+    /// The longest name with which `text` begins, where it is longer than an identifier.
+    fn longest(&self, text: &str) -> Option<&str> {
+        let identifier = literal::identifier(text).len();
+        self.0
+            .keys()
+            .filter(|name| name.len() > identifier && text.starts_with(*name))
+            .map(String::as_str)
+            .max_by_key(|name| name.len())
+    }
+
+    fn is_text(&self, function: &str, parameter: &str) -> bool {
+        let mut parameters = self.0.get(function).into_iter().flatten();
+        parameters.any(|known| known.name == parameter && known.is_text)
+    }
+}
+
+/// What stands at the beginning of a text.
+#[derive(Debug, PartialEq)]
+pub(super) enum Found {
+    /// Calls, and where they end.
+    Calls(Vec<AnswerPart>, usize),
+    /// The beginning of a call.
+    More,
+    /// No call.
+    Nothing,
+}
+
+/// Reads calls at the beginning of a text.
+#[derive(Clone, Copy)]
+pub(super) struct CallParser<'functions> {
+    pub(super) functions: &'functions Functions,
+    /// Whether functions that were not declared count as well: between tags, nothing else is meant.
+    pub(super) any_name: bool,
+    /// Whether nothing follows, so that brackets that are open are closed.
+    pub(super) ended: bool,
+}
+
+impl CallParser<'_> {
+    /// The calls with which `text` begins, white space before them left out.
+    pub(super) fn read(self, text: &str) -> Found {
+        let body = text.trim_start();
+        let lead = text.len() - body.len();
+        let found = match body.chars().next() {
+            None => Found::More,
+            Some('{') => self.json(body),
+            Some('[') => self.list(body),
+            Some('<') => self.tagged(body),
+            Some(_) => self.named(body),
+        };
+        match found {
+            Found::Calls(calls, end) => Found::Calls(calls, lead + end),
+            Found::More if self.ended => Found::Nothing,
+            other => other,
+        }
+    }
+
+    fn accepts(self, name: &str) -> bool {
+        self.any_name || self.functions.has(name)
+    }
+
+    /// An object that is a call, or a list of them.
+    fn json(self, body: &str) -> Found {
+        if may_be_call(body) { self.value(body, |value| self.calls_of(value)) } else { Found::Nothing }
+    }
+
+    /// What `calls` makes of the value with which `body` begins.
+    fn value(self, body: &str, calls: impl Fn(&Value) -> Option<Vec<AnswerPart>>) -> Found {
+        let (whole, end) = match extent(body) {
+            Extent::Whole(end) => (body.get(..end).unwrap_or_default().to_owned(), end),
+            // Small models forget the last brackets.
+            Extent::Broken { at, open } => (closed(body, at, &open), at),
+            Extent::Open { open, in_text: false } if self.ended => (closed(body, body.len(), &open), body.len()),
+            Extent::Open { .. } => return Found::More,
+        };
+        match literal::parse(&whole).and_then(|value| calls(&value)) {
+            Some(calls) => Found::Calls(calls, end),
+            None => Found::Nothing,
+        }
+    }
+
+    fn list(self, body: &str) -> Found {
+        let inner = body.get(1..).unwrap_or_default().trim_start();
+        match inner.chars().next() {
+            None => Found::More,
+            Some('{') => match self.json(inner) {
+                Found::Nothing => Found::Nothing,
+                _ => self.value(body, |value| self.calls_of(value)),
+            },
+            Some(first) if first.is_alphabetic() || first == '_' => self.listed_names(body),
+            Some(_) => Found::Nothing,
+        }
+    }
+
+    /// `[name(…), name(…)]`.
+    fn listed_names(self, body: &str) -> Found {
+        let mut calls = Vec::new();
+        let mut rest = body.get(1..).unwrap_or_default();
+        loop {
+            match self.named(rest.trim_start()) {
+                Found::Calls(found, end) => {
+                    calls.extend(found);
+                    rest = rest.trim_start().get(end..).unwrap_or_default().trim_start();
+                }
+                other => return other,
+            }
+            if let Some(after) = rest.strip_prefix(']') {
+                return Found::Calls(calls, body.len() - after.len());
+            }
+            match rest.strip_prefix(',') {
+                Some(after) => rest = after,
+                None if rest.is_empty() && !self.ended => return Found::More,
+                None => return Found::Calls(calls, body.len() - rest.len()),
+            }
+        }
+    }
+
+    /// `<function=name>` and its arguments.
+    fn tagged(self, body: &str) -> Found {
+        let Some(rest) = body.strip_prefix(FUNCTION) else {
+            return if FUNCTION.starts_with(body) { Found::More } else { Found::Nothing };
+        };
+        let (name, rest) = match rest.split_once('>') {
+            Some((name, rest)) => (name, Some(rest)),
+            None => (rest, None),
+        };
+        let name = name.trim_start_matches([' ', '"']);
+        let Some(rest) = rest else {
+            let begins = !name.contains(['\n', '<'])
+                && (self.any_name || self.functions.may_become(name.trim_end_matches([' ', '"'])));
+            return if begins { Found::More } else { Found::Nothing };
+        };
+        let name = name.trim_end_matches([' ', '"']);
+        if name.is_empty() || name.contains(['\n', '<']) || !self.accepts(name) {
+            return Found::Nothing;
+        }
+        let at = |rest: &str| body.len() - rest.len();
+        let mut rest = rest.trim_start();
+        if rest.starts_with('{') {
+            let found = self.value(rest, |value| value.is_object().then(|| vec![call(name, value)]));
+            return match found {
+                Found::Calls(calls, end) => Found::Calls(calls, at(rest) + end),
+                other => other,
+            };
+        }
+        let mut arguments = Map::new();
+        loop {
+            rest = rest.trim_start();
+            if let Some(after) = rest.strip_prefix(FUNCTION_END) {
+                return Found::Calls(vec![call(name, &Value::Object(arguments))], at(after));
+            }
+            if CLOSERS.iter().any(|closer| rest.starts_with(closer)) || (rest.is_empty() && self.ended) {
+                return Found::Calls(vec![call(name, &Value::Object(arguments))], at(rest));
+            }
+            let Some(parameter) = rest.strip_prefix(PARAMETER) else {
+                let begun = [PARAMETER, FUNCTION_END].iter().chain(&CLOSERS).any(|tag| tag.starts_with(rest));
+                return if begun { Found::More } else { Found::Nothing };
+            };
+            let Some((key, value)) = parameter.split_once('>') else {
+                return Found::More;
+            };
+            let Some((value, after)) = parameter_value(value, self.ended) else {
+                return Found::More;
+            };
+            let key = key.trim().trim_matches('"');
+            // The line breaks around a value belong to the tags.
+            let value = value.strip_prefix('\n').unwrap_or(value);
+            let value = value.strip_suffix('\n').unwrap_or(value);
+            let value = if self.functions.is_text(name, key) {
+                Value::from(value)
+            } else {
+                literal::parse(value).unwrap_or_else(|| Value::from(value))
+            };
+            arguments.insert(key.to_owned(), value);
+            rest = after;
+        }
+    }
+
+    /// `name[ARGS]{…}`, `name{…}`, `name(…)`.
+    fn named(self, body: &str) -> Found {
+        if !self.ended && self.functions.may_become(body) {
+            return Found::More;
+        }
+        let written = self.functions.longest(body).unwrap_or_else(|| literal::identifier(body));
+        let rest = body.get(written.len()..).unwrap_or_default();
+        let name = self.known(written);
+        if written.is_empty() || (rest.is_empty() && !self.ended) {
+            let begun = !written.is_empty() && (self.any_name || self.may_become_known(written));
+            return if begun { Found::More } else { Found::Nothing };
+        }
+        if written == "print" && rest.starts_with('(') {
+            let found = self.read(rest.get(1..).unwrap_or_default());
+            return match found {
+                Found::Calls(calls, end) => {
+                    let after = rest.get(1 + end..).unwrap_or_default().trim_start();
+                    match after.strip_prefix(')') {
+                        Some(after) => Found::Calls(calls, body.len() - after.len()),
+                        None if after.is_empty() && !self.ended => Found::More,
+                        None => Found::Nothing,
+                    }
+                }
+                other => other,
+            };
+        }
+        if !self.accepts(name) {
+            return Found::Nothing;
+        }
+        if rest.starts_with('(') {
+            if !self.functions.has(name) {
+                return Found::Nothing;
+            }
+            return match extent(rest) {
+                Extent::Whole(end) => {
+                    let inner = rest.get(1..end.saturating_sub(1)).unwrap_or_default();
+                    match literal::arguments(inner).and_then(|arguments| self.by_key(name, arguments)) {
+                        Some(arguments) => {
+                            Found::Calls(vec![call(name, &Value::Object(arguments))], written.len() + end)
+                        }
+                        None => Found::Nothing,
+                    }
+                }
+                Extent::Open { .. } => Found::More,
+                Extent::Broken { .. } => Found::Nothing,
+            };
+        }
+        let arguments = match arguments_of(rest) {
+            Some(arguments) => arguments,
+            None if rest.len() < ID_LENGTH_MAX && NAME_ENDS.iter().any(|end| meets(rest, end)) => return Found::More,
+            None => return Found::Nothing,
+        };
+        if arguments.is_empty() {
+            return Found::More;
+        }
+        if !arguments.starts_with('{') {
+            return Found::Nothing;
+        }
+        match self.value(arguments, |value| value.is_object().then(|| vec![call(name, value)])) {
+            Found::Calls(calls, end) => Found::Calls(calls, body.len() - arguments.len() + end),
+            other => other,
+        }
+    }
+
+    /// A declared name without what models put around it: `default_api.name`, `name.call`.
+    fn known(self, written: &str) -> &str {
+        if self.functions.has(written) {
+            return written;
+        }
+        let short = written.strip_suffix(".call").unwrap_or(written);
+        let last = short.rsplit('.').next().unwrap_or(short);
+        [short, last].into_iter().find(|name| self.functions.has(name)).unwrap_or(written)
+    }
+
+    fn may_become_known(self, written: &str) -> bool {
+        let last = written.rsplit('.').next().unwrap_or(written);
+        let known = |name| self.functions.may_become(name);
+        known(written)
+            || known(last)
+            || self.functions.has(self.known(written))
+            || "print".starts_with(written)
+            || MODULE.starts_with(written)
+    }
+
+    /// Arguments by place get the names of the parameters at these places.
+    fn by_key(self, name: &str, arguments: (Vec<Value>, Map<String, Value>)) -> Option<Map<String, Value>> {
+        let (by_place, mut by_key) = arguments;
+        let parameters = self.functions.0.get(name).map(Vec::as_slice).unwrap_or_default();
+        for (at, value) in by_place.into_iter().enumerate() {
+            by_key.insert(parameters.get(at)?.name.clone(), value);
+        }
+        Some(by_key)
+    }
+
+    fn calls_of(self, value: &Value) -> Option<Vec<AnswerPart>> {
+        if let Value::Array(list) = value {
+            let calls: Option<Vec<_>> = list.iter().map(|value| self.calls_of(value)).collect();
+            return calls.map(|calls| calls.concat()).filter(|calls| !calls.is_empty());
+        }
+        for nested in ["function", "tool_calls"] {
+            if let Some(inner) = value.get(nested).filter(|inner| !inner.is_string()) {
+                return self.calls_of(inner);
+            }
+        }
+        let name = NAMES.iter().find_map(|key| value.get(key)?.as_str())?;
+        let arguments = match ARGUMENTS.iter().find_map(|key| value.get(key)) {
+            Some(arguments) if arguments.is_object() => self.accepts(name).then(|| arguments.clone()),
+            Some(Value::String(text)) => literal::parse(text).filter(|value| self.accepts(name) && value.is_object()),
+            // Without arguments an object with a name is a call only of a function that is there.
+            None | Some(Value::Null) => self.functions.has(name).then(|| Value::Object(Map::new())),
+            Some(_) => None,
+        };
+        Some(vec![call(name, &arguments?)])
+    }
+}
+
+/// Calls of which the last is cut off: with its arguments as far as they came, nothing while its name is not complete.
+pub(super) fn cut(text: &str, parser: CallParser<'_>) -> Vec<AnswerPart> {
+    let mut rest = text.trim_start().trim_start_matches('[');
+    let mut calls = Vec::new();
+    while let Found::Calls(found, end) = parser.read(rest) {
+        calls.extend(found);
+        rest = rest.get(end..).unwrap_or_default().trim_start_matches(SEPARATORS);
+    }
+    let rest = rest.trim_start();
+    let last = if rest.starts_with('{') {
+        cut_json(rest)
+    } else if rest.starts_with(FUNCTION) {
+        cut_function(rest, parser)
+    } else {
+        cut_named(rest, parser)
+    };
+    calls.extend(last.filter(|call| match call {
+        AnswerPart::ToolCall { name, .. } => parser.accepts(name),
+        _ => false,
+    }));
+    calls
+}
+
+fn cut_json(text: &str) -> Option<AnswerPart> {
+    let rest = text.strip_prefix('{')?.trim_start().strip_prefix("\"name\"")?;
+    let rest = rest.trim_start().strip_prefix(':')?;
+    let mut values = serde_json::Deserializer::from_str(rest).into_iter::<String>();
+    let name = values.next()?.ok()?;
+    let rest = rest.get(values.byte_offset()..)?.trim_start();
+    let arguments = rest
+        .strip_prefix(',')
+        .and_then(|rest| {
+            let rest = rest.trim_start();
+            rest.strip_prefix("\"arguments\"").or_else(|| rest.strip_prefix("\"parameters\""))
+        })
+        .and_then(|rest| rest.trim_start().strip_prefix(':'))
+        .map_or("", str::trim_start);
+    // What closes the call around whole arguments is cut off with it.
+    let end = match extent(arguments) {
+        Extent::Whole(end) => end,
+        _ => arguments.len(),
+    };
+    Some(AnswerPart::ToolCall { name, arguments: arguments.get(..end)?.to_owned() })
+}
+
+/// Complete parameters, as an object that is not closed.
+fn cut_function(text: &str, parser: CallParser<'_>) -> Option<AnswerPart> {
+    let complete = text.rfind(PARAMETER_END).map_or(text.find('>')? + 1, |at| at + PARAMETER_END.len());
+    let whole = format!("{}{FUNCTION_END}", text.get(..complete)?);
+    match parser.read(&whole) {
+        Found::Calls(calls, _) => calls.into_iter().next().map(|call| match call {
+            AnswerPart::ToolCall { name, mut arguments } => {
+                arguments.pop();
+                AnswerPart::ToolCall { name, arguments }
+            }
+            other => other,
+        }),
+        Found::More | Found::Nothing => None,
+    }
+}
+
+fn cut_named(text: &str, parser: CallParser<'_>) -> Option<AnswerPart> {
+    let written = literal::identifier(text);
+    let rest = text.get(written.len()..)?;
+    let name = parser.known(written);
+    if written.is_empty() || rest.is_empty() {
+        return None;
+    }
+    let arguments = arguments_of(rest)?;
+    Some(AnswerPart::ToolCall { name: name.to_owned(), arguments: arguments.to_owned() })
+}
+
+fn call(name: &str, arguments: &Value) -> AnswerPart {
+    AnswerPart::ToolCall { name: name.to_owned(), arguments: arguments.to_string() }
+}
+
+/// What follows a name that is not in parentheses; `None` while that is not certain.
+fn arguments_of(rest: &str) -> Option<&str> {
+    if let Some(id) = rest.strip_prefix(CALL_ID) {
+        return id.split_once(ARGS).map(|(_, arguments)| arguments.trim_start());
+    }
+    if let Some(arguments) = rest.strip_prefix(ARGS) {
+        return Some(arguments.trim_start());
+    }
+    (rest.is_empty() || rest.starts_with('{')).then_some(rest)
+}
+
+/// Whether one of the two begins with the other.
+fn meets(text: &str, tag: &str) -> bool {
+    text.starts_with(tag) || tag.starts_with(text)
+}
+
+/// Whether the first key of an object is one with which calls begin, or can still become it.
+fn may_be_call(body: &str) -> bool {
+    let inner = body.strip_prefix('{').unwrap_or(body).trim_start();
+    let Some(quote) = inner.chars().next() else {
+        return true;
+    };
+    inner.strip_prefix(['"', '\'']).is_some_and(|key| match key.split_once(quote) {
+        Some((key, _)) => KEYS.contains(&key),
+        None => KEYS.iter().any(|known| known.starts_with(key)),
+    })
+}
+
+/// The value of a parameter, up to its end tag; models forget that tag before the next one. `None` while the end is not certain.
+fn parameter_value(text: &str, ended: bool) -> Option<(&str, &str)> {
+    let follows = |rest: &str| {
+        let rest = rest.trim_start();
+        let tags = [PARAMETER, FUNCTION_END].iter().chain(&CLOSERS);
+        let mut begun = false;
+        for tag in tags {
+            if rest.starts_with(tag) {
+                return Some(true);
+            }
+            begun |= tag.starts_with(rest);
+        }
+        if begun && !ended { None } else { Some(rest.is_empty()) }
+    };
+    for (at, _) in text.match_indices('<') {
+        let rest = text.get(at..)?;
+        let before = text.get(..at)?;
+        if let Some(after) = rest.strip_prefix(PARAMETER_END) {
+            // The tag inside of a value is followed by more of the value.
+            if follows(after)? {
+                return Some((before, after));
+            }
+        } else if before.ends_with('\n') && (rest.starts_with(PARAMETER) || rest.starts_with(FUNCTION_END)) {
+            return Some((before, rest));
+        }
+    }
+    ended.then_some((text, ""))
+}
+
+/// How far the value with which a text begins reaches.
+enum Extent {
+    Whole(usize),
+    /// It is not over.
+    Open {
+        open: Vec<char>,
+        in_text: bool,
+    },
+    /// The tag behind it, or a bracket that closes another, comes before its end.
+    Broken {
+        at: usize,
+        open: Vec<char>,
+    },
+}
+
+fn extent(text: &str) -> Extent {
+    let mut open = Vec::new();
+    let mut quote = None;
+    let mut escaped = false;
+    for (at, character) in text.char_indices() {
+        if let Some(end) = quote {
+            match character {
+                _ if escaped => escaped = false,
+                '\\' => escaped = true,
+                _ if character == end => quote = None,
+                _ => {}
+            }
+            continue;
+        }
+        match character {
+            '"' | '\'' => quote = Some(character),
+            '{' => open.push('}'),
+            '[' => open.push(']'),
+            '(' => open.push(')'),
+            '}' | ']' | ')' => {
+                if open.last() != Some(&character) {
+                    return Extent::Broken { at, open };
+                }
+                open.pop();
+                if open.is_empty() {
+                    return Extent::Whole(at + character.len_utf8());
+                }
+            }
+            '<' if CLOSERS.iter().any(|closer| text.get(at..).is_some_and(|rest| rest.starts_with(closer))) => {
+                return Extent::Broken { at, open };
+            }
+            _ => {}
+        }
+    }
+    Extent::Open { open, in_text: quote.is_some() }
+}
+
+/// The text up to `at` with all brackets closed.
+fn closed(text: &str, at: usize, open: &[char]) -> String {
+    let before = text.get(..at).unwrap_or_default().trim_end();
+    before.chars().chain(open.iter().rev().copied()).collect()
+}
+
+const FUNCTION: &str = "<function=";
+const FUNCTION_END: &str = "</function>";
+const PARAMETER: &str = "<parameter=";
+const PARAMETER_END: &str = "</parameter>";
+const ARGS: &str = "[ARGS]";
+const CALL_ID: &str = "[CALL_ID]";
+const NAME_ENDS: [&str; 2] = [ARGS, CALL_ID];
+/// Longest id with its tags that a name is followed by; Mistral's have nine characters.
+const ID_LENGTH_MAX: usize = 64;
+/// The module that Gemma's examples call functions of.
+const MODULE: &str = "default_api.";
+/// What stands between calls.
+pub(super) const SEPARATORS: [char; 6] = [',', ';', ' ', '\n', '\r', '\t'];
+/// Tags behind a call.
+pub(super) const CLOSERS: [&str; 8] = [
+    "</tool_call>",
+    "</function>",
+    "</tools>",
+    "</function_call>",
+    "<|/tool_call|>",
+    "<|tool_call_end|>",
+    "[/TOOL_CALLS]",
+    "<|eom_id|>",
+];
+/// Keys that hold a function's name, and those that hold its arguments.
+const NAMES: [&str; 4] = ["name", "function", "tool", "tool_name"];
+const ARGUMENTS: [&str; 4] = ["arguments", "parameters", "args", "input"];
+/// Keys with which a call begins.
+const KEYS: [&str; 12] = [
+    "name",
+    "function",
+    "tool",
+    "tool_name",
+    "arguments",
+    "parameters",
+    "args",
+    "input",
+    "type",
+    "id",
+    "index",
+    "tool_calls",
+];
