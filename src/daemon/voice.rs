@@ -34,6 +34,7 @@ use crate::{
         http::{HttpShape, HttpSpeechClient, Manner},
         resample::{ResampleError, Resampler},
         sentences::Sentences,
+        voice_activity::contains_speech,
         server::{BAD_REQUEST, TOO_LONG},
         worker::SpeechClient,
     },
@@ -336,6 +337,10 @@ impl SpeechBackend for Voice {
         async move {
             let span = self.span("transcribe", "text", self.asr.as_ref(), request.meta.trace);
             span.set("cotenant.audio.seconds", request.audio.duration().as_secs_f64());
+            if !contains_speech(&request.audio.samples) {
+                span.event("no speech");
+                return Ok(Transcript { text: String::new(), language: request.language });
+            }
             let transcribed = self.transcribe_in(&span, request).await;
             if let Err(refusal) = &transcribed {
                 span.fail("refused", &refusal.to_string());

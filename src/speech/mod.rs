@@ -11,7 +11,7 @@
 //! | [`decode`] | files in compressed formats, to 16 kHz mono |
 //! | [`decoder`] | the same in a process of its own, with bounds |
 //! | [`encode`] | speech in compressed formats |
-//! | [`sentences`] | cuts an answer where a voice can begin |
+//! | [`sentences`] | cuts an answer where a voice can begin, and leaves markup away |
 //! | [`resample`] | from one sample rate to another |
 //! | [`voice_activity`] | where speech begins and ends |
 
@@ -24,6 +24,7 @@ pub mod http;
 pub mod resample;
 pub mod sentences;
 pub mod server;
+mod spoken;
 pub mod voice_activity;
 pub mod worker;
 pub mod wyoming;

@@ -1,6 +1,8 @@
 //! Splitter of streamed text into sentences for speech.
 
-/// Collects pieces of text and gives out whole sentences.
+use super::spoken::spoken;
+
+/// Collects pieces of text and gives out whole sentences, without markup.
 ///
 /// ```
 /// # use cotenant::speech::sentences::Sentences;
@@ -22,7 +24,7 @@ impl Sentences {
         while let Some(end) = first_end(&self.pending) {
             let rest = self.pending.split_off(end);
             let sentence = std::mem::replace(&mut self.pending, rest);
-            whole.extend(speakable(&sentence));
+            whole.extend(spoken(&sentence));
         }
         whole
     }
@@ -30,7 +32,7 @@ impl Sentences {
     /// Returns what is left, if it can be spoken.
     #[must_use]
     pub fn finish(self) -> Option<String> {
-        speakable(&self.pending)
+        spoken(&self.pending)
     }
 }
 
@@ -74,12 +76,6 @@ fn is_abbreviated(text: &str) -> bool {
     (is_number && begins_line) || is_initial || TITLES.contains(&word)
 }
 
-/// The sentence without white space around it, when it has anything to say.
-fn speakable(sentence: &str) -> Option<String> {
-    let sentence = sentence.trim();
-    sentence.chars().any(char::is_alphanumeric).then(|| sentence.to_owned())
-}
-
 /// Words whose full stop ends no sentence.
 const TITLES: [&str; 9] = ["Dr", "Mr", "Mrs", "Ms", "St", "e.g", "i.e", "No", "vs"];
 
@@ -114,6 +110,7 @@ mod tests {
     #[test]
     fn what_cannot_be_spoken_is_dropped() {
         assert_eq!(cut(" \n ... \n - \n"), Vec::<String>::new());
+        assert_eq!(cut("## Plan\n**Wait. Then go.** 👍\n|a|b|\n|-|-|\n"), ["Plan", "Wait.", "Then go.", "a, b"]);
     }
 
     #[test]

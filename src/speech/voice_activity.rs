@@ -124,6 +124,27 @@ impl VoiceDetector {
     }
 }
 
+/// Whether a whole recording contains speech: some frames in a row are above the least level and well above the quietest tenth of the
+/// recording. Silence, hum and the noise of a fan do not vary as much; recognisers make words of them.
+///
+/// ```
+/// # use cotenant::speech::voice_activity::contains_speech;
+/// assert!(!contains_speech(&[0; 16_000]));
+/// assert!(!contains_speech(&[5000; 16_000]));
+/// assert!(contains_speech(&[[20; 8000], [5000; 8000]].concat()));
+/// ```
+#[must_use]
+pub fn contains_speech(samples: &[i16]) -> bool {
+    let power =
+        |frame: &[i16]| frame.iter().map(|&sample| f64::from(sample).powi(2)).sum::<f64>() / f64::from(FRAME_SAMPLES);
+    let frames: Vec<f64> = samples.chunks_exact(FRAME).map(power).collect();
+    let mut sorted = frames.clone();
+    sorted.sort_by(f64::total_cmp);
+    let background = sorted.get(sorted.len() / 10).copied().unwrap_or(0.0);
+    let gate = (FULL_SCALE * FULL_SCALE * LEAST_POWER).max(background * ABOVE_QUIETEST);
+    frames.windows(ONSET as usize).any(|frames| frames.iter().all(|&power| power > gate))
+}
+
 /// The quietest frame of the last seconds.
 #[derive(Clone, Debug)]
 struct Background {
@@ -168,6 +189,11 @@ const ONSET: u32 = 3;
 const ABOVE_BACKGROUND: f64 = 10.0;
 /// 6 dB below the gate: a voice falls at the end of a word. Our choice.
 const RELEASE: f64 = 0.25;
+/// 6 dB above the quietest tenth of a recording. Our choice: half of what begins a turn, since what is judged here is lost if it is
+/// judged wrongly.
+const ABOVE_QUIETEST: f64 = 4.0;
+/// −60 dB of full scale, the least that the detector's threshold can be set to.
+const LEAST_POWER: f64 = 1e-6;
 const FULL_SCALE: f64 = 32_768.0;
 /// Half a second each, 3 s in all. Our choice: few speak as long without a gap.
 const BUCKETS: usize = 6;
@@ -190,6 +216,24 @@ mod tests {
                 sample
             })
             .collect()
+    }
+
+    #[test]
+    fn silence_hum_and_noise_are_no_speech_and_words_between_them_are() {
+        let hum = |millis: usize| -> Vec<i16> {
+            let wave =
+                |at: usize| (f64::from(u32::try_from(at).unwrap()) / 16_000.0 * 50.0 * std::f64::consts::TAU).sin();
+            #[expect(clippy::cast_possible_truncation, reason = "within its range")]
+            let sample = |at: usize| (wave(at) * 3000.0) as i16;
+            (0..millis * 16).map(sample).collect()
+        };
+        for quiet in [Vec::new(), noise(0, 3000), noise(20, 3000), noise(3000, 3000), hum(5000), noise(9000, 40)] {
+            assert!(!contains_speech(&quiet));
+        }
+        for background in [noise(0, 1000), noise(300, 1000), hum(1000)] {
+            let word: Vec<i16> = noise(9000, 300).iter().zip(&background).map(|(a, b)| a.saturating_add(*b)).collect();
+            assert!(contains_speech(&[background.clone(), word, background].concat()));
+        }
     }
 
     #[test]

@@ -362,6 +362,7 @@ impl Run {
         }
         self.remember(&text, &answer);
         self.close_answer(done.as_ref().is_some_and(Result::is_ok), &answer).await?;
+        let done_aloud = last == LastStage::Speech && matches!(done, Some(Ok(())));
         let refused = match done {
             Some(Err(Failure::Refused(refusal))) => Some(refusal),
             Some(Err(lost)) => return Err(lost),
@@ -369,6 +370,10 @@ impl Run {
         };
         if let Some(refusal) = refused {
             self.excuse(refusal, &answer, last, &mut spoken).await?;
+        }
+        // An answer without words, such as a picture, is a start and a stop: clients wait for the end of the audio.
+        if done_aloud && spoken.format.is_none() {
+            self.start_audio(AudioFormat::mono_16_bit(SILENT_RATE_HZ), &mut spoken, &self.reply).await?;
         }
         if spoken.format.is_some() {
             self.reply.send(Event::AudioStop(AudioStop::default())).await?;

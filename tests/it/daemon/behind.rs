@@ -52,9 +52,14 @@ fn speaker(name: Option<&str>, speaker: &str) -> Option<Voice> {
     Some(Voice { name: name.map(str::to_owned), speaker: Some(speaker.to_owned()), language: None })
 }
 
+/// A tenth of a second, as Wyoming sends it.
+fn voice() -> Vec<u8> {
+    cotenant::speech::audio::pcm_bytes(&crate::support::voiced(1600))
+}
+
 /// A tenth of a second, as a WAV file.
-fn silence() -> Vec<u8> {
-    cotenant::speech::audio::MonoAudio::new(16_000, vec![0; 1600]).to_wav().unwrap()
+fn speech() -> Vec<u8> {
+    cotenant::speech::audio::MonoAudio::new(16_000, crate::support::voiced(1600)).to_wav().unwrap()
 }
 
 /// Waits until the listener says of its workers what they have said to it.
@@ -71,8 +76,8 @@ async fn reported(client: &mut Client, wanted: impl Fn(&serde_json::Map<String, 
 
 /// Whether the other worker still serves.
 async fn hears(daemon: &Daemon<'_>) {
-    let silence = silence();
-    let heard = daemon.hear(&silence).await;
+    let spoken = speech();
+    let heard = daemon.hear(&spoken).await;
     assert_eq!((heard.status, &heard.json()["text"]), (200, &"turn on".into()), "{}", heard.text());
 }
 
@@ -200,7 +205,7 @@ async fn a_transcript_that_comes_in_pieces_is_passed_on_in_pieces() {
     let format = AudioFormat::mono_16_bit(16_000);
     for _ in 0..2 {
         client.say(Event::AudioStart(AudioStart { format, timestamp: None })).await;
-        client.say(Event::AudioChunk(AudioChunk { format, timestamp: None, audio: vec![0; 3200] })).await;
+        client.say(Event::AudioChunk(AudioChunk { format, timestamp: None, audio: voice() })).await;
         client.say(Event::AudioStop(AudioStop::default())).await;
         let frames = client.until("transcript-stop").await;
         let reported: Vec<_> = frames
@@ -219,8 +224,8 @@ async fn a_transcript_that_comes_in_pieces_is_passed_on_in_pieces() {
         );
     }
     // Over HTTP the same pieces are deltas.
-    let silence = silence();
-    let fields = [("model", None, &b"whisper-1"[..]), ("stream", None, b"true"), ("file", Some("a.wav"), &silence)];
+    let spoken = speech();
+    let fields = [("model", None, &b"whisper-1"[..]), ("stream", None, b"true"), ("file", Some("a.wav"), &spoken)];
     let answer = crate::http::client::post_form(daemon.http, "/v1/audio/transcriptions", &fields).await;
     let payloads: Vec<serde_json::Value> = answer
         .text()

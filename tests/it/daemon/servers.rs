@@ -90,7 +90,7 @@ async fn servers_of_other_people_start_and_say_what_they_are() {
     }
     // What it hears with random weights is anything; that it hears is what counts.
     if commands.contains_key("wyoming-faster-whisper") {
-        let silence = cotenant::speech::audio::MonoAudio::new(16_000, vec![0; 16_000]);
+        let silence = cotenant::speech::audio::MonoAudio::new(16_000, crate::support::voiced(16_000));
         let heard = daemon.hear(&silence.to_wav().unwrap()).await;
         assert_eq!(heard.status, 200, "{}", heard.text());
         assert!(heard.json()["text"].is_string(), "{}", heard.text());

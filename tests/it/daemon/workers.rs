@@ -57,8 +57,8 @@ fn state_of(status: &GetStatusResponse, name: &str) -> (WorkerState, String) {
     (worker.state(), worker.resting.clone())
 }
 
-fn second_of_silence() -> Vec<u8> {
-    cotenant::speech::audio::MonoAudio::new(16_000, vec![0; 16_000]).to_wav().unwrap()
+fn second_of_speech() -> Vec<u8> {
+    cotenant::speech::audio::MonoAudio::new(16_000, crate::support::voiced(16_000)).to_wav().unwrap()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -77,7 +77,7 @@ async fn workers_that_speak_http_are_reached_through_the_same_listeners() {
         ));
         let daemon = installation.start().await;
         daemon.until("ready", workers_ready).await;
-        let heard = daemon.hear(&second_of_silence()).await;
+        let heard = daemon.hear(&second_of_speech()).await;
         assert_eq!(heard.status, 200, "{}", heard.text());
         assert_eq!(heard.json()["text"], format!("16000 frames at 16000; {fields}"));
         let spoken = daemon.speak("hello").await;
