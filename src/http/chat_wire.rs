@@ -9,6 +9,7 @@ use serde_json::{Map, Value, json};
 use super::{
     backend::{AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall},
     fault::Fault,
+    whole::Whole,
 };
 use crate::{policy::sinks::Sinks, units::Tokens};
 
@@ -20,20 +21,20 @@ pub(super) struct WireRequest {
     #[serde(default)]
     pub(super) stream: Option<bool>,
     stream_options: Option<WireStreamOptions>,
-    max_tokens: Option<i64>,
-    max_completion_tokens: Option<i64>,
+    max_tokens: Option<Whole>,
+    max_completion_tokens: Option<Whole>,
     temperature: Option<f64>,
     top_p: Option<f64>,
-    seed: Option<i64>,
+    seed: Option<Whole>,
     stop: Option<Value>,
-    n: Option<i64>,
+    n: Option<Whole>,
     tools: Option<Value>,
     tool_choice: Option<Value>,
     response_format: Option<Value>,
     frequency_penalty: Option<f64>,
     presence_penalty: Option<f64>,
     logit_bias: Option<Value>,
-    top_k: Option<i64>,
+    top_k: Option<Whole>,
     audio: Option<Value>,
     function_call: Option<Value>,
     functions: Option<Value>,
@@ -48,7 +49,7 @@ pub(super) struct WireRequest {
     chat_template_kwargs: Option<Map<String, Value>>,
     enable_thinking: Option<bool>,
     context_shift: Option<bool>,
-    n_keep: Option<i64>,
+    n_keep: Option<Whole>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -111,7 +112,7 @@ impl WireRequest {
     /// # Errors
     /// 400 naming the field, its value and the limit.
     pub(super) fn into_request(self, meta: RequestMeta, model: String) -> Result<ChatRequest, Fault> {
-        if let Some(n) = self.n.filter(|&n| n != 1) {
+        if let Some(n) = self.n.filter(|n| n.get() != 1) {
             return Err(Fault::invalid("n", n, "is not supported: one answer per request"));
         }
         if self.logprobs == Some(true) {
@@ -151,9 +152,9 @@ impl WireRequest {
             temperature: in_range("temperature", self.temperature, 0.0, 2.0)?,
             top_p: in_range("top_p", self.top_p, 0.0, 1.0)?,
             // as other servers have it; 0 and below is "all"
-            top_k: self.top_k.and_then(|top_k| u32::try_from(top_k).ok()).filter(|top_k| *top_k > 0),
+            top_k: self.top_k.and_then(Whole::to).filter(|top_k| *top_k > 0),
             // a negative seed is as good as any: only equality matters
-            seed: self.seed.map(i64::cast_unsigned),
+            seed: self.seed.map(|seed| seed.get().cast_unsigned()),
             frequency_penalty: in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)?,
             presence_penalty: in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)?,
             stop: stop_texts("stop", self.stop)?,
@@ -268,21 +269,21 @@ pub(super) fn stop_texts(field: &str, stop: Option<Value>) -> Result<Vec<String>
 }
 
 /// What stays of a context of which the oldest may be dropped, if it may.
-pub(super) fn sinks(may: bool, field: &str, keep: Option<i64>) -> Result<Option<Sinks>, Fault> {
+pub(super) fn sinks(may: bool, field: &str, keep: Option<Whole>) -> Result<Option<Sinks>, Fault> {
     let sinks = keep.map_or(Ok(Sinks::DEFAULT), |number| {
-        Sinks::from_wire(number)
+        Sinks::from_wire(number.get())
             .ok_or_else(|| Fault::invalid(field, number, "is neither a number of tokens nor -1 for the whole prompt"))
     })?;
     Ok(may.then_some(sinks))
 }
 
 /// A number of tokens.
-pub(super) fn at_least_one(field: &str, tokens: Option<i64>) -> Result<Option<Tokens>, Fault> {
+pub(super) fn at_least_one(field: &str, tokens: Option<Whole>) -> Result<Option<Tokens>, Fault> {
     tokens
-        .map(|tokens| match u32::try_from(tokens) {
-            Ok(tokens) if tokens > 0 => Ok(Tokens::new(tokens)),
+        .map(|tokens| match tokens.to() {
+            Some(tokens) if tokens > 0 => Ok(Tokens::new(tokens)),
             // more than any context; the context ends it
-            Err(_) if tokens > 0 => Ok(Tokens::new(u32::MAX)),
+            None if tokens.get() > 0 => Ok(Tokens::new(u32::MAX)),
             _ => Err(Fault::invalid(field, tokens, "is below the limit of 1")),
         })
         .transpose()

@@ -20,6 +20,7 @@ use super::{
     generation::Said,
     models::model_named,
     stream::{Payload, ignored_header},
+    whole::Whole,
 };
 
 /// `POST /v1/completions`.
@@ -50,16 +51,16 @@ struct WireRequest {
     model: Option<String>,
     prompt: Value,
     suffix: Option<String>,
-    max_tokens: Option<i64>,
+    max_tokens: Option<Whole>,
     temperature: Option<f64>,
     top_p: Option<f64>,
-    top_k: Option<i64>,
-    n: Option<i64>,
-    best_of: Option<i64>,
+    top_k: Option<Whole>,
+    n: Option<Whole>,
+    best_of: Option<Whole>,
     #[serde(default)]
     stream: Option<bool>,
     stream_options: Option<WireStreamOptions>,
-    logprobs: Option<i64>,
+    logprobs: Option<Whole>,
     echo: Option<bool>,
     stop: Option<Value>,
     presence_penalty: Option<f64>,
@@ -71,7 +72,7 @@ struct WireRequest {
     repeat_penalty: Option<Value>,
     repetition_penalty: Option<Value>,
     response_format: Option<Value>,
-    seed: Option<i64>,
+    seed: Option<Whole>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -95,7 +96,7 @@ impl WireRequest {
     /// The request in plain values, and the text that goes before the answer.
     fn into_request(self, meta: RequestMeta, model: String) -> Result<(ChatRequest, String), Fault> {
         for (field, number) in [("n", self.n), ("best_of", self.best_of)] {
-            if let Some(number) = number.filter(|&number| number != 1) {
+            if let Some(number) = number.filter(|number| number.get() != 1) {
                 return Err(Fault::invalid(field, number, "is not supported: one answer per request"));
             }
         }
@@ -120,8 +121,8 @@ impl WireRequest {
             max_tokens: at_least_one("max_tokens", self.max_tokens)?,
             temperature: in_range("temperature", self.temperature, 0.0, 2.0)?,
             top_p: in_range("top_p", self.top_p, 0.0, 1.0)?,
-            top_k: self.top_k.and_then(|top_k| u32::try_from(top_k).ok()).filter(|top_k| *top_k > 0),
-            seed: self.seed.map(i64::cast_unsigned),
+            top_k: self.top_k.and_then(Whole::to).filter(|top_k| *top_k > 0),
+            seed: self.seed.map(|seed| seed.get().cast_unsigned()),
             frequency_penalty: in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)?,
             presence_penalty: in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)?,
             stop: stop_texts("stop", self.stop)?,
@@ -140,7 +141,7 @@ fn one_prompt(prompt: Value) -> Result<Prompt, Fault> {
         Value::Array(list) if list.is_empty() => Err(Fault::invalid("prompt", "[]", "is empty")),
         Value::Array(list) if list.iter().all(Value::is_number) => {
             let token = |token: Value| {
-                let number = token.as_u64().and_then(|token| u32::try_from(token).ok());
+                let number = Whole::of(&token).and_then(Whole::to);
                 number.ok_or_else(|| Fault::invalid("prompt", token, "is not a token"))
             };
             Ok(Prompt::Tokens(list.into_iter().map(token).collect::<Result<_, Fault>>()?))

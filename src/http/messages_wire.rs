@@ -9,6 +9,7 @@ use super::{
     backend::{AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall},
     chat_wire::{at_least_one, checked_tools, in_range, is_set, named, stop_texts},
     fault::Fault,
+    whole::Whole,
 };
 
 /// The body of `POST /v1/messages` and of `POST /v1/messages/count_tokens`.
@@ -17,12 +18,12 @@ pub(super) struct WireRequest {
     pub(super) model: String,
     messages: Vec<WireMessage>,
     system: Option<Value>,
-    max_tokens: Option<i64>,
+    max_tokens: Option<Whole>,
     stop_sequences: Option<Value>,
     #[serde(default)]
     stream: Option<bool>,
     temperature: Option<f64>,
-    top_k: Option<i64>,
+    top_k: Option<Whole>,
     top_p: Option<f64>,
     tools: Option<Vec<Value>>,
     tool_choice: Option<WireToolChoice>,
@@ -238,7 +239,7 @@ impl WireRequest {
             max_tokens: Some(max_tokens),
             temperature: in_range("temperature", self.temperature, 0.0, 1.0)?,
             top_p: in_range("top_p", self.top_p, 0.0, 1.0)?,
-            top_k: self.top_k.and_then(|top_k| u32::try_from(top_k).ok()).filter(|top_k| *top_k > 0),
+            top_k: self.top_k.and_then(Whole::to).filter(|top_k| *top_k > 0),
             stop: stop_texts("stop_sequences", self.stop_sequences)?,
             form,
             streamed: self.stream == Some(true),

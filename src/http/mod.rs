@@ -40,6 +40,7 @@ mod status;
 mod stream;
 mod tokens;
 mod transcription;
+mod whole;
 
 pub use access::{Access, Client, Key, Keyless};
 pub use api::Api;

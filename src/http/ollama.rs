@@ -22,7 +22,7 @@ use super::{
     backend::{ModelInfo, ModelKind},
     fault::Fault,
     models::unknown_model,
-    ollama_wire::{Asked, WireChat, WireGenerate},
+    ollama_wire::{Asked, WireRequest},
     ollama_writer::{OllamaWriter, Shape, rfc3339},
     stream::ignored_header,
 };
@@ -181,9 +181,9 @@ pub(super) async fn chat(
     request: Request,
 ) -> Result<Response, OllamaFault> {
     let began = Instant::now();
-    let (wire, _memory): (WireChat, _) = read_json(&api, request).await?;
+    let (wire, _memory): (WireRequest, _) = read_json(&api, request).await?;
     let model = model_named(&api, &wire.model)?.id;
-    let asked = wire.into_asked(meta, model.clone())?;
+    let asked = wire.into_chat(meta, model.clone())?;
     answered(api, asked, (model, Shape::Chat), began).await
 }
 
@@ -194,9 +194,9 @@ pub(super) async fn generate(
     request: Request,
 ) -> Result<Response, OllamaFault> {
     let began = Instant::now();
-    let (wire, _memory): (WireGenerate, _) = read_json(&api, request).await?;
+    let (wire, _memory): (WireRequest, _) = read_json(&api, request).await?;
     let model = model_named(&api, &wire.model)?.id;
-    let asked = wire.into_asked(meta, model.clone())?;
+    let asked = wire.into_generate(meta, model.clone())?;
     answered(api, asked, (model, Shape::Generate), began).await
 }
 

@@ -9,38 +9,27 @@ use serde_json::{Map, Value};
 
 use super::{
     backend::{AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall},
-    chat_wire::{checked_tools, in_range, is_set, sinks, stop_texts},
+    chat_wire::{at_least_one, checked_tools, in_range, is_set, sinks, stop_texts},
     fault::Fault,
+    whole::Whole,
 };
 use crate::units::Tokens;
 
-/// The body of `POST /api/chat`.
+/// The body of `POST /api/chat` and of `POST /api/generate`. One list of fields, since a fault in a list within a list would
+/// not name its field.
 #[derive(Debug, Deserialize)]
-pub(super) struct WireChat {
+pub(super) struct WireRequest {
     pub(super) model: String,
-    #[serde(default)]
+    // of chat
     messages: Option<Vec<WireMessage>>,
     tools: Option<Value>,
-    #[serde(flatten)]
-    common: WireCommon,
-}
-
-/// The body of `POST /api/generate`.
-#[derive(Debug, Deserialize)]
-pub(super) struct WireGenerate {
-    pub(super) model: String,
+    // of generate
     prompt: Option<String>,
     system: Option<String>,
     suffix: Option<String>,
     raw: Option<bool>,
     images: Option<Vec<Value>>,
-    #[serde(flatten)]
-    common: WireCommon,
-}
-
-/// What both have.
-#[derive(Debug, Deserialize)]
-struct WireCommon {
+    // of both
     stream: Option<bool>,
     format: Option<Value>,
     options: Option<WireOptions>,
@@ -55,11 +44,11 @@ struct WireCommon {
 struct WireOptions {
     temperature: Option<f64>,
     top_p: Option<f64>,
-    top_k: Option<i64>,
-    seed: Option<i64>,
-    num_predict: Option<i64>,
-    num_ctx: Option<i64>,
-    num_keep: Option<i64>,
+    top_k: Option<Whole>,
+    seed: Option<Whole>,
+    num_predict: Option<Whole>,
+    num_ctx: Option<Whole>,
+    num_keep: Option<Whole>,
     stop: Option<Value>,
     repeat_penalty: Option<f64>,
     presence_penalty: Option<f64>,
@@ -99,39 +88,38 @@ pub(super) struct Asked {
     pub(super) ignored: Vec<String>,
 }
 
-impl WireChat {
-    /// The request in plain values.
+impl WireRequest {
+    /// The request for a chat in plain values.
     ///
     /// # Errors
     /// 400 naming the field, its value and the limit.
-    pub(super) fn into_asked(self, meta: RequestMeta, model: String) -> Result<Asked, Fault> {
+    pub(super) fn into_chat(mut self, meta: RequestMeta, model: String) -> Result<Asked, Fault> {
         let messages = self
             .messages
+            .take()
             .unwrap_or_default()
             .into_iter()
             .enumerate()
             .map(|(index, message)| message.into_message(index))
             .collect::<Result<Vec<_>, Fault>>()?;
-        let tools = checked_tools("tools", self.tools)?;
-        self.common.into_asked(meta, model, messages, tools)
+        let tools = checked_tools("tools", self.tools.take())?;
+        self.into_asked(meta, model, messages, tools)
     }
-}
 
-impl WireGenerate {
-    /// The request in plain values: a conversation of one message.
+    /// The request for a text in plain values: a conversation of one message.
     ///
     /// # Errors
     /// 400 naming the field, its value and the limit.
-    pub(super) fn into_asked(self, meta: RequestMeta, model: String) -> Result<Asked, Fault> {
+    pub(super) fn into_generate(mut self, meta: RequestMeta, model: String) -> Result<Asked, Fault> {
         if self.raw == Some(true) {
             return Err(Fault::invalid("raw", true, "is not supported: prompts go through the model's template"));
         }
-        if let Some(suffix) = self.suffix.filter(|suffix| !suffix.is_empty()) {
+        if let Some(suffix) = self.suffix.take().filter(|suffix| !suffix.is_empty()) {
             return Err(Fault::invalid("suffix", suffix, "is not supported"));
         }
         refuse_images("images", self.images.as_deref())?;
-        let system = self.system.filter(|text| !text.is_empty());
-        let prompt = self.prompt.filter(|text| !text.is_empty());
+        let system = self.system.take().filter(|text| !text.is_empty());
+        let prompt = self.prompt.take().filter(|text| !text.is_empty());
         let messages = match prompt {
             None => Vec::new(),
             Some(prompt) => system
@@ -140,26 +128,9 @@ impl WireGenerate {
                 .chain([ChatMessage::new(Role::User, prompt)])
                 .collect(),
         };
-        self.common.into_asked(meta, model, messages, Vec::new())
+        self.into_asked(meta, model, messages, Vec::new())
     }
-}
 
-/// Names of fields that no code reads, as far as a header can carry them: they are the client's own words.
-fn not_honoured(place: &str, fields: &Map<String, Value>) -> impl Iterator<Item = String> {
-    let nameable = |name: &str| {
-        name.len() <= IGNORED_NAME_MAX && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
-    };
-    let set = fields.iter().filter(move |(name, value)| nameable(name) && is_set(Some(value)));
-    set.map(move |(name, _)| format!("{place}{name}"))
-}
-
-/// Our choice: Ollama has about 30 options, and proxies refuse headers above 8 KiB.
-const IGNORED_MAX: usize = 32;
-
-/// Our choice: the longest name in Ollama's API has 17 characters.
-const IGNORED_NAME_MAX: usize = 40;
-
-impl WireCommon {
     fn into_asked(
         self,
         meta: RequestMeta,
@@ -189,11 +160,7 @@ impl WireCommon {
             }
             Some(other) => return Err(Fault::invalid("think", other, "is neither `true` nor `false`")),
         }
-        let context = options.num_ctx.map(|tokens| match u32::try_from(tokens) {
-            Ok(tokens) if tokens > 0 => Ok(Tokens::new(tokens)),
-            Err(_) if tokens > 0 => Ok(Tokens::new(u32::MAX)),
-            _ => Err(Fault::invalid("options.num_ctx", tokens, "is below the limit of 1")),
-        });
+        let context = at_least_one("options.num_ctx", options.num_ctx)?;
         let request = ChatRequest {
             meta,
             model,
@@ -201,27 +168,36 @@ impl WireCommon {
             // -1 and -2 are "as much as there is"
             max_tokens: options
                 .num_predict
-                .and_then(|tokens| u32::try_from(tokens).ok())
+                .and_then(Whole::to)
                 .filter(|tokens| *tokens > 0)
                 .map(Tokens::new),
             temperature: in_range("options.temperature", options.temperature, 0.0, 2.0)?,
             top_p: in_range("options.top_p", options.top_p, 0.0, 1.0)?.filter(|top_p| *top_p > 0.0),
             // 0 is "all"
-            top_k: options.top_k.and_then(|top_k| u32::try_from(top_k).ok()).filter(|top_k| *top_k > 0),
-            seed: options.seed.map(i64::cast_unsigned),
+            top_k: options.top_k.and_then(Whole::to).filter(|top_k| *top_k > 0),
+            seed: options.seed.map(|seed| seed.get().cast_unsigned()),
             frequency_penalty: in_range("options.frequency_penalty", options.frequency_penalty, -2.0, 2.0)?,
             presence_penalty: in_range("options.presence_penalty", options.presence_penalty, -2.0, 2.0)?,
             repeat_penalty: in_range("options.repeat_penalty", options.repeat_penalty, 0.0, 10.0)?
                 .filter(|penalty| *penalty > 0.0),
             stop: stop_texts("options.stop", options.stop)?,
             form,
-            context_wanted: context.transpose()?,
+            context_wanted: context,
             // A request that says what stays allows the rest to be dropped.
             sinks: sinks(self.shift.unwrap_or(options.num_keep.is_some()), "options.num_keep", options.num_keep)?,
             streamed,
         };
         Ok(Asked { request: (!request.prompt.messages().is_empty()).then_some(request), ignored })
     }
+}
+
+/// Names of fields that no code reads, as far as a header can carry them: they are the client's own words.
+fn not_honoured(place: &str, fields: &Map<String, Value>) -> impl Iterator<Item = String> {
+    let nameable = |name: &str| {
+        name.len() <= IGNORED_NAME_MAX && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
+    };
+    let set = fields.iter().filter(move |(name, value)| nameable(name) && is_set(Some(value)));
+    set.map(move |(name, _)| format!("{place}{name}"))
 }
 
 impl WireMessage {
@@ -304,6 +280,12 @@ fn keep_alive(wish: Option<&Value>) -> Result<bool, Fault> {
     }
 }
 
+/// Our choice: Ollama has about 30 options, and proxies refuse headers above 8 KiB.
+const IGNORED_MAX: usize = 32;
+
+/// Our choice: the longest name in Ollama's API has 17 characters.
+const IGNORED_NAME_MAX: usize = 40;
+
 #[cfg(test)]
 mod tests {
     use serde_json::json;
@@ -312,8 +294,8 @@ mod tests {
     use crate::{http::body::parse_json, policy::sinks::Sinks};
 
     fn asked(body: &Value) -> Result<Asked, String> {
-        parse_json::<WireChat>(body.to_string().as_bytes())
-            .and_then(|wire| wire.into_asked(RequestMeta::default(), "m".to_owned()))
+        parse_json::<WireRequest>(body.to_string().as_bytes())
+            .and_then(|wire| wire.into_chat(RequestMeta::default(), "m".to_owned()))
             .map_err(|fault| fault.message().to_owned())
     }
 
@@ -415,6 +397,9 @@ mod tests {
         let user = json!([{"role": "user", "content": "hi"}]);
         for (more, field) in [
             (json!({"options": {"num_ctx": 0}}), "options.num_ctx"),
+            (json!({"options": {"num_ctx": 8192.5}}), "options.num_ctx"),
+            (json!({"options": {"top_k": 0.5}}), "options.top_k"),
+            (json!({"messages": [{"role": "user", "content": 7}]}), "messages[0].content"),
             (json!({"options": {"temperature": 9}}), "options.temperature"),
             (json!({"options": {"stop": 7}}), "options.stop"),
             (json!({"format": "xml"}), "format"),

@@ -20,6 +20,7 @@ use super::{
     responses_wire::WireRequest,
     stream::{Payload, ignored_header},
     tokens::tokenizer,
+    whole::Whole,
 };
 
 /// `POST /v1/responses`.
@@ -104,7 +105,7 @@ impl ResponseWriter {
             "error": null,
             "incomplete_details": null,
             "instructions": wire.instructions,
-            "max_output_tokens": wire.max_output_tokens,
+            "max_output_tokens": wire.max_output_tokens.map(Whole::get),
             "metadata": wire.metadata.unwrap_or_else(|| json!({})),
             "model": model,
             "output": [],

@@ -7,6 +7,7 @@ use super::{
     backend::{AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall},
     chat_wire::{ToolChoice, at_least_one, checked_tools, in_range, is_set, named},
     fault::Fault,
+    whole::Whole,
 };
 
 /// The body of `POST /v1/responses` and of `POST /v1/responses/input_tokens`.
@@ -15,7 +16,7 @@ pub(super) struct WireRequest {
     pub(super) model: Option<String>,
     input: Option<Value>,
     pub(super) instructions: Option<String>,
-    pub(super) max_output_tokens: Option<i64>,
+    pub(super) max_output_tokens: Option<Whole>,
     pub(super) temperature: Option<f64>,
     pub(super) top_p: Option<f64>,
     #[serde(default)]
@@ -34,7 +35,7 @@ pub(super) struct WireRequest {
     prompt: Option<Value>,
     reasoning: Option<Value>,
     store: Option<bool>,
-    top_logprobs: Option<i64>,
+    top_logprobs: Option<Whole>,
     truncation: Option<String>,
 }
 
@@ -68,7 +69,7 @@ impl WireRequest {
         if let Some(prompt) = self.prompt.as_ref().filter(|value| !value.is_null()) {
             return Err(Fault::invalid("prompt", prompt, "is not supported: there are no kept prompts"));
         }
-        if let Some(count) = self.top_logprobs.filter(|&count| count > 0) {
+        if let Some(count) = self.top_logprobs.filter(|count| count.get() > 0) {
             return Err(Fault::invalid("top_logprobs", count, "is not supported: probabilities are not kept"));
         }
         match self.truncation.as_deref() {

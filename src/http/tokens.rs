@@ -17,6 +17,7 @@ use super::{
     api::Api,
     backend::TokenizerBackend,
     fault::{Fault, InputNamed as _},
+    whole::Whole,
 };
 use crate::policy::refusal::Refusal;
 
@@ -68,7 +69,7 @@ pub(super) async fn tokenize(State(api): State<Api>, request: Request) -> Result
 
 #[derive(Debug, Deserialize)]
 struct WireDetokenize {
-    tokens: Vec<u32>,
+    tokens: Vec<Whole>,
 }
 
 /// `POST /detokenize`: the text of tokens.
@@ -78,7 +79,9 @@ pub(super) async fn detokenize(State(api): State<Api>, request: Request) -> Resu
     if count > TOKENS_MAX {
         return Err(Fault::invalid("tokens", format!("{count} tokens"), format!("is above the limit of {TOKENS_MAX}")));
     }
-    let pieces = tokenizer(&api)?.pieces(wire.tokens).await.map_err(Fault::from);
+    let token = |token: Whole| token.to().ok_or_else(|| Fault::invalid("tokens", token, "is not a token"));
+    let tokens = wire.tokens.into_iter().map(token).collect::<Result<Vec<u32>, Fault>>()?;
+    let pieces = tokenizer(&api)?.pieces(tokens).await.map_err(Fault::from);
     let bytes = pieces.input_named("tokens")?.concat();
     Ok(Json(json!({"content": String::from_utf8_lossy(&bytes)})))
 }

@@ -7,6 +7,7 @@ use serde_json::{Map, Value};
 use super::super::{
     body::parse_json,
     fault::{Fault, shortened},
+    whole::Whole,
 };
 
 /// What a client wants.
@@ -50,9 +51,8 @@ pub(super) struct Item {
 #[derive(Debug, Deserialize)]
 pub(super) struct Truncate {
     pub(super) item_id: String,
-    #[serde(default)]
-    pub(super) content_index: u64,
-    pub(super) audio_end_ms: u64,
+    pub(super) content_index: Option<Whole>,
+    pub(super) audio_end_ms: Whole,
 }
 
 #[derive(Deserialize)]

@@ -28,6 +28,7 @@ use super::{
         chat_wire::ToolChoice,
         fault::Fault,
         transcription::{Hearing, PIECES_AHEAD, Recognised},
+        whole::Whole,
     },
     event::{self, ClientEvent},
     input::{Input, Turn, Utterance},
@@ -337,12 +338,15 @@ impl Session {
             }
             ClientEvent::Truncate(cut) => {
                 self.not_given(&cut.item_id)?;
-                self.items.truncate(&cut.item_id, cut.audio_end_ms)?;
+                let end: u64 = cut
+                    .audio_end_ms
+                    .to()
+                    .ok_or_else(|| Fault::invalid("audio_end_ms", cut.audio_end_ms, "is below the limit of 0"))?;
+                self.items.truncate(&cut.item_id, end)?;
+                let index = cut.content_index.map_or(0, Whole::get);
                 self.outbox.event(
                     "conversation.item.truncated",
-                    json!({
-                        "item_id": cut.item_id, "content_index": cut.content_index, "audio_end_ms": cut.audio_end_ms,
-                    }),
+                    json!({"item_id": cut.item_id, "content_index": index, "audio_end_ms": end}),
                 );
                 Ok(())
             }

@@ -11,6 +11,7 @@ use super::super::{
     models::model_named,
     responses_wire::{function_choice, function_tools},
     speech::{SPEED_MAX, SPEED_MIN, voice_named},
+    whole::Whole,
 };
 use crate::{speech::audio::TTS_RATE_HZ, units::Tokens};
 
@@ -147,8 +148,9 @@ impl Settings {
             ("tool_choice", choice) => self.tool_choice = choice,
             ("max_output_tokens", Value::Null) => self.max_tokens = None,
             ("max_output_tokens", Value::String(word)) if word == "inf" => self.max_tokens = None,
-            ("max_output_tokens", Value::Number(number)) => {
-                self.max_tokens = at_least_one(&field, Some(number.as_i64().unwrap_or(0)))?;
+            ("max_output_tokens", ref number @ Value::Number(_)) => {
+                let tokens = Whole::of(number).ok_or_else(|| Fault::invalid(&field, number, "is not a whole number"))?;
+                self.max_tokens = at_least_one(&field, Some(tokens))?;
             }
             ("truncation", value) => self.retention = retention(&field, &value)?,
             ("prompt", value) if !value.is_null() => {

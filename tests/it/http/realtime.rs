@@ -487,7 +487,7 @@ async fn a_wrong_event_is_an_error_with_its_field_and_the_session_goes_on() {
         ),
         (
             json!({"type": "conversation.item.truncate", "item_id": "x", "audio_end_ms": -1}),
-            "invalid_type",
+            "invalid_value",
             "audio_end_ms",
         ),
         (update(json!({"model": "gpt-9"})), "model_not_found", "model"),

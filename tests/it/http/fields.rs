@@ -1,0 +1,66 @@
+//! Fields that several APIs have: each of them reads them alike.
+
+use serde_json::{Value, json};
+
+use super::{
+    client::{Answer, post_json, with},
+    script::{Open, open},
+};
+
+const CHAT: &str = "/v1/chat/completions";
+const COMPLETIONS: &str = "/v1/completions";
+const MESSAGES: &str = "/v1/messages";
+const RESPONSES: &str = "/v1/responses";
+const OLLAMA_CHAT: &str = "/api/chat";
+const OLLAMA_GENERATE: &str = "/api/generate";
+
+/// The least request of an API, with more fields.
+async fn ask(open: &Open, path: &str, more: &Value) -> Answer {
+    let messages = json!([{"role": "user", "content": "turn on the light"}]);
+    let body = match path {
+        CHAT => json!({"model": "tiny", "messages": messages}),
+        COMPLETIONS => json!({"model": "tiny", "prompt": "turn on"}),
+        MESSAGES => json!({"model": "tiny", "messages": messages, "max_tokens": 9}),
+        RESPONSES => json!({"model": "tiny", "input": "turn on the light"}),
+        OLLAMA_CHAT => json!({"model": "tiny", "messages": messages, "stream": false}),
+        OLLAMA_GENERATE => json!({"model": "tiny", "prompt": "turn on the light", "stream": false}),
+        "/detokenize" => json!({"tokens": []}),
+        other => panic!("{other}"),
+    };
+    post_json(open.address, path, &with(body, more)).await
+}
+
+#[tokio::test]
+async fn a_whole_number_may_have_a_fraction_of_zero_and_any_other_is_refused_by_name() {
+    let open = open().await;
+    for (path, fields) in [
+        (CHAT, "max_tokens max_completion_tokens seed n top_k n_keep"),
+        (COMPLETIONS, "max_tokens seed n best_of top_k"),
+        (MESSAGES, "max_tokens top_k"),
+        (RESPONSES, "max_output_tokens"),
+        (OLLAMA_CHAT, "options.num_ctx options.num_predict options.top_k options.seed options.num_keep"),
+        (OLLAMA_GENERATE, "options.num_ctx options.num_predict options.top_k options.seed options.num_keep"),
+    ] {
+        for field in fields.split(' ') {
+            let set = |value: f64| match field.strip_prefix("options.") {
+                Some(name) => json!({"options": {name: value}}),
+                None => json!({field: value}),
+            };
+            let answer = ask(&open, path, &set(1.0)).await;
+            assert_eq!(answer.status, 200, "{path} {field}: {}", answer.text());
+            let answer = ask(&open, path, &set(1.5)).await;
+            assert_eq!(answer.status, 400, "{path} {field}");
+            assert!(answer.text().contains(&format!("{field}: invalid type")) || answer.text().contains(&format!("{field}: invalid value")), "{}", answer.text());
+            assert!(answer.text().contains("`1.5`, expected a whole number"), "{}", answer.text());
+        }
+    }
+    open.script.chats.lock().unwrap().clear();
+    let asked = ask(&open, COMPLETIONS, &json!({"prompt": [1.0, 2]})).await;
+    assert_eq!(asked.status, 200, "{}", asked.text());
+    let asked = ask(&open, OLLAMA_CHAT, &json!({"options": {"num_ctx": 8192.0, "num_predict": 4.0}})).await;
+    assert_eq!(asked.status, 200, "{}", asked.text());
+    let request = open.script.chats.lock().unwrap().pop().unwrap();
+    assert_eq!((request.context_wanted.unwrap().get(), request.max_tokens.unwrap().get()), (8192, 4));
+    let asked = ask(&open, "/detokenize", &json!({"tokens": [104.0, 105]})).await;
+    assert_eq!(asked.json(), json!({"content": "hi"}));
+}
