@@ -1,5 +1,7 @@
 //! Conversations with the LLM, as the engine and all APIs have them.
 
+use std::hash::{BuildHasher as _, RandomState};
+
 use serde::Serialize;
 use serde_json::{Map, Value};
 
@@ -151,6 +153,63 @@ pub enum AnswerForm {
         /// The name.
         name: Option<String>,
     },
+}
+
+/// How tokens are chosen, as far as it is said: by a client, by the model's file, or by the API.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct SamplingWish {
+    /// 0 to 2; 0 takes the likeliest token always.
+    pub temperature: Option<f64>,
+    /// 0 to 1: only the likeliest tokens that together have this probability; 0 leaves one.
+    pub top_p: Option<f64>,
+    /// Only this many of the likeliest tokens; 0 for all.
+    pub top_k: Option<u32>,
+    /// 0 to 1: only tokens that are at least this many times as likely as the likeliest.
+    pub min_p: Option<f64>,
+    /// Divides the score of tokens that occurred lately; 1 has no effect.
+    pub repeat_penalty: Option<f64>,
+    /// Subtracted for each time that a token was generated, −2 to 2.
+    pub frequency_penalty: Option<f64>,
+    /// Subtracted from every token that was generated, −2 to 2.
+    pub presence_penalty: Option<f64>,
+    /// The same seed, settings and prompt give the same answer.
+    pub seed: Option<u64>,
+}
+
+impl SamplingWish {
+    /// Nothing is said.
+    pub const NONE: Self = Self {
+        temperature: None,
+        top_p: None,
+        top_k: None,
+        min_p: None,
+        repeat_penalty: None,
+        frequency_penalty: None,
+        presence_penalty: None,
+        seed: None,
+    };
+
+    /// The same, with what `other` says where this says nothing.
+    #[must_use]
+    pub fn or(self, other: Self) -> Self {
+        Self {
+            temperature: self.temperature.or(other.temperature),
+            top_p: self.top_p.or(other.top_p),
+            top_k: self.top_k.or(other.top_k),
+            min_p: self.min_p.or(other.min_p),
+            repeat_penalty: self.repeat_penalty.or(other.repeat_penalty),
+            frequency_penalty: self.frequency_penalty.or(other.frequency_penalty),
+            presence_penalty: self.presence_penalty.or(other.presence_penalty),
+            seed: self.seed.or(other.seed),
+        }
+    }
+
+    /// A seed by chance, of 32 bits, which every client's language holds.
+    #[must_use]
+    pub fn random_seed() -> u64 {
+        // The standard library's hash maps have keys by chance, others for each.
+        RandomState::new().hash_one(0u8) >> 32
+    }
 }
 
 /// Why an answer ended, as APIs report it.

@@ -32,7 +32,7 @@ pub struct Generate {
     /// The most tokens to generate.
     #[arg(long, value_name = "TOKENS")]
     max_tokens: Option<u32>,
-    /// 0 takes the likeliest token always; at most 2.
+    /// 0 takes the likeliest token always, which is the default unless the model's file recommends another; at most 2.
     #[arg(long, value_name = "RATIO")]
     temperature: Option<f64>,
     /// The likeliest tokens that have this probability together.
@@ -41,7 +41,7 @@ pub struct Generate {
     /// The so many likeliest tokens.
     #[arg(long, value_name = "COUNT")]
     top_k: Option<u32>,
-    /// The same seed gives the same text.
+    /// The same seed gives the same text; by chance when absent.
     #[arg(long, value_name = "NUMBER")]
     seed: Option<u64>,
     /// Text that ends the generation; may be given several times.
@@ -98,12 +98,15 @@ pub(super) async fn run(global: &Global, generate: Generate) -> Result<(), CliEr
     let mut client = LlmServiceClient::new(global.connect().await?);
     // No deadline: the first piece may have to wait for a load, and the text is as long as it is.
     let mut stream = client.generate(request).await?.into_inner();
-    let mut answer = String::new();
+    let (mut answer, mut seed) = (String::new(), 0);
     while let Some(response) = stream.message().await? {
         match response.message {
-            Some(generate_response::Message::Started(started)) if global.output == Output::Ndjson => {
-                let line = json!({ "started": { "model": started.model, "promptTokens": started.prompt_tokens } });
-                output::write_json(global.output, &line)?;
+            Some(generate_response::Message::Started(started)) => {
+                seed = started.seed;
+                let line = json!({ "model": started.model, "promptTokens": started.prompt_tokens, "seed": seed });
+                if global.output == Output::Ndjson {
+                    output::write_json(global.output, &json!({ "started": line }))?;
+                }
             }
             Some(generate_response::Message::Delta(delta)) => match global.output {
                 Output::Table => output::write(&delta.text)?,
@@ -145,7 +148,7 @@ pub(super) async fn run(global: &Global, generate: Generate) -> Result<(), CliEr
                     }
                     Output::Json => output::write_json(
                         global.output,
-                        &json!({ "text": answer, "finishReason": reason.as_str_name(), "usage": usage_json }),
+                        &json!({ "text": answer, "finishReason": reason.as_str_name(), "seed": seed, "usage": usage_json }),
                     )?,
                     Output::Ndjson => output::write_json(
                         global.output,
@@ -154,7 +157,7 @@ pub(super) async fn run(global: &Global, generate: Generate) -> Result<(), CliEr
                 }
                 return Ok(());
             }
-            Some(generate_response::Message::Started(_)) | None => {}
+            None => {}
         }
     }
     Err(CliError::plain("the answer ended without an end", exit::FAILED))

@@ -72,18 +72,9 @@ impl TokenizerBackend for Llm {
 
 impl Llm {
     fn asked(&self, request: ChatRequest) -> engine::GenerateRequest {
-        let greedy = engine::Sampling::GREEDY;
         let client = request.meta.client.as_deref();
         engine::GenerateRequest {
-            sampling: engine::Sampling {
-                temperature: request.temperature.unwrap_or(greedy.temperature),
-                top_p: request.top_p.unwrap_or(greedy.top_p),
-                top_k: request.top_k.or(greedy.top_k),
-                seed: request.seed.unwrap_or(greedy.seed),
-                repeat_penalty: narrow(request.repeat_penalty, greedy.repeat_penalty),
-                frequency_penalty: narrow(request.frequency_penalty, greedy.frequency_penalty),
-                presence_penalty: narrow(request.presence_penalty, greedy.presence_penalty),
-            },
+            sampling: self.sampling(request.sampling.asked, request.sampling.defaults),
             max_tokens: limited(request.max_tokens, client.and_then(|client| client.tokens_max)),
             class: client.map_or(Class::Interactive, |client| client.class),
             client: client.map(|client| Arc::clone(&client.name)),
@@ -101,11 +92,6 @@ fn limited(asked: Option<Tokens>, limit: Option<Tokens>) -> Option<Tokens> {
         (Some(asked), Some(limit)) => Some(asked.min(limit)),
         (asked, limit) => asked.or(limit),
     }
-}
-
-#[expect(clippy::cast_possible_truncation, reason = "a factor near 1; f32 is what logits have")]
-fn narrow(value: Option<f64>, default: f32) -> f32 {
-    value.map_or(default, |value| value as f32)
 }
 
 /// One answer as HTTP reads it.

@@ -16,7 +16,7 @@ use super::{control_handle::ControlHandle, engine::CurrentEngine};
 use crate::{
     causes::in_one_line,
     config::LlmConfig,
-    conversation::FinishReason,
+    conversation::{FinishReason, SamplingWish},
     engine::{self, AnswerStyle, EngineHandle, EngineSnapshot, PromptError, RequestId, SubmitError},
     policy::{event::Event, refusal::Refusal, snapshot::EngineState},
     rpc::{
@@ -97,6 +97,11 @@ impl Llm {
     /// Name of the model.
     pub(super) fn name(&self) -> &str {
         &self.0.name
+    }
+
+    /// How tokens are chosen: as asked, else as the model's file recommends, else by these defaults.
+    pub(super) fn sampling(&self, asked: SamplingWish, defaults: SamplingWish) -> engine::Sampling {
+        asked.or(self.0.engine.handle().recommended_sampling()).or(defaults).into()
     }
 
     /// Hands a request to the engine. Rendering and encoding a long prompt takes too long for a thread that serves others.
@@ -383,17 +388,6 @@ const fn reason_word(reason: engine::FinishReason) -> &'static str {
     }
 }
 
-fn sampling(temperature: Option<f64>, top_p: Option<f64>, top_k: Option<u32>, seed: Option<u64>) -> engine::Sampling {
-    let greedy = engine::Sampling::GREEDY;
-    engine::Sampling {
-        temperature: temperature.unwrap_or(greedy.temperature),
-        top_p: top_p.unwrap_or(greedy.top_p),
-        top_k: top_k.or(greedy.top_k),
-        seed: seed.unwrap_or(greedy.seed),
-        ..greedy
-    }
-}
-
 impl Generator for Llm {
     fn generate(
         &self,
@@ -406,10 +400,12 @@ impl Generator for Llm {
                 llm::Input::Messages(messages) => engine::Prompt::Chat(messages.into()),
             };
             let wanted = request.sampling;
+            let wanted = SamplingWish { seed: wanted.seed.or_else(|| Some(SamplingWish::random_seed())), ..wanted };
+            let seed = wanted.seed.unwrap_or_default();
             let (mut guarded, _style) = self
                 .submit(
                     engine::GenerateRequest {
-                        sampling: sampling(wanted.temperature, wanted.top_p, wanted.top_k, wanted.seed),
+                        sampling: self.sampling(wanted, SamplingWish::NONE),
                         max_tokens: request.max_tokens,
                         stop: request.stop,
                         sinks: request.sinks,
@@ -432,7 +428,7 @@ impl Generator for Llm {
                     let Some(event) = event else { return };
                     let event = match event {
                         engine::GenerateEvent::Started { prompt_tokens, .. } => {
-                            llm::GenerateEvent::Started { model: llm.0.name.clone(), prompt: prompt_tokens }
+                            llm::GenerateEvent::Started { model: llm.0.name.clone(), prompt: prompt_tokens, seed }
                         }
                         engine::GenerateEvent::Delta { text, .. } => {
                             first_token.get_or_insert_with(|| admitted.elapsed());

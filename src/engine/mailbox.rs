@@ -27,7 +27,7 @@ use super::{
     text::{Prepared, TextSide},
 };
 use crate::{
-    conversation::Prompt,
+    conversation::{Prompt, SamplingWish},
     policy::{lease::Class, residency::EnginePlan},
     units::{Bytes, Tokens},
 };
@@ -74,6 +74,12 @@ impl EngineHandle {
     /// One of them cannot be used, or the engine is not ready.
     pub fn prepare(&self, request: &GenerateRequest, client: Client<'_>) -> Result<Prepared, SubmitError> {
         Ok(self.shared.text()?.prepare(request, client)?)
+    }
+
+    /// How the model's file recommends to choose tokens; nothing while no model is ready.
+    #[must_use]
+    pub fn recommended_sampling(&self) -> SamplingWish {
+        self.shared.text().map_or(SamplingWish::NONE, |side| side.sampling())
     }
 
     /// The number of tokens of a prompt, however long it is.

@@ -7,6 +7,9 @@ use std::{
 
 use rand::{Rng as _, SeedableRng as _, rngs::StdRng};
 
+use super::gguf::Header;
+use crate::conversation::SamplingWish;
+
 /// How tokens are chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampling {
@@ -18,6 +21,8 @@ pub struct Sampling {
     pub top_p: f64,
     /// Only this many of the most likely tokens are considered. Default `None` (all), at least 1.
     pub top_k: Option<u32>,
+    /// Only tokens that are at least this many times as likely as the most likely one are considered. Default 0 (all), up to 1.
+    pub min_p: f64,
     /// Start of the random numbers: the same seed, settings and prompt give the same answer. Default 0.
     pub seed: u64,
     /// Divides the logits of tokens that occurred among the last [`REPEAT_WINDOW`]. Default 1 (no effect),
@@ -35,6 +40,7 @@ impl Sampling {
         temperature: 0.0,
         top_p: 1.0,
         top_k: None,
+        min_p: 0.0,
         seed: 0,
         repeat_penalty: 1.0,
         frequency_penalty: 0.0,
@@ -49,6 +55,7 @@ impl Sampling {
         let checks = [
             ("temperature", self.temperature, 0.0, TEMPERATURE_MAX),
             ("top_p", self.top_p, f64::from(TOP_P_MIN), 1.0),
+            ("min_p", self.min_p, 0.0, 1.0),
             (
                 "repeat_penalty",
                 f64::from(self.repeat_penalty),
@@ -80,6 +87,41 @@ impl Sampling {
 impl Default for Sampling {
     fn default() -> Self {
         Self::GREEDY
+    }
+}
+
+impl From<SamplingWish> for Sampling {
+    /// What is wished for; the most likely token, without penalties, where nothing is. A `top_p` of 0 leaves one token.
+    fn from(wish: SamplingWish) -> Self {
+        let greedy = Self::GREEDY;
+        let alone = wish.top_p == Some(0.0);
+        let narrowed = |wish: Option<f64>, default| wish.map_or(default, narrow);
+        Self {
+            temperature: if alone { 0.0 } else { wish.temperature.unwrap_or(greedy.temperature) },
+            top_p: wish.top_p.filter(|_| !alone).unwrap_or(greedy.top_p),
+            top_k: wish.top_k.filter(|top_k| *top_k > 0),
+            min_p: wish.min_p.unwrap_or(greedy.min_p),
+            seed: wish.seed.unwrap_or(greedy.seed),
+            repeat_penalty: narrowed(wish.repeat_penalty, greedy.repeat_penalty),
+            frequency_penalty: narrowed(wish.frequency_penalty, greedy.frequency_penalty),
+            presence_penalty: narrowed(wish.presence_penalty, greedy.presence_penalty),
+        }
+    }
+}
+
+/// What the file of a model recommends, by llama.cpp's keys `general.sampling.…`; what no sampler can use is left out.
+pub(super) fn recommended(header: &Header) -> SamplingWish {
+    let number = |key: &str, low: f64, high: f64| {
+        let value = header.f32(&format!("general.sampling.{key}")).map(f64::from);
+        value.filter(|value| (low..=high).contains(value))
+    };
+    SamplingWish {
+        temperature: number("temp", 0.0, TEMPERATURE_MAX),
+        top_p: number("top_p", 0.0, 1.0),
+        top_k: header.u32("general.sampling.top_k"),
+        min_p: number("min_p", 0.0, 1.0),
+        repeat_penalty: number("penalty_repeat", f64::from(REPEAT_PENALTY_MIN), f64::from(REPEAT_PENALTY_MAX)),
+        ..SamplingWish::NONE
     }
 }
 
@@ -253,11 +295,12 @@ impl Sampler {
         values
     }
 
-    /// A token at random: by the softmax of the logits over the temperature, cut to the `top_k` most likely tokens, and to the
-    /// fewest of them that reach `top_p` of the whole distribution.
+    /// A token at random: by the softmax of the logits over the temperature, cut to the `top_k` most likely tokens, to the
+    /// fewest of them that reach `top_p` of the whole distribution, and to those that have `min_p` of the first one's probability.
     fn draw(&mut self, logits: &[f32]) -> u32 {
         #[expect(clippy::cast_possible_truncation, reason = "settings between 1e-30 and 1e7, which an f32 holds")]
-        let (inverse, top_p) = ((1.0 / self.settings.temperature) as f32, self.settings.top_p as f32);
+        let (inverse, top_p, min_p) =
+            ((1.0 / self.settings.temperature) as f32, self.settings.top_p as f32, self.settings.min_p as f32);
         let greatest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let mut likely: Vec<(u32, f32)> = (0u32..)
             .zip(logits)
@@ -279,6 +322,10 @@ impl Sampler {
                 reached >= top_p * whole
             });
             likely.truncate(enough.map_or(likely.len(), |last| last + 1));
+        }
+        if min_p > 0.0 {
+            // The most likely one weighs 1.
+            likely.retain(|(_, weight)| *weight >= min_p);
         }
         let total: f32 = likely.iter().map(|(_, weight)| weight).sum();
         let mut left = self.random.random::<f32>() * total;
@@ -389,18 +436,32 @@ mod tests {
     }
 
     #[test]
-    fn top_k_and_top_p_leave_out_the_unlikely() {
+    fn top_k_top_p_and_min_p_leave_out_the_unlikely() {
         let logits = [3.0, 2.9, 2.8, -5.0, -5.0];
         let warm = Sampling { temperature: 1.0, ..Sampling::GREEDY };
         for settings in [
             Sampling { top_k: Some(2), ..warm },
             Sampling { top_p: 0.6, ..warm },
             Sampling { top_k: Some(3), top_p: 0.6, ..warm },
+            Sampling { min_p: 0.85, ..warm },
         ] {
             let tokens = draws(settings, &logits, 200);
             assert!(tokens.iter().all(|&token| token < 2), "{settings:?}");
             assert!(tokens.contains(&0) && tokens.contains(&1), "{settings:?}");
         }
+    }
+
+    #[test]
+    fn a_wish_takes_what_it_says_and_the_most_likely_token_for_the_rest() {
+        let with = |wish: SamplingWish| Sampling::from(wish);
+        assert_eq!(with(SamplingWish::NONE), Sampling::GREEDY);
+        let cold = SamplingWish { temperature: Some(1.0), top_p: Some(0.0), top_k: Some(0), ..SamplingWish::NONE };
+        assert_eq!(with(cold), Sampling::GREEDY);
+        let own = SamplingWish { temperature: Some(0.6), top_k: Some(20), ..SamplingWish::NONE };
+        let api = SamplingWish { temperature: Some(1.0), top_p: Some(0.9), ..SamplingWish::NONE };
+        let asked = SamplingWish { top_k: Some(0), seed: Some(7), ..SamplingWish::NONE };
+        let expected = Sampling { temperature: 0.6, top_p: 0.9, seed: 7, ..Sampling::GREEDY };
+        assert_eq!(with(asked.or(own).or(api)), expected);
     }
 
     #[test]
@@ -441,6 +502,7 @@ mod tests {
                         temperature,
                         top_p,
                         top_k: None,
+                        min_p: 1.0 - top_p,
                         seed: 3,
                         repeat_penalty,
                         frequency_penalty: -2.0,

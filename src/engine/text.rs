@@ -12,10 +12,10 @@ use super::{
     generate::{GenerateRequest, Prompt, PromptError},
     gguf::Header,
     helper::{FormPlace, Helper, JobError, Kind, Setup},
-    sampling::TokenMask,
+    sampling::{TokenMask, recommended},
     tokenizer::{Tokenizer, TokenizerError},
 };
-use crate::{causes::in_one_line, units::Tokens};
+use crate::{causes::in_one_line, conversation::SamplingWish, units::Tokens};
 
 /// Tokenizer, chat template and the limits of prompts. Shared by handles and thread; never changes.
 pub struct TextSide {
@@ -23,6 +23,7 @@ pub struct TextSide {
     template: ChatTemplate,
     context_max: Tokens,
     helper: Arc<Helper>,
+    sampling: SamplingWish,
 }
 
 /// A request whose prompt is tokens and whose form is a mask.
@@ -51,7 +52,8 @@ impl TextSide {
     pub fn with_helper(header: &Header, context_max: Tokens, program: Option<PathBuf>) -> Result<Self, TextError> {
         let tokenizer = Tokenizer::from_header(header)?;
         let template = ChatTemplate::from_header(header, &tokenizer);
-        let side = Self { tokenizer, template, context_max, helper: Arc::new(Helper::new(program)) };
+        let sampling = recommended(header);
+        let side = Self { tokenizer, template, context_max, helper: Arc::new(Helper::new(program)), sampling };
         side.compile()?;
         Ok(side)
     }
@@ -142,6 +144,11 @@ impl TextSide {
     #[must_use]
     pub const fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
+    }
+
+    /// How the model's file recommends to choose tokens.
+    pub(super) const fn sampling(&self) -> SamplingWish {
+        self.sampling
     }
 
     /// The longest context.

@@ -13,6 +13,7 @@ use std::{collections::VecDeque, time::Instant};
 use axum::{
     Json,
     extract::Request,
+    http::{HeaderName, HeaderValue},
     response::{IntoResponse, Response},
 };
 use futures_util::{
@@ -86,10 +87,11 @@ pub(super) async fn answer<W: Writer>(
     let backend = llm(&api)?;
     let meta = request.meta.clone();
     let streamed = request.streamed;
+    let seed = request.sampling.asked.seed.map(|seed| [(SEED, HeaderValue::from(seed))]);
     let mut admission: Admission = Box::pin(async move { backend.chat(request).await });
     if !streamed {
         let (said, reason, usage) = collected(Generation::new(admission.await?, began, &api)).await?;
-        return Ok(Json(writer.whole(said, reason, usage)).into_response());
+        return Ok((seed, Json(writer.whole(said, reason, usage))).into_response());
     }
     let limits = api.limits().clone();
     let stage = match timeout(admission_patience(&meta, &limits), &mut admission).await {
@@ -99,10 +101,11 @@ pub(super) async fn answer<W: Writer>(
     };
     let silence = writer.silence();
     let payloads = payloads(stage, writer);
-    Ok(match silence {
+    let response = match silence {
         None => sse(payloads.map(Ok), &meta, &limits),
         Some(silence) => lines(payloads, silence, &meta, &limits),
-    })
+    };
+    Ok((seed, response).into_response())
 }
 
 /// A request that is being admitted.
@@ -185,6 +188,9 @@ impl<W: Writer> Streamed<W> {
         Stage::Done
     }
 }
+
+/// The seed of the answer, the client's or one by chance: the same seed, settings and prompt give the same answer.
+const SEED: HeaderName = HeaderName::from_static("x-cotenant-seed");
 
 /// As it reads after "cannot".
 const ACT: &str = "start an answer";

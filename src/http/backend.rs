@@ -11,7 +11,7 @@ use tokio::sync::mpsc;
 
 use super::Client;
 pub use crate::conversation::{
-    AnswerForm, AnswerPart, ChatMessage, Conversation, FinishReason, Prompt, Role, ToolCall, Usage,
+    AnswerForm, AnswerPart, ChatMessage, Conversation, FinishReason, Prompt, Role, SamplingWish, ToolCall, Usage,
 };
 use crate::{
     policy::{refusal::Refusal, sinks::Sinks, snapshot::Snapshot},
@@ -76,20 +76,8 @@ pub struct ChatRequest {
     pub prompt: Prompt,
     /// Most tokens to generate; `None` leaves it to the model and the context.
     pub max_tokens: Option<Tokens>,
-    /// 0 to 2; 0 is greedy; `None` takes the model's default.
-    pub temperature: Option<f64>,
-    /// Above 0, up to 1; `None` takes the model's default.
-    pub top_p: Option<f64>,
-    /// Seed of the sampling; `None` takes any.
-    pub seed: Option<u64>,
-    /// Only this many of the likeliest tokens are considered; `None` for all.
-    pub top_k: Option<u32>,
-    /// Subtracted for each time that a token was generated, −2 to 2.
-    pub frequency_penalty: Option<f64>,
-    /// Subtracted from every token that was generated, −2 to 2.
-    pub presence_penalty: Option<f64>,
-    /// Divides the score of tokens that occurred lately; 1 has no effect.
-    pub repeat_penalty: Option<f64>,
+    /// How tokens are chosen.
+    pub sampling: ChatSampling,
     /// Texts that end the answer, themselves left out; at most four, none empty.
     pub stop: Vec<String>,
     /// The form that the answer must have.
@@ -103,15 +91,13 @@ pub struct ChatRequest {
     pub streamed: bool,
 }
 
-impl ChatRequest {
-    /// The same with a `top_p` of 0 as what it says: only the likeliest token is left.
-    #[must_use]
-    pub fn with_greedy_top_p(mut self) -> Self {
-        if self.top_p == Some(0.0) {
-            (self.temperature, self.top_p) = (Some(0.0), None);
-        }
-        self
-    }
+/// How the tokens of an answer are chosen.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct ChatSampling {
+    /// What the client asks for. It goes before what the model's file recommends.
+    pub asked: SamplingWish,
+    /// What the API takes where neither says anything. Where it says nothing either, the likeliest token is taken.
+    pub defaults: SamplingWish,
 }
 
 /// What reads and counts tokens, of whatever model is there.

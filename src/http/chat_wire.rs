@@ -9,6 +9,7 @@ use serde_json::{Map, Value, json};
 use super::{
     backend::{AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall},
     fault::Fault,
+    sampling::{SamplingDialect, SamplingFields},
     whole::Whole,
 };
 use crate::{policy::sinks::Sinks, units::Tokens};
@@ -38,11 +39,14 @@ pub(super) struct WireRequest {
     audio: Option<Value>,
     function_call: Option<Value>,
     functions: Option<Value>,
-    min_p: Option<Value>,
+    min_p: Option<f64>,
     modalities: Option<Value>,
     prediction: Option<Value>,
     reasoning_effort: Option<Value>,
-    repetition_penalty: Option<Value>,
+    /// As llama.cpp calls it.
+    repeat_penalty: Option<f64>,
+    /// As vLLM calls it.
+    repetition_penalty: Option<f64>,
     verbosity: Option<Value>,
     web_search_options: Option<Value>,
     logprobs: Option<bool>,
@@ -97,11 +101,9 @@ impl WireRequest {
             ("function_call", is_set(self.function_call.as_ref())),
             ("functions", is_set(self.functions.as_ref())),
             ("logit_bias", is_set(self.logit_bias.as_ref())),
-            ("min_p", is_set(self.min_p.as_ref())),
             ("modalities", is_set(self.modalities.as_ref()) && !text_alone),
             ("prediction", is_set(self.prediction.as_ref())),
             ("reasoning_effort", is_set(self.reasoning_effort.as_ref())),
-            ("repetition_penalty", is_set(self.repetition_penalty.as_ref())),
             ("verbosity", is_set(self.verbosity.as_ref())),
             ("web_search_options", is_set(self.web_search_options.as_ref())),
         ])
@@ -144,26 +146,28 @@ impl WireRequest {
             Some(tokens) => ("max_completion_tokens", Some(tokens)),
             None => ("max_tokens", self.max_tokens),
         };
-        let request = ChatRequest {
+        let sampling = SamplingFields {
+            temperature: self.temperature,
+            top_p: self.top_p,
+            top_k: self.top_k,
+            min_p: self.min_p,
+            frequency_penalty: self.frequency_penalty,
+            presence_penalty: self.presence_penalty,
+            repeat_penalty: self.repetition_penalty.or(self.repeat_penalty),
+            seed: self.seed,
+        };
+        Ok(ChatRequest {
             meta,
             model,
             prompt: Prompt::Chat(Conversation { messages, tools, variables }),
             max_tokens: at_least_one(max_tokens_name, max_tokens)?,
-            temperature: in_range("temperature", self.temperature, 0.0, 2.0)?,
-            top_p: in_range("top_p", self.top_p, 0.0, 1.0)?,
-            // as other servers have it; 0 and below is "all"
-            top_k: self.top_k.and_then(Whole::to).filter(|top_k| *top_k > 0),
-            // a negative seed is as good as any: only equality matters
-            seed: self.seed.map(|seed| seed.get().cast_unsigned()),
-            frequency_penalty: in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)?,
-            presence_penalty: in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)?,
+            sampling: SamplingDialect::OPENAI.read(&sampling)?,
             stop: stop_texts("stop", self.stop)?,
             form,
             sinks: sinks(self.context_shift == Some(true), "n_keep", self.n_keep)?,
             streamed: self.stream == Some(true),
             ..ChatRequest::default()
-        };
-        Ok(request.with_greedy_top_p())
+        })
     }
 }
 
@@ -429,7 +433,10 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::http::body::parse_json;
+    use crate::http::{
+        backend::{ChatSampling, SamplingWish},
+        body::parse_json,
+    };
 
     fn request(body: &str) -> Result<ChatRequest, String> {
         parse_json::<WireRequest>(body.as_bytes())
@@ -445,8 +452,8 @@ mod tests {
             parse_json::<WireRequest>(body.to_string().as_bytes()).unwrap().ignored()
         };
         assert_eq!(
-            ignored(json!({"min_p": 0.1, "functions": [{"name": "f"}], "modalities": ["text", "audio"]})),
-            ["functions", "min_p", "modalities"]
+            ignored(json!({"min_p": 0.1, "verbosity": "low", "functions": [{"name": "f"}], "modalities": ["text", "audio"]})),
+            ["functions", "modalities", "verbosity"]
         );
         let document = include_str!("../../docs/errors.md");
         let row = document.lines().find(|line| line.starts_with("| `logit_bias`")).unwrap();
@@ -487,7 +494,7 @@ mod tests {
                  {"role": "developer", "content": "be brief"},
                  {"role": "user", "content": [{"type": "text", "text": "turn on "}, {"type": "text", "text": "it"}]},
                  {"role": "assistant", "content": null, "tool_calls": []}],
-               "max_tokens": 9, "max_completion_tokens": 7, "temperature": 0.5, "top_p": 1, "seed": -1,
+               "max_tokens": 9, "max_completion_tokens": 7, "temperature": 0.5, "top_p": 1, "seed": -2,
                "stop": "\n", "user": "u", "service_tier": "auto", "something": {"new": [1]}}"#,
         )
         .unwrap();
@@ -502,15 +509,19 @@ mod tests {
                         .into()
                 ),
                 max_tokens: Some(Tokens::new(7)),
-                temperature: Some(0.5),
-                top_p: Some(1.0),
-                seed: Some(u64::MAX),
+                sampling: ChatSampling {
+                    asked: SamplingWish {
+                        temperature: Some(0.5),
+                        top_p: Some(1.0),
+                        seed: Some(u64::MAX - 1),
+                        ..SamplingWish::NONE
+                    },
+                    defaults: SamplingWish { temperature: Some(1.0), ..SamplingWish::NONE },
+                },
                 stop: vec!["\n".to_owned()],
                 ..ChatRequest::default()
             }
         );
-        let greedy = request(r#"{"messages": [{"role": "user"}], "top_p": 0, "temperature": 1}"#).unwrap();
-        assert_eq!((greedy.temperature, greedy.top_p), (Some(0.0), None));
     }
 
     #[test]
@@ -571,7 +582,8 @@ mod tests {
         assert_eq!(read.form, Some(AnswerForm::ToolCall { name: None }));
         let Prompt::Chat(conversation) = &read.prompt else { panic!("{read:?}") };
         assert_eq!(conversation.variables.get("enable_thinking"), Some(&json!(false)));
-        assert_eq!((read.frequency_penalty, read.presence_penalty), (Some(-1.0), Some(0.5)));
+        let sampling = read.sampling.asked;
+        assert_eq!((sampling.frequency_penalty, sampling.presence_penalty), (Some(-1.0), Some(0.5)));
 
         let user = r#""messages": [{"role": "user", "content": "hi"}]"#;
         let form = |format: &str| request(&format!(r#"{{{user}, "response_format": {format}}}"#)).unwrap().form;

@@ -15,10 +15,11 @@ use super::{
     api::{Api, Meta, unix_seconds},
     backend::{AnswerPart, ChatRequest, FinishReason, Prompt, RequestMeta, Usage},
     chat::{reason_text, usage_json},
-    chat_wire::{at_least_one, in_range, is_set, named, stop_texts},
+    chat_wire::{at_least_one, is_set, named, stop_texts},
     fault::{Fault, InputNamed as _},
     generation::Said,
     models::model_named,
+    sampling::{SamplingDialect, SamplingFields},
     stream::{Payload, ignored_header},
     whole::Whole,
 };
@@ -67,10 +68,10 @@ struct WireRequest {
     frequency_penalty: Option<f64>,
     logit_bias: Option<Value>,
     ignore_eos: Option<Value>,
-    min_p: Option<Value>,
+    min_p: Option<f64>,
     min_tokens: Option<Value>,
-    repeat_penalty: Option<Value>,
-    repetition_penalty: Option<Value>,
+    repeat_penalty: Option<f64>,
+    repetition_penalty: Option<f64>,
     response_format: Option<Value>,
     seed: Option<Whole>,
 }
@@ -85,10 +86,7 @@ impl WireRequest {
         named([
             ("ignore_eos", is_set(self.ignore_eos.as_ref())),
             ("logit_bias", is_set(self.logit_bias.as_ref())),
-            ("min_p", is_set(self.min_p.as_ref())),
             ("min_tokens", is_set(self.min_tokens.as_ref())),
-            ("repeat_penalty", is_set(self.repeat_penalty.as_ref())),
-            ("repetition_penalty", is_set(self.repetition_penalty.as_ref())),
             ("response_format", is_set(self.response_format.as_ref())),
         ])
     }
@@ -114,22 +112,27 @@ impl WireRequest {
             }
             _ => String::new(),
         };
+        let sampling = SamplingFields {
+            temperature: self.temperature,
+            top_p: self.top_p,
+            top_k: self.top_k,
+            min_p: self.min_p,
+            frequency_penalty: self.frequency_penalty,
+            presence_penalty: self.presence_penalty,
+            repeat_penalty: self.repetition_penalty.or(self.repeat_penalty),
+            seed: self.seed,
+        };
         let request = ChatRequest {
             meta,
             model,
             prompt,
             max_tokens: at_least_one("max_tokens", self.max_tokens)?,
-            temperature: in_range("temperature", self.temperature, 0.0, 2.0)?,
-            top_p: in_range("top_p", self.top_p, 0.0, 1.0)?,
-            top_k: self.top_k.and_then(Whole::to).filter(|top_k| *top_k > 0),
-            seed: self.seed.map(|seed| seed.get().cast_unsigned()),
-            frequency_penalty: in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)?,
-            presence_penalty: in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)?,
+            sampling: SamplingDialect::OPENAI.read(&sampling)?,
             stop: stop_texts("stop", self.stop)?,
             streamed: self.stream == Some(true),
             ..ChatRequest::default()
         };
-        Ok((request.with_greedy_top_p(), echo))
+        Ok((request, echo))
     }
 }
 

@@ -7,8 +7,9 @@ use serde_json::{Map, Value, json};
 
 use super::{
     backend::{AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall},
-    chat_wire::{at_least_one, checked_tools, in_range, is_set, named, stop_texts},
+    chat_wire::{at_least_one, checked_tools, is_set, named, stop_texts},
     fault::Fault,
+    sampling::{SamplingDialect, SamplingFields},
     whole::Whole,
 };
 
@@ -232,20 +233,23 @@ impl WireRequest {
         }
         let conversation = self.conversation()?;
         let form = self.form(&conversation.tools)?;
-        let request = ChatRequest {
+        let sampling = SamplingFields {
+            temperature: self.temperature,
+            top_p: self.top_p,
+            top_k: self.top_k,
+            ..SamplingFields::default()
+        };
+        Ok(ChatRequest {
             meta,
             model,
             prompt: Prompt::Chat(conversation),
             max_tokens: Some(max_tokens),
-            temperature: in_range("temperature", self.temperature, 0.0, 1.0)?,
-            top_p: in_range("top_p", self.top_p, 0.0, 1.0)?,
-            top_k: self.top_k.and_then(Whole::to).filter(|top_k| *top_k > 0),
+            sampling: SamplingDialect::ANTHROPIC.read(&sampling)?,
             stop: stop_texts("stop_sequences", self.stop_sequences)?,
             form,
             streamed: self.stream == Some(true),
             ..ChatRequest::default()
-        };
-        Ok(request.with_greedy_top_p())
+        })
     }
 }
 

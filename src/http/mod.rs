@@ -33,6 +33,7 @@ mod realtime;
 mod responses;
 mod responses_wire;
 mod routes;
+mod sampling;
 mod server;
 mod speech;
 mod stall;

@@ -9,8 +9,9 @@ use serde_json::{Map, Value};
 
 use super::{
     backend::{AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall},
-    chat_wire::{at_least_one, checked_tools, in_range, is_set, sinks, stop_texts},
+    chat_wire::{at_least_one, checked_tools, is_set, sinks, stop_texts},
     fault::Fault,
+    sampling::{SamplingDialect, SamplingFields},
     whole::Whole,
 };
 use crate::units::Tokens;
@@ -44,6 +45,7 @@ pub(super) struct WireRequest {
 struct WireOptions {
     temperature: Option<f64>,
     top_p: Option<f64>,
+    min_p: Option<f64>,
     top_k: Option<Whole>,
     seed: Option<Whole>,
     num_predict: Option<Whole>,
@@ -161,6 +163,16 @@ impl WireRequest {
             Some(other) => return Err(Fault::invalid("think", other, "is neither `true` nor `false`")),
         }
         let context = at_least_one("options.num_ctx", options.num_ctx)?;
+        let sampling = SamplingFields {
+            temperature: options.temperature,
+            top_p: options.top_p,
+            top_k: options.top_k,
+            min_p: options.min_p,
+            frequency_penalty: options.frequency_penalty,
+            presence_penalty: options.presence_penalty,
+            repeat_penalty: options.repeat_penalty,
+            seed: options.seed,
+        };
         let request = ChatRequest {
             meta,
             model,
@@ -171,15 +183,7 @@ impl WireRequest {
                 .and_then(Whole::to)
                 .filter(|tokens| *tokens > 0)
                 .map(Tokens::new),
-            temperature: in_range("options.temperature", options.temperature, 0.0, 2.0)?,
-            top_p: in_range("options.top_p", options.top_p, 0.0, 1.0)?.filter(|top_p| *top_p > 0.0),
-            // 0 is "all"
-            top_k: options.top_k.and_then(Whole::to).filter(|top_k| *top_k > 0),
-            seed: options.seed.map(|seed| seed.get().cast_unsigned()),
-            frequency_penalty: in_range("options.frequency_penalty", options.frequency_penalty, -2.0, 2.0)?,
-            presence_penalty: in_range("options.presence_penalty", options.presence_penalty, -2.0, 2.0)?,
-            repeat_penalty: in_range("options.repeat_penalty", options.repeat_penalty, 0.0, 10.0)?
-                .filter(|penalty| *penalty > 0.0),
+            sampling: SamplingDialect::OLLAMA.read(&sampling)?,
             stop: stop_texts("options.stop", options.stop)?,
             form,
             context_wanted: context,
@@ -315,7 +319,8 @@ mod tests {
         assert!(request.streamed);
         assert_eq!(asked.ignored, ["options.mirostat"]);
         assert_eq!(request.context_wanted, Some(Tokens::new(8192)));
-        assert_eq!((request.max_tokens, request.top_k, request.temperature), (None, Some(40), Some(0.5)));
+        let sampling = request.sampling.asked;
+        assert_eq!((request.max_tokens, sampling.top_k, sampling.temperature), (None, Some(40), Some(0.5)));
         assert_eq!(request.form, Some(AnswerForm::JsonObject));
         let Prompt::Chat(conversation) = &request.prompt else { panic!("{request:?}") };
         assert_eq!(conversation.variables.get("enable_thinking"), Some(&json!(false)));
@@ -354,7 +359,6 @@ mod tests {
         });
         let named = [
             "logprobs",
-            "options.min_p",
             "options.mirostat",
             "options.mirostat_eta",
             "options.mirostat_tau",

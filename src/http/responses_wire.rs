@@ -5,8 +5,9 @@ use serde_json::{Map, Value, json};
 
 use super::{
     backend::{AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall},
-    chat_wire::{ToolChoice, at_least_one, checked_tools, in_range, is_set, named},
+    chat_wire::{ToolChoice, at_least_one, checked_tools, is_set, named},
     fault::Fault,
+    sampling::{SamplingDialect, SamplingFields},
     whole::Whole,
 };
 
@@ -146,18 +147,18 @@ impl WireRequest {
                 self.form()?
             }
         };
-        let request = ChatRequest {
+        let sampling =
+            SamplingFields { temperature: self.temperature, top_p: self.top_p, ..SamplingFields::default() };
+        Ok(ChatRequest {
             meta,
             model,
             prompt: Prompt::Chat(conversation),
             max_tokens: at_least_one("max_output_tokens", self.max_output_tokens)?,
-            temperature: in_range("temperature", self.temperature, 0.0, 2.0)?,
-            top_p: in_range("top_p", self.top_p, 0.0, 1.0)?,
+            sampling: SamplingDialect::OPENAI.read(&sampling)?,
             form,
             streamed: self.stream == Some(true),
             ..ChatRequest::default()
-        };
-        Ok(request.with_greedy_top_p())
+        })
     }
 }
 

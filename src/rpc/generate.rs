@@ -9,7 +9,7 @@ use tonic::{Request, Response, Status};
 use super::{
     call::{Call, Context},
     convert,
-    llm::{GenerateEvent, GenerateRequest, Generator, Input, Sampling, Times},
+    llm::{GenerateEvent, GenerateRequest, Generator, Input, Times},
     outlet::{Outlet, Unsent},
     roles::Permission,
     slots::Slot,
@@ -17,7 +17,7 @@ use super::{
     v1::{self, GenerateResponse, generate_request, generate_response, llm_service_server::LlmService},
 };
 use crate::{
-    conversation::{ChatMessage, FinishReason, Role, Usage},
+    conversation::{ChatMessage, FinishReason, Role, SamplingWish, Usage},
     policy::{
         refusal::{RETRY_AFTER_DEFAULT, Refusal},
         sinks::Sinks,
@@ -74,8 +74,9 @@ async fn relay(
             () = context.stop.cancelled() => break CallError::Stopping.into(),
         };
         let (message, is_last) = match event {
-            Some(GenerateEvent::Started { model, prompt }) => {
-                (generate_response::Message::Started(v1::GenerateStarted { model, prompt_tokens: prompt.get() }), false)
+            Some(GenerateEvent::Started { model, prompt, seed }) => {
+                let started = v1::GenerateStarted { model, prompt_tokens: prompt.get(), seed };
+                (generate_response::Message::Started(started), false)
             }
             Some(GenerateEvent::Delta { text }) => (generate_response::Message::Delta(v1::TextDelta { text }), false),
             Some(GenerateEvent::Finished { reason, usage, times }) => {
@@ -175,7 +176,7 @@ fn message_of(message: v1::ChatMessage) -> Result<ChatMessage, CallError> {
     Ok(ChatMessage::new(role, message.content))
 }
 
-fn sampling_of(options: v1::SamplingOptions) -> Result<Sampling, CallError> {
+fn sampling_of(options: v1::SamplingOptions) -> Result<SamplingWish, CallError> {
     // Written so that NaN is refused too.
     if let Some(temperature) = options.temperature
         && !(0.0..=2.0).contains(&temperature)
@@ -192,7 +193,13 @@ fn sampling_of(options: v1::SamplingOptions) -> Result<Sampling, CallError> {
     if options.top_k == Some(0) {
         return Err(convert::invalid("sampling.top_k", "0", "is not above zero"));
     }
-    Ok(Sampling { temperature: options.temperature, top_p: options.top_p, top_k: options.top_k, seed: options.seed })
+    Ok(SamplingWish {
+        temperature: options.temperature,
+        top_p: options.top_p,
+        top_k: options.top_k,
+        seed: options.seed,
+        ..SamplingWish::NONE
+    })
 }
 
 /// Pieces of text that wait for the client to read, besides what HTTP/2 buffers.
@@ -223,7 +230,7 @@ mod tests {
     fn what_is_not_given_is_left_open() {
         let request = request_of(prompt("hello")).unwrap();
         assert_eq!(request.input, Input::Prompt("hello".into()));
-        assert_eq!(request.sampling, Sampling::default());
+        assert_eq!(request.sampling, SamplingWish::NONE);
         assert_eq!(request.max_tokens, None);
     }
 

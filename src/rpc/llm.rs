@@ -6,7 +6,7 @@ use futures_util::future::BoxFuture;
 use tokio::sync::mpsc;
 
 use crate::{
-    conversation::{ChatMessage, FinishReason, Usage},
+    conversation::{ChatMessage, FinishReason, SamplingWish, Usage},
     policy::{refusal::Refusal, sinks::Sinks},
     units::Tokens,
 };
@@ -31,26 +31,13 @@ pub enum Input {
     Prompt(String),
 }
 
-/// How to choose tokens; what is `None` is as configured. The ranges have been checked.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Sampling {
-    /// 0 takes the likeliest token always; at most 2.
-    pub temperature: Option<f64>,
-    /// Above 0, up to 1.
-    pub top_p: Option<f64>,
-    /// At least 1.
-    pub top_k: Option<u32>,
-    /// The same seed gives the same text.
-    pub seed: Option<u64>,
-}
-
 /// A request for text.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GenerateRequest {
     /// What to go on from.
     pub input: Input,
-    /// How to choose tokens.
-    pub sampling: Sampling,
+    /// How to choose tokens. The ranges have been checked.
+    pub sampling: SamplingWish,
     /// The most tokens to generate; `None` leaves it to the context.
     pub max_tokens: Option<Tokens>,
     /// Texts that end the generation and are not part of the answer.
@@ -79,6 +66,8 @@ pub enum GenerateEvent {
         model: String,
         /// Tokens of the prompt.
         prompt: Tokens,
+        /// What the random numbers begin with.
+        seed: u64,
     },
     /// More text; whole characters.
     Delta {

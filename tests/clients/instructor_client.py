@@ -33,7 +33,7 @@ class Context:
         client = instructor.from_openai(self.openai, **({"mode": mode} if mode else {}))
         messages = [{"role": "user", "content": "turn on the kitchen light"}]
         return client.chat.completions.create(
-            model=self.model, messages=messages, response_model=Light, max_tokens=120, **settings
+            model=self.model, messages=messages, response_model=Light, max_tokens=120, temperature=0, **settings
         )
 
 
@@ -53,6 +53,7 @@ def a_partial_model_while_it_is_streamed(context):
             messages=[{"role": "user", "content": "turn on the kitchen light"}],
             response_model=Light,
             max_tokens=120,
+            temperature=0,
         )
     )
     Light.model_validate(partials[-1].model_dump())

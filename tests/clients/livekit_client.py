@@ -39,7 +39,7 @@ class Context:
 
     def llm(self, **settings):
         return openai.LLM(
-            model=self.model, base_url=self.url, api_key="unused", max_completion_tokens=160, **settings
+            model=self.model, base_url=self.url, api_key="unused", max_completion_tokens=160, temperature=0, **settings
         )
 
     async def speech(self):

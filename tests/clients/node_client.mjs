@@ -37,10 +37,10 @@ const checks = {
   },
   async "a tool is called, and a form is kept"() {
     const tool_choice = { type: "function", function: { name: "set_light" } };
-    const called = await client.chat.completions.create({ model, messages, tools: [tool], tool_choice, max_tokens: 160 });
+    const called = await client.chat.completions.create({ model, messages, tools: [tool], tool_choice, temperature: 0, max_tokens: 160 });
     assert.equal(typeof JSON.parse(called.choices[0].message.tool_calls[0].function.arguments).on, "boolean");
     const response_format = { type: "json_schema", json_schema: { name: "light", schema } };
-    const formed = await client.chat.completions.create({ model, messages, response_format, max_tokens: 160 });
+    const formed = await client.chat.completions.create({ model, messages, response_format, temperature: 0, max_tokens: 160 });
     assert.equal(typeof JSON.parse(formed.choices[0].message.content).on, "boolean");
   },
   async "a response of the Responses API"() {

@@ -77,9 +77,9 @@ async fn an_answer_in_one_piece_has_openais_shape() {
     let asked = open.script.chats.lock().unwrap().pop().unwrap();
     assert_eq!(asked.model, "tiny");
     assert_eq!(asked.prompt.messages()[0].role, Role::User);
-    assert_eq!(asked.seed, Some(7));
-    assert_eq!(asked.temperature, Some(0.0));
-    assert_eq!(asked.top_p, Some(0.9));
+    assert_eq!(answer.header("x-cotenant-seed"), "7");
+    let sampling = asked.sampling.asked;
+    assert_eq!((sampling.seed, sampling.temperature, sampling.top_p), (Some(7), Some(0.0), Some(0.9)));
     assert_eq!(asked.max_tokens, Some(Tokens::new(20)));
     assert_eq!(asked.stop, ["\n"]);
     assert_eq!(asked.meta.patience, None);

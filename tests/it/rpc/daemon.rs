@@ -90,7 +90,7 @@ impl Generator for Parrot {
             running.send_modify(|running| *running += 1);
             tokio::spawn(async move {
                 let talk = async {
-                    let started = GenerateEvent::Started { model: "parrot".into(), prompt: words };
+                    let started = GenerateEvent::Started { model: "parrot".into(), prompt: words, seed: 7 };
                     events.send(started).await.ok()?;
                     // Asked to talk for ever, it does.
                     for word in text.split_inclusive(' ').cycle().take(if text == "forever" {
