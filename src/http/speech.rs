@@ -1,7 +1,7 @@
 //! `POST /v1/audio/speech`: speech from text, as it is synthesised.
 //!
-//! `pcm` is 24 kHz mono S16LE, whatever the voice's own rate is, because clients read it without asking; it, `flac` and `opus`
-//! are sent as they are synthesised. There is no encoder for `mp3` and `aac`, which are refused.
+//! `pcm` is 24 kHz mono S16LE, whatever the voice's own rate is, because clients read it without asking; it, `mp3`, `flac` and
+//! `opus` are sent as they are synthesised. There is no encoder for `aac`: a WAV file says so by its content type.
 
 use std::io;
 
@@ -52,13 +52,13 @@ pub(super) async fn speech(State(api): State<Api>, Extension(meta): Meta, reques
     let wire: WireRequest = parse_json(&body)?;
     drop((body, memory));
 
-    let format = Format::parse(wire.response_format.as_deref())?;
+    let (format, instead) = Format::parse(wire.response_format.as_deref())?;
     let events = wants_events(wire.stream_format.as_deref())?;
     let text = checked_text(wire.input, limits)?;
     let voice = voice_named(wire.voice.as_ref(), &api.backends().status.voices())?;
     let spoken = voice.as_deref().and_then(|voice| HeaderValue::from_str(voice).ok());
     let speed = in_range("speed", wire.speed, SPEED_MIN, SPEED_MAX)?.unwrap_or(1.0);
-    let whole = matches!(format, Format::Wav { requested } if !(events && requested));
+    let whole = format == Format::Wav && !events;
     let request = SpeechRequest {
         speaker: None,
         meta: meta.clone(),
@@ -72,13 +72,16 @@ pub(super) async fn speech(State(api): State<Api>, Extension(meta): Meta, reques
     let ignored = ignored_header(speech.ignored);
     let pieces = begun(speech).await?;
     let mut response = match format {
-        Format::Wav { requested } if whole => as_wav(pieces, requested, limits).await?,
+        Format::Wav if whole => as_wav(pieces, limits).await?,
         format => {
             let (kind, bytes) = format.encode(pieces)?;
             if events { as_events(bytes, &meta, limits) } else { as_body(kind, bytes) }
         }
     };
     response.headers_mut().extend(ignored);
+    if let Some(name) = instead {
+        response.headers_mut().insert(SENT_FORMAT, HeaderValue::from_static(name));
+    }
     if let Some(voice) = spoken {
         response.headers_mut().insert(VOICE, voice);
     }
@@ -99,24 +102,26 @@ struct WireRequest {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Format {
     Pcm,
-    Wav {
-        /// Whether the client asked for it, or for nothing.
-        requested: bool,
-    },
+    Wav,
     Encoded(Encoding),
 }
 
 impl Format {
-    fn parse(name: Option<&str>) -> Result<Self, Fault> {
-        match name {
-            Some("pcm") => Ok(Self::Pcm),
-            Some("wav") => Ok(Self::Wav { requested: true }),
-            Some("flac") => Ok(Self::Encoded(Encoding::Flac)),
-            Some("opus") => Ok(Self::Encoded(Encoding::Opus)),
-            // OpenAI takes `mp3`; a content type says what this is
-            None => Ok(Self::Wav { requested: false }),
-            Some(other) => Err(Fault::invalid("response_format", other, "is not one of `wav`, `pcm`, `flac`, `opus`")),
-        }
+    /// The format that is asked for, or what is sent instead of it, by its name.
+    fn parse(name: Option<&str>) -> Result<(Self, Option<&'static str>), Fault> {
+        Ok(match name {
+            None | Some("mp3") => (Self::Encoded(Encoding::Mp3), None),
+            Some("pcm") => (Self::Pcm, None),
+            Some("wav") => (Self::Wav, None),
+            Some("flac") => (Self::Encoded(Encoding::Flac), None),
+            Some("opus") => (Self::Encoded(Encoding::Opus), None),
+            // players go by the content, or by its type
+            Some("aac") => (Self::Wav, Some("wav")),
+            Some(other) => {
+                let known = "is not one of `mp3`, `opus`, `aac`, `flac`, `wav`, `pcm`";
+                return Err(Fault::invalid("response_format", other, known));
+            }
+        })
     }
 
     /// The media type, and the bytes as they become ready.
@@ -124,13 +129,14 @@ impl Format {
         let pcm = |pieces: Pieces| pieces.map(|piece| piece.map(|samples| pcm_bytes(&samples)));
         Ok(match self {
             Self::Pcm => ("audio/pcm", pcm(pieces).boxed()),
-            Self::Wav { .. } => {
+            Self::Wav => {
                 let header = stream::iter([Ok(wav_stream_header(TTS_RATE_HZ))]);
                 ("audio/wav", header.chain(pcm(pieces)).boxed())
             }
             Self::Encoded(encoding) => {
                 let kind = match encoding {
                     Encoding::Flac => "audio/flac",
+                    Encoding::Mp3 => "audio/mpeg",
                     Encoding::Opus => "audio/ogg",
                 };
                 let (encoder, begin) =
@@ -274,7 +280,7 @@ fn as_body(kind: &'static str, bytes: Encoded) -> Response {
 }
 
 /// A WAV file in one piece: its header states its length, and many readers believe it.
-async fn as_wav(mut pieces: Pieces, requested: bool, limits: &Limits) -> Result<Response, Fault> {
+async fn as_wav(mut pieces: Pieces, limits: &Limits) -> Result<Response, Fault> {
     let mut audio = MonoAudio::new(TTS_RATE_HZ, Vec::new());
     while let Some(piece) = pieces.next().await {
         audio.samples.extend(piece?);
@@ -289,11 +295,7 @@ async fn as_wav(mut pieces: Pieces, requested: bool, limits: &Limits) -> Result<
     let file = audio
         .to_wav()
         .map_err(|error| Fault::invalid("response_format", "wav", format!("cannot be written: {error}")))?;
-    let mut response = ([(header::CONTENT_TYPE, HeaderValue::from_static("audio/wav"))], file).into_response();
-    if !requested {
-        response.headers_mut().insert(SENT_FORMAT, HeaderValue::from_static("wav"));
-    }
-    Ok(response)
+    Ok(([(header::CONTENT_TYPE, HeaderValue::from_static("audio/wav"))], file).into_response())
 }
 
 /// Base64 of the bytes, as events. When synthesis fails in the middle, an event says why, and the connection breaks: clients
@@ -322,7 +324,7 @@ const ENCODED_AT_ONCE: usize = 2400;
 const ACT: &str = "synthesise speech";
 /// The voice that speaks.
 const VOICE: HeaderName = HeaderName::from_static("x-cotenant-voice");
-/// Which format was sent when none was asked for.
+/// Which format was sent instead of the one that was asked for.
 const SENT_FORMAT: HeaderName = HeaderName::from_static("x-cotenant-format");
 /// OpenAI's own limits.
 pub(super) const SPEED_MIN: f64 = 0.25;
