@@ -21,7 +21,9 @@ use super::{
 use crate::{
     causes::in_one_line,
     config::WorkerProtocol,
-    http::backend::{RequestMeta, SpeechBackend, SpeechRequest, SpeechStream, TranscribeRequest, Transcript},
+    http::backend::{
+        RequestMeta, SpeechBackend, SpeechRequest, SpeechStream, TranscribeRequest, Transcript, VoiceWish,
+    },
     policy::{
         backlog::Backlog,
         event::Event,
@@ -75,6 +77,8 @@ pub(super) struct Voice {
     texts: Arc<Queue>,
     /// Places of recordings that the recogniser has at once; further ones wait in the order in which they came.
     places: Semaphore,
+    /// Names of the voices that the worker announced last.
+    announced: Mutex<Vec<String>>,
     tracer: Tracer,
 }
 
@@ -159,6 +163,7 @@ impl Voice {
             asr,
             tts,
             places: Semaphore::new(RECORDINGS_AT_ONCE),
+            announced: Mutex::default(),
             tracer,
         })
     }
@@ -359,6 +364,19 @@ impl SpeechBackend for Voice {
         }
         .boxed()
     }
+
+    fn voices(&self) -> BoxFuture<'_, Vec<String>> {
+        async move {
+            if let Some(speaker) = &self.tts
+                && let Look::Go(endpoint) = look(&self.control.state(), speaker, SPEAK)
+            {
+                // One that does not answer now is what it was before.
+                let _unheard = self.announced_by(&client_of(endpoint, &speaker.way)).await;
+            }
+            self.announced.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        }
+        .boxed()
+    }
 }
 
 impl Voice {
@@ -372,6 +390,25 @@ impl Voice {
             span.set("gen_ai.request.model", speaker.handle.name());
         }
         span
+    }
+
+    /// Names of the voices that a worker announces, which are kept for when it does not run.
+    async fn announced_by(&self, client: &SpeechClient) -> Result<Vec<String>, ClientError> {
+        let voices = client.voices().await?;
+        self.announced.lock().unwrap_or_else(PoisonError::into_inner).clone_from(&voices);
+        Ok(voices)
+    }
+
+    /// The name of the voice that speaks; none where the worker chooses.
+    async fn voice_of(&self, wish: VoiceWish, client: &SpeechClient) -> Result<Option<String>, ClientError> {
+        match wish {
+            VoiceWish::Any => Ok(None),
+            VoiceWish::Known(name) => Ok(Some(name)),
+            VoiceWish::Asked { name, otherwise } => {
+                let announced = self.announced_by(client).await?;
+                Ok(if announced.contains(&name) { Some(name) } else { otherwise })
+            }
+        }
     }
 
     async fn transcribe_in(&self, span: &Span, request: TranscribeRequest) -> Result<Transcript, Refusal> {
@@ -425,9 +462,11 @@ impl Voice {
         span.event("started");
         let hurried = (request.speed - 1.0).abs() > f64::EPSILON;
         let ignored: &[_] = if hurried && !client.takes_speed() { &["speed"] } else { &[] };
+        let voice = self.voice_of(request.voice, &client).await;
+        let voice = voice.map_err(lost(worker.clone())).map_err(refused)?;
         let mut speaking = Speaking {
             client,
-            voice: request.voice,
+            voice: voice.clone(),
             speaker: request.speaker,
             speed: request.speed,
             texts,
@@ -451,7 +490,7 @@ impl Voice {
                 Err(refusal) => Some((Err(refusal), None)),
             }
         });
-        Ok(SpeechStream { rate, ignored, chunks: chunks.boxed() })
+        Ok(SpeechStream { rate, voice, ignored, chunks: chunks.boxed() })
     }
 }
 

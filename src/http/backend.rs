@@ -142,6 +142,11 @@ pub trait SpeechBackend: Send + Sync + 'static {
 
     /// Turns text into speech. Resolves when the rate is known, which is when synthesis has begun.
     fn synthesize(&self, request: SpeechRequest) -> BoxFuture<'_, Result<SpeechStream, Refusal>>;
+
+    /// Names of the voices that the worker announces; those that it announced last while it does not run.
+    fn voices(&self) -> BoxFuture<'_, Vec<String>> {
+        Box::pin(async { Vec::new() })
+    }
 }
 
 /// Speech to be turned into text.
@@ -179,8 +184,8 @@ pub struct SpeechRequest {
     pub model: String,
     /// The text; never blank.
     pub text: String,
-    /// Name of the voice; one of [`StatusBackend::voices`], aliases resolved. `None` when none is listed.
-    pub voice: Option<String>,
+    /// The voice that is to speak.
+    pub voice: VoiceWish,
     /// One of the people whom the voice knows.
     pub speaker: Option<String>,
     /// 0.25 to 4; 1 is the voice's own.
@@ -189,10 +194,35 @@ pub struct SpeechRequest {
     pub whole: bool,
 }
 
+/// The voice that a client would like.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum VoiceWish {
+    /// The worker's own choice.
+    #[default]
+    Any,
+    /// One that the configuration or the worker's description names.
+    Known(String),
+    /// One that only the client names: it speaks if the worker announces it, else the other one does.
+    Asked {
+        /// What the client calls it.
+        name: String,
+        /// The default voice, where the configuration names any.
+        otherwise: Option<String>,
+    },
+}
+
+impl From<Option<String>> for VoiceWish {
+    fn from(known: Option<String>) -> Self {
+        known.map_or(Self::Any, Self::Known)
+    }
+}
+
 /// Speech as it is synthesised.
 pub struct SpeechStream {
     /// Samples per second of the chunks.
     pub rate: u32,
+    /// The voice that speaks; `None` where the worker chooses.
+    pub voice: Option<String>,
     /// Fields of the request that the voice does not honour.
     pub ignored: &'static [&'static str],
     /// Mono samples; an `Err` is the last item.

@@ -52,6 +52,7 @@ pub(super) fn router(api: &Api) -> Router {
         .route("/health", get(status::health))
         .route("/running", get(status::running))
         .route("/metrics", get(status::metrics))
+        .route("/v1/audio/voices", get(speech::voices))
         .route("/v1/models", get(status::models))
         .route("/v1/models/{*id}", get(status::model))
         .route("/api/version", get(ollama::version))

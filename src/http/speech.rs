@@ -6,7 +6,7 @@
 use std::io;
 
 use axum::{
-    Extension,
+    Extension, Json,
     body::Body,
     extract::{Request, State},
     http::{HeaderName, HeaderValue, header},
@@ -22,7 +22,7 @@ use serde_json::{Value, json};
 
 use super::{
     api::{Api, Meta},
-    backend::{RequestMeta, SpeechRequest, SpeechStream, Voice},
+    backend::{RequestMeta, SpeechRequest, SpeechStream, Voice, VoiceWish},
     body::{announced_length, parse_json, read_body},
     chat_wire::in_range,
     fault::Fault,
@@ -56,7 +56,6 @@ pub(super) async fn speech(State(api): State<Api>, Extension(meta): Meta, reques
     let events = wants_events(wire.stream_format.as_deref())?;
     let text = checked_text(wire.input, limits)?;
     let voice = voice_named(wire.voice.as_ref(), &api.backends().status.voices())?;
-    let spoken = voice.as_deref().and_then(|voice| HeaderValue::from_str(voice).ok());
     let speed = in_range("speed", wire.speed, SPEED_MIN, SPEED_MAX)?.unwrap_or(1.0);
     let whole = format == Format::Wav && !events;
     let request = SpeechRequest {
@@ -70,6 +69,7 @@ pub(super) async fn speech(State(api): State<Api>, Extension(meta): Meta, reques
     };
     let speech = backend.synthesize(request).await?;
     let ignored = ignored_header(speech.ignored);
+    let spoken = speech.voice.as_deref().and_then(|voice| HeaderValue::from_str(voice).ok());
     let pieces = begun(speech).await?;
     let mut response = match format {
         Format::Wav if whole => as_wav(pieces, limits).await?,
@@ -86,6 +86,21 @@ pub(super) async fn speech(State(api): State<Api>, Extension(meta): Meta, reques
         response.headers_mut().insert(VOICE, voice);
     }
     Ok(response)
+}
+
+/// `GET /v1/audio/voices`: the voices of the configuration with their other names, and those that the worker announces.
+pub(super) async fn voices(State(api): State<Api>) -> Result<Json<Value>, Fault> {
+    let Some(backend) = api.backends().speech.clone() else {
+        return Err(Fault::from(Refusal::NotConfigured { act: ACT.to_owned(), what: "synthesiser".to_owned() }));
+    };
+    let mut voices = api.backends().status.voices();
+    for name in backend.voices().await {
+        if voices.iter().all(|voice| voice.name != name) {
+            voices.push(Voice { name, aliases: Vec::new() });
+        }
+    }
+    let shown = |voice: &Voice| json!({"id": voice.name, "name": voice.name, "aliases": voice.aliases});
+    Ok(Json(json!({"object": "list", "voices": voices.iter().map(shown).collect::<Vec<_>>()})))
 }
 
 #[derive(Debug, Deserialize)]
@@ -195,12 +210,12 @@ fn checked_text(text: String, limits: &Limits) -> Result<String, Fault> {
     Ok(text)
 }
 
-/// The voice that a client means, by name or alias; the first, which is the default, when it names none or one that there
-/// is not: clients of other servers name voices of those.
-pub(super) fn voice_named(wanted: Option<&Value>, voices: &[Voice]) -> Result<Option<String>, Fault> {
-    let default = || voices.first().map(|voice| voice.name.clone());
+/// The voice that a client means: by name or alias one of the configuration, or else one that the worker may announce. The
+/// first, which is the default, when it names none, or one that there is not: clients of other servers name voices of those.
+pub(super) fn voice_named(wanted: Option<&Value>, voices: &[Voice]) -> Result<VoiceWish, Fault> {
+    let default = voices.first().map(|voice| voice.name.clone());
     let wanted = match wanted {
-        None | Some(Value::Null) => return Ok(default()),
+        None | Some(Value::Null) => return Ok(default.into()),
         Some(Value::String(name)) => name.as_str(),
         Some(object) => object
             .get("id")
@@ -208,7 +223,10 @@ pub(super) fn voice_named(wanted: Option<&Value>, voices: &[Voice]) -> Result<Op
             .ok_or_else(|| Fault::invalid("voice", object, "is neither a name nor an object with an `id`"))?,
     };
     let meant = |voice: &&Voice| voice.name == wanted || voice.aliases.iter().any(|alias| alias == wanted);
-    Ok(voices.iter().find(meant).map(|voice| voice.name.clone()).or_else(default))
+    Ok(match voices.iter().find(meant) {
+        Some(voice) => VoiceWish::Known(voice.name.clone()),
+        None => VoiceWish::Asked { name: wanted.to_owned(), otherwise: default },
+    })
 }
 
 /// Synthesised speech at 24 kHz, piece by piece. Empty pieces are left out.

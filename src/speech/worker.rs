@@ -68,4 +68,18 @@ impl SpeechClient {
         let models = info.asr.into_iter().flat_map(|program| program.models);
         Ok(models.flat_map(|model| model.languages).collect())
     }
+
+    /// Names of the voices that the worker says it has; empty when it does not say. One that it would have to download first is
+    /// left out.
+    ///
+    /// # Errors
+    /// As [`hear`](Self::hear).
+    pub async fn voices(&self) -> Result<Vec<String>, ClientError> {
+        let Self::Wyoming(client) = self else {
+            return Ok(Vec::new());
+        };
+        let info = client.describe().await?;
+        let voices = info.tts.into_iter().flat_map(|program| program.voices).map(|voice| voice.artifact);
+        Ok(voices.filter(|voice| voice.installed).map(|voice| voice.name).collect())
+    }
 }

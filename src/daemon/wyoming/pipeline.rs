@@ -588,7 +588,7 @@ impl Run {
                         meta: self.meta(),
                         model: String::new(),
                         text: text.clone(),
-                        voice: choice.voice.clone(),
+                        voice: choice.voice.clone().into(),
                         speaker: choice.speaker.clone(),
                         speed: 1.0,
                         whole: false,

@@ -8,6 +8,7 @@ use serde_json::json;
 use tokio::{io::AsyncWriteExt as _, time::timeout};
 
 use crate::{
+    http::backend::VoiceWish,
     config::WyomingConfig,
     policy::refusal::Refusal,
     speech::wyoming::{
@@ -128,8 +129,8 @@ async fn a_voice_is_found_by_name_alias_or_language_and_an_unknown_name_is_spoke
         assert_eq!(frames[1].payload.len(), 22);
     }
     let spoken: Vec<_> = served.script.spoken.lock().unwrap().iter().map(|request| request.voice.clone()).collect();
-    let slt = Some("slt".to_owned());
-    assert_eq!(spoken, [None, slt.clone(), slt.clone(), slt, None]);
+    let slt = || VoiceWish::Known("slt".to_owned());
+    assert_eq!(spoken, [VoiceWish::Any, slt(), slt(), slt(), VoiceWish::Any]);
     for (voice, expected) in [(spoken_in("fi"), "voice.language: `fi` is not one that a voice here speaks")] {
         let mut client = served.connect().await;
         let text = "x".to_owned();

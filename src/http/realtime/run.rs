@@ -9,7 +9,7 @@ use tokio_util::task::AbortOnDropHandle;
 use super::super::{
     answer::llm,
     api::{Api, Kind},
-    backend::{AnswerPart, ChatEvent, ChatRequest, Prompt, RequestMeta, Role, SpeechRequest},
+    backend::{AnswerPart, ChatEvent, ChatRequest, Prompt, RequestMeta, Role, SpeechRequest, VoiceWish},
     fault::Fault,
     generation::Generation,
     speech::begun,
@@ -29,7 +29,7 @@ pub(super) enum Step {
 
 /// How an answer is spoken.
 pub(super) struct Voice {
-    pub(super) name: Option<String>,
+    pub(super) name: VoiceWish,
     pub(super) speed: f64,
 }
 

@@ -6,6 +6,7 @@ use serde_json::{Map, Value, json};
 
 use super::super::{
     api::Api,
+    backend::VoiceWish,
     chat_wire::{ToolChoice, at_least_one, in_range},
     fault::Fault,
     models::model_named,
@@ -220,7 +221,7 @@ impl Settings {
     ///
     /// # Errors
     /// 400 when what names it is neither a name nor an object with an `id`.
-    pub(super) fn voice(&self, api: &Api) -> Result<Option<String>, Fault> {
+    pub(super) fn voice(&self, api: &Api) -> Result<VoiceWish, Fault> {
         voice_named(self.voice.as_ref(), &api.backends().status.voices())
     }
 

@@ -2,7 +2,7 @@ use std::{os::unix::ffi::OsStrExt as _, time::Duration};
 
 use base64::Engine as _;
 use cotenant::{
-    http::Limits,
+    http::{Limits, backend::VoiceWish},
     policy::refusal::Refusal,
     speech::{
         audio::{MonoAudio, parse_wav},
@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use tokio::sync::Notify;
 
 use super::{
-    client::{Answer, post, post_form, post_json},
+    client::{Answer, get, post, post_form, post_json},
     script::{Open, open, open_with},
 };
 
@@ -295,7 +295,7 @@ async fn pcm_is_24_khz_mono_whatever_the_voice_has() {
         assert_eq!(answer.body.len(), 48_000, "{rate} Hz");
     }
     let asked = open.script.speeches.lock().unwrap().pop().unwrap();
-    assert_eq!((asked.voice.as_deref(), asked.text.as_str(), asked.speed), (Some("slt"), "hello", 1.0));
+    assert_eq!((asked.voice, asked.text.as_str(), asked.speed), (VoiceWish::Known("slt".to_owned()), "hello", 1.0));
 }
 
 #[tokio::test]
@@ -345,7 +345,7 @@ async fn wav_is_sent_under_its_own_name_also_where_aac_was_asked_for() {
         assert_eq!((audio.sample_rate_hz, audio.samples.len()), (24_000, 24_000));
     }
     let asked = open.script.speeches.lock().unwrap().pop().unwrap();
-    assert_eq!((asked.voice.as_deref(), asked.speed), (Some("kal"), 1.5));
+    assert_eq!((asked.voice, asked.speed), (VoiceWish::Known("kal".to_owned()), 1.5));
 }
 
 #[tokio::test]
@@ -426,13 +426,15 @@ async fn a_wrong_speech_request_is_400_and_names_its_field() {
 }
 
 #[tokio::test]
-async fn a_voice_that_there_is_not_is_the_default_one_and_a_header_names_it() {
+async fn a_voice_is_passed_on_where_the_worker_has_it_and_a_header_names_the_one_that_speaks() {
     let open = open().await;
-    for (wanted, voice) in [("darth", "slt"), ("echo", "kal"), ("slt", "slt")] {
+    for (wanted, voice) in [("darth", "slt"), ("echo", "kal"), ("slt", "slt"), ("amy", "amy")] {
         let answer =
             post_json(open.address, SPEECH, &json!({"input": "hi", "voice": wanted, "response_format": "pcm"})).await;
         assert_eq!((answer.status, answer.header("x-cotenant-voice")), (200, voice), "{wanted}");
-        let asked = open.script.speeches.lock().unwrap().pop().unwrap();
-        assert_eq!(asked.voice.as_deref(), Some(voice));
     }
+    let listed = get(open.address, "/v1/audio/voices").await.json();
+    let shown: Vec<(&str, &Value)> =
+        listed["voices"].as_array().unwrap().iter().map(|voice| (voice["id"].as_str().unwrap(), &voice["aliases"])).collect();
+    assert_eq!(shown, [("slt", &json!(["alloy", "nova"])), ("kal", &json!(["echo"])), ("amy", &json!([]))]);
 }

@@ -6,7 +6,7 @@ use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
 use cotenant::{
     http::{
         Limits,
-        backend::{AnswerForm, AnswerPart, ChatEvent, ChatRequest, FinishReason, Role, Usage},
+        backend::{AnswerForm, AnswerPart, ChatEvent, ChatRequest, FinishReason, Role, Usage, VoiceWish},
     },
     policy::{pressure::PressureLevel, refusal::Refusal, snapshot::Snapshot},
     units::{Bytes, Tokens},
@@ -290,7 +290,7 @@ async fn a_spoken_turn_is_heard_answered_and_spoken() {
     let asked = open.script.chats.lock().unwrap().pop().unwrap();
     assert_eq!(asked.prompt.messages()[0].content, "turn on the light");
     let spoken = open.script.speeches.lock().unwrap().pop().unwrap();
-    assert_eq!((spoken.text.as_str(), spoken.voice.as_deref()), ("It is done.", Some("kal")));
+    assert_eq!((spoken.text.as_str(), spoken.voice), ("It is done.", VoiceWish::Known("kal".to_owned())));
 
     // what was heard of the answer is what stays of it
     let id = response["output"][0]["id"].clone();

@@ -15,7 +15,7 @@ use cotenant::{
         backend::{
             AnswerPart, Backends, ChatBackend, ChatEvent, ChatRequest, ChatStream, FinishReason, ModelInfo, ModelKind,
             Prompt, SpeechBackend, SpeechRequest, SpeechStream, StatusBackend, TokenizerBackend, TranscribeRequest,
-            Transcript, Usage, Voice, Weights,
+            Transcript, Usage, Voice, VoiceWish, Weights,
         },
         serve,
     },
@@ -256,6 +256,13 @@ impl SpeechBackend for Scripted {
     fn synthesize(&self, request: SpeechRequest) -> BoxFuture<'_, Result<SpeechStream, Refusal>> {
         // As a voice that has one speed.
         let ignored: &[_] = if request.speed == 1.0 { &[] } else { &["speed"] };
+        // As a worker that announces the voice of `amy`.
+        let voice = match request.voice.clone() {
+            VoiceWish::Any => None,
+            VoiceWish::Known(name) => Some(name),
+            VoiceWish::Asked { name, .. } if name == "amy" => Some(name),
+            VoiceWish::Asked { otherwise, .. } => otherwise,
+        };
         self.0.speeches.lock().unwrap().push(request);
         let script = Arc::clone(&self.0);
         async move {
@@ -264,12 +271,17 @@ impl SpeechBackend for Scripted {
             }
             let chunks = script.speech.lock().unwrap().clone();
             Ok(SpeechStream {
+                voice,
                 ignored,
                 rate: script.speech_rate.lock().unwrap().unwrap_or(16_000),
                 chunks: stream::iter(chunks).boxed(),
             })
         }
         .boxed()
+    }
+
+    fn voices(&self) -> BoxFuture<'_, Vec<String>> {
+        async { vec!["amy".to_owned(), "slt".to_owned()] }.boxed()
     }
 }
 

@@ -100,7 +100,7 @@ impl SpeechBackend for Script {
                 Some(Turn::Give(chunks)) => chunks,
                 Some(Turn::Refuse(refusal)) => return Err(refusal),
             };
-            Ok(SpeechStream { rate: 16_000, ignored: &[], chunks: stream::iter(chunks).boxed() })
+            Ok(SpeechStream { rate: 16_000, voice: None, ignored: &[], chunks: stream::iter(chunks).boxed() })
         })
     }
 }
