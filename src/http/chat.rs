@@ -16,7 +16,7 @@ use super::{
     chat_wire::WireRequest,
     fault::Fault,
     generation::Said,
-    models::model_named,
+    models::{fingerprint, model_named},
     stream::{Payload, ignored_header},
 };
 use crate::{policy::kv_type::KvType, units::Tokens};
@@ -33,6 +33,7 @@ pub(super) async fn completions(
     let writer = ChatWriter {
         id: api.fresh_id("chatcmpl-"),
         created: unix_seconds(),
+        fingerprint: fingerprint(&api, &model),
         model: model.clone(),
         include_usage: wire.include_usage(),
         calls: 0,
@@ -46,6 +47,7 @@ pub(super) async fn completions(
 struct ChatWriter {
     id: String,
     created: u64,
+    fingerprint: String,
     model: String,
     include_usage: bool,
     calls: usize,
@@ -63,6 +65,7 @@ impl ChatWriter {
         chunk.insert("object".to_owned(), json!("chat.completion.chunk"));
         chunk.insert("created".to_owned(), json!(self.created));
         chunk.insert("model".to_owned(), json!(self.model));
+        chunk.insert("system_fingerprint".to_owned(), json!(self.fingerprint));
         chunk.insert("choices".to_owned(), choices);
         if let Some(usage) = usage {
             chunk.insert("usage".to_owned(), usage);
@@ -134,6 +137,7 @@ impl Writer for ChatWriter {
             "object": "chat.completion",
             "created": self.created,
             "model": self.model,
+            "system_fingerprint": self.fingerprint,
             "choices": [{
                 "index": 0,
                 "message": message,

@@ -18,7 +18,7 @@ use super::{
     chat_wire::{at_least_one, is_set, named, stop_texts},
     fault::{Fault, InputNamed as _},
     generation::Said,
-    models::model_named,
+    models::{fingerprint, model_named},
     sampling::{SamplingDialect, SamplingFields},
     stream::{Payload, ignored_header},
     whole::Whole,
@@ -39,6 +39,7 @@ pub(super) async fn completions(
     let writer = CompletionWriter {
         id: api.fresh_id("cmpl-"),
         created: unix_seconds(),
+        fingerprint: fingerprint(&api, &model),
         model,
         include_usage: include_usage == Some(true),
         echo,
@@ -167,6 +168,7 @@ fn one_prompt(prompt: Value) -> Result<Prompt, Fault> {
 struct CompletionWriter {
     id: String,
     created: u64,
+    fingerprint: String,
     model: String,
     include_usage: bool,
     /// What goes before the answer.
@@ -185,6 +187,7 @@ impl CompletionWriter {
             "object": "text_completion",
             "created": self.created,
             "model": self.model,
+            "system_fingerprint": self.fingerprint,
             "choices": choices,
         });
         match object {

@@ -1,5 +1,7 @@
 //! Models by the names that clients give them.
 
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+
 use axum::http::StatusCode;
 
 use super::{
@@ -23,6 +25,25 @@ pub(super) fn model_named(api: &Api, name: Option<&str>) -> Result<String, Fault
         },
         None => chat.next().map(|model| model.id.clone()).ok_or_else(|| unknown_model("", [])),
     }
+}
+
+/// Tells one file from another by name, size and time, in the length that clients cut up; it is no digest of its content.
+pub(super) fn digest(model: &ModelInfo) -> String {
+    (0u8..4)
+        .map(|part| {
+            let mut hasher = DefaultHasher::new();
+            (part, &model.id, model.bytes.get(), model.created).hash(&mut hasher);
+            format!("{:016x}", hasher.finish())
+        })
+        .collect()
+}
+
+/// OpenAI's `system_fingerprint`: with the same one, the same seed, settings and prompt give the same answer.
+pub(super) fn fingerprint(api: &Api, name: &str) -> String {
+    let models = api.backends().status.models();
+    let mut hasher = DefaultHasher::new();
+    (env!("CARGO_PKG_VERSION"), models.iter().find(|model| model.id == name).map(digest)).hash(&mut hasher);
+    format!("fp_{:010x}", hasher.finish() >> 24)
 }
 
 /// The refusal of a model that is not there; names those that are.

@@ -3,10 +3,7 @@
 //! What is about memory stays the arbiter's: `num_ctx` is a wish for KV capacity, `keep_alive` one for the model's life.
 //! Everything but chat and generate is answered from memory, also while the model loads.
 
-use std::{
-    hash::{DefaultHasher, Hash as _, Hasher as _},
-    time::{Duration, Instant, SystemTime},
-};
+use std::time::{Duration, Instant, SystemTime};
 
 use axum::{
     Extension, Json,
@@ -21,7 +18,7 @@ use super::{
     api::{Api, Meta},
     backend::{ModelInfo, ModelKind},
     fault::Fault,
-    models::unknown_model,
+    models::{digest, unknown_model},
     ollama_wire::{Asked, WireRequest},
     ollama_writer::{OllamaWriter, Shape, rfc3339},
     stream::ignored_header,
@@ -107,17 +104,6 @@ fn model_json(model: &ModelInfo, snapshot: &Snapshot) -> Value {
         "digest": digest(model),
         "details": details(model, snapshot),
     })
-}
-
-/// Tells one file from another by name, size and time, in the length that clients cut up; it is no digest of its content.
-fn digest(model: &ModelInfo) -> String {
-    (0u8..4)
-        .map(|part| {
-            let mut hasher = DefaultHasher::new();
-            (part, &model.id, model.bytes.get(), model.created).hash(&mut hasher);
-            format!("{:016x}", hasher.finish())
-        })
-        .collect()
 }
 
 fn running_json(model: &ModelInfo, snapshot: &Snapshot) -> Option<Value> {

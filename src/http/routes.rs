@@ -54,6 +54,7 @@ pub(super) fn router(api: &Api) -> Router {
         .route("/metrics", get(status::metrics))
         .route("/v1/audio/voices", get(speech::voices))
         .route("/v1/models", get(status::models))
+        .route("/v1/models/", get(status::models))
         .route("/v1/models/{*id}", get(status::model))
         .route("/api/version", get(ollama::version))
         .route("/api/tags", get(ollama::tags))

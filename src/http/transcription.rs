@@ -342,15 +342,15 @@ impl Format {
     }
 }
 
-/// One segment for the whole. What the recogniser does not tell is 0, or empty, since clients read the fields unasked; but a
-/// certainty that was not measured is left out.
+/// One segment for the whole. What the recogniser does not tell is 0, or empty, since clients read all of OpenAI's fields unasked,
+/// and some refuse a segment that lacks one.
 fn verbose(transcript: &Transcript, duration: Duration) -> Value {
     let seconds = duration.as_secs_f64();
     let segments: Vec<Value> = (!transcript.text.is_empty())
         .then(|| {
             json!({
                 "id": 0, "seek": 0, "start": 0.0, "end": seconds, "text": transcript.text, "tokens": [],
-                "temperature": 0.0, "compression_ratio": 0.0, "no_speech_prob": 0.0,
+                "temperature": 0.0, "avg_logprob": 0.0, "compression_ratio": 0.0, "no_speech_prob": 0.0,
             })
         })
         .into_iter()
@@ -428,6 +428,21 @@ mod tests {
         assert_eq!(subtitles("hi", long, ',', "1\n"), "1\n00:00:00,000 --> 01:02:05,040\nhi\n\n");
         assert_eq!(subtitles("hi", long, '.', ""), "00:00:00.000 --> 01:02:05.040\nhi\n\n");
         assert_eq!(subtitles("", long, '.', ""), "");
+    }
+
+    #[test]
+    fn a_segment_has_all_fields_of_openai() {
+        let transcript = Transcript { text: "hi".to_owned(), language: None };
+        let value = verbose(&transcript, Duration::from_millis(1500));
+        let segment = value.pointer("/segments/0").and_then(Value::as_object).unwrap();
+        let mut fields: Vec<&str> = segment.keys().map(String::as_str).collect();
+        fields.sort_unstable();
+        let numbers = ["avg_logprob", "compression_ratio", "end", "id", "no_speech_prob", "seek", "start", "temperature"];
+        assert!(numbers.iter().all(|field| segment.get(*field).is_some_and(Value::is_number)), "{segment:?}");
+        let others = ["text", "tokens"];
+        let mut all = [&numbers[..], &others[..]].concat();
+        all.sort_unstable();
+        assert_eq!(fields, all);
     }
 
     #[test]

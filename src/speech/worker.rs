@@ -66,7 +66,13 @@ impl SpeechClient {
         };
         let info = client.describe().await?;
         let models = info.asr.into_iter().flat_map(|program| program.models);
-        Ok(models.flat_map(|model| model.languages).collect())
+        let mut languages: Vec<String> = Vec::new();
+        for language in models.flat_map(|model| model.languages) {
+            if !languages.contains(&language) {
+                languages.push(language);
+            }
+        }
+        Ok(languages)
     }
 
     /// Names of the voices that the worker says it has; empty when it does not say. One that it would have to download first is

@@ -60,10 +60,12 @@ async fn an_answer_in_one_piece_has_openais_shape() {
     assert!(body["created"].as_u64().unwrap() > 1_700_000_000);
     body["id"] = json!("chatcmpl-…");
     body["created"] = json!(0);
+    let fingerprint = body["system_fingerprint"].take();
+    assert!(fingerprint.as_str().unwrap().starts_with("fp_"), "{fingerprint}");
     assert_eq!(
         body,
         json!({
-            "id": "chatcmpl-…", "object": "chat.completion", "created": 0, "model": "tiny",
+            "id": "chatcmpl-…", "object": "chat.completion", "created": 0, "model": "tiny", "system_fingerprint": null,
             "choices": [{
                 "index": 0, "message": {"role": "assistant", "content": "It is done."}, "logprobs": null,
                 "finish_reason": "stop",

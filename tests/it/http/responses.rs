@@ -205,10 +205,11 @@ async fn a_completion_goes_on_with_a_text_without_a_template() {
     let mut answered = answer.json();
     assert!(answered["id"].as_str().unwrap().starts_with("cmpl-"), "{answered}");
     (answered["id"], answered["created"]) = (json!(""), json!(0));
+    assert!(answered["system_fingerprint"].take().is_string());
     assert_eq!(
         answered,
         json!({
-            "id": "", "object": "text_completion", "created": 0, "model": "tiny",
+            "id": "", "object": "text_completion", "created": 0, "model": "tiny", "system_fingerprint": null,
             "choices": [{"text": "once It is done.", "index": 0, "logprobs": null, "finish_reason": "stop"}],
             "usage": {
                 "prompt_tokens": 12, "completion_tokens": 3, "total_tokens": 15,

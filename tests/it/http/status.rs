@@ -17,6 +17,7 @@ use super::{
 async fn models_are_listed_and_found_by_id() {
     let open = open().await;
     let list = get(open.address, "/v1/models").await.json();
+    assert_eq!(get(open.address, "/v1/models/").await.json(), list);
     assert_eq!(list["object"], "list");
     assert_eq!(list["data"].as_array().unwrap().len(), 5);
     let mut tiny = json!({
