@@ -31,7 +31,8 @@ use super::{
     body::{announced_length, parse_json, read_body},
     fault::Fault,
     generation::{Generation, Said, collected},
-    stream::{Payload, admission_patience, lines, sse},
+    patience::{is_of_memory, patiently},
+    stream::{Payload, admission_patience, held_for_memory, lines, sse},
 };
 use crate::policy::refusal::Refusal;
 
@@ -88,7 +89,9 @@ pub(super) async fn answer<W: Writer>(
     let meta = request.meta.clone();
     let streamed = request.streamed;
     let seed = request.sampling.asked.seed.map(|seed| [(SEED, HeaderValue::from(seed))]);
-    let mut admission: Admission = Box::pin(async move { backend.chat(request).await });
+    let hold = held_for_memory(&api, &meta);
+    let mut admission: Admission =
+        Box::pin(async move { patiently(hold, |refusal, _| is_of_memory(refusal), || backend.chat(request.clone())).await });
     if !streamed {
         let (said, reason, usage) = collected(Generation::new(admission.await?, began, &api)).await?;
         return Ok((seed, Json(writer.whole(said, reason, usage))).into_response());

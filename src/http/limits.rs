@@ -35,6 +35,9 @@ pub struct Limits {
     pub session_patience: Duration,
     /// How long a realtime session may be without an event before it ends.
     pub session_idle_timeout: Duration,
+    /// How long any other request waits for memory that is short now; at most half of what the client waits, and less than a stream
+    /// waits for its admission.
+    pub memory_patience: Duration,
     /// Characters of one text to be spoken.
     pub speech_chars_max: usize,
     /// Time for request line and headers, and between two requests of one connection.
@@ -83,6 +86,8 @@ impl Default for Limits {
             sessions_audio_max: Bytes::from_mib(16),
             // LiveKit gives up a response that has not begun after 10 s.
             session_patience: Duration::from_secs(10),
+            // Our choice: above a shed (target 300 ms) and growth behind it. Ollama's clients do not ask again.
+            memory_patience: Duration::from_secs(4),
             // Our choice; OpenAI ends a session after an hour, used or not.
             session_idle_timeout: Duration::from_mins(10),
             // OpenAI's own limit of `input`.

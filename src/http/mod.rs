@@ -29,6 +29,7 @@ mod models;
 mod ollama;
 mod ollama_wire;
 mod ollama_writer;
+mod patience;
 mod realtime;
 mod responses;
 mod responses_wire;
@@ -47,6 +48,7 @@ pub use access::{Access, Client, Key, Keyless};
 pub use api::Api;
 pub use hosts::Reach;
 pub use limits::Limits;
+pub use patience::patiently;
 pub use server::{ClientListener, serve};
 
 /// A refusal as OpenAI's clients and as Ollama's see it, for the test that has all protocols in one table.

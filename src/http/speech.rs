@@ -27,7 +27,8 @@ use super::{
     chat_wire::in_range,
     fault::Fault,
     limits::Limits,
-    stream::{Payload, broken_off, ignored_header, sse},
+    patience::{is_of_memory, patiently},
+    stream::{Payload, broken_off, held_for_memory, ignored_header, sse},
 };
 use crate::{
     causes::in_one_line,
@@ -67,7 +68,8 @@ pub(super) async fn speech(State(api): State<Api>, Extension(meta): Meta, reques
         speed,
         whole,
     };
-    let speech = backend.synthesize(request).await?;
+    let hold = held_for_memory(&api, &meta);
+    let speech = patiently(hold, |refusal, _| is_of_memory(refusal), || backend.synthesize(request.clone())).await?;
     let ignored = ignored_header(speech.ignored);
     let spoken = speech.voice.as_deref().and_then(|voice| HeaderValue::from_str(voice).ok());
     let pieces = begun(speech).await?;

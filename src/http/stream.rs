@@ -17,12 +17,17 @@ use futures_util::{
 use serde_json::{Value, json};
 use tokio::time::timeout;
 
-use super::{backend::RequestMeta, fault::Fault, limits::Limits};
+use super::{api::Api, backend::RequestMeta, fault::Fault, limits::Limits};
 use crate::policy::refusal::Refusal;
 
 /// How long a stream waits for its admission before it is opened: half of what the client waits for the first byte.
 pub(super) fn admission_patience(meta: &RequestMeta, limits: &Limits) -> Duration {
     meta.patience.map_or(limits.admission_timeout, |patience| limits.admission_timeout.min(patience / 2))
+}
+
+/// How long a request waits for memory that is short now, so that it is refused by a status code and while its client waits.
+pub(super) fn held_for_memory(api: &Api, meta: &RequestMeta) -> Duration {
+    api.limits().memory_patience.min(admission_patience(meta, api.limits()))
 }
 
 /// What one event, or one line, of a stream carries.

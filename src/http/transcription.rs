@@ -18,7 +18,8 @@ use super::{
     backend::{RequestMeta, TranscribeRequest, Transcript},
     body::{announced_length, read_pieces},
     fault::{Fault, shortened},
-    stream::{Payload, admission_patience, broken_off, ignored_header, sse},
+    patience::{is_of_memory, patiently},
+    stream::{Payload, admission_patience, broken_off, held_for_memory, ignored_header, sse},
 };
 use crate::{
     causes::in_one_line,
@@ -68,8 +69,9 @@ pub(super) async fn transcriptions(
             prompt: form.prompt,
             pieces: form.stream.then_some(pieces),
         };
+        let hold = held_for_memory(&api, &meta);
         async move {
-            let heard = backend.transcribe(request).await;
+            let heard = patiently(hold, |refusal, _| is_of_memory(refusal), || backend.transcribe(request.clone())).await;
             drop(held);
             heard
         }

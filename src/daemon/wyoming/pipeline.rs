@@ -26,9 +26,12 @@ use super::{
     shared::{Api, Counted, DONE, NOT_NOW, WRONG},
 };
 use crate::{
-    http::backend::{
-        AnswerPart, ChatEvent, ChatMessage, ChatRequest, Prompt, RequestMeta, Role, SpeechRequest, TranscribeRequest,
-        Transcript,
+    http::{
+        backend::{
+            AnswerPart, ChatEvent, ChatMessage, ChatRequest, Prompt, RequestMeta, Role, SpeechRequest,
+            TranscribeRequest, Transcript,
+        },
+        patiently,
     },
     policy::refusal::{RETRY_AFTER_DEFAULT, Refusal},
     speech::{
@@ -646,28 +649,16 @@ impl Run {
     }
 
     /// Tries until it is served, or waiting longer makes no sense.
-    async fn patiently<T, F>(&self, mut attempt: impl FnMut() -> F) -> Result<T, Refusal>
+    async fn patiently<T, F>(&self, attempt: impl FnMut() -> F) -> Result<T, Refusal>
     where
         F: Future<Output = Result<T, Refusal>>,
     {
-        let begin = Instant::now();
-        let mut attempts = 0;
-        loop {
-            let refusal = match attempt().await {
-                Ok(served) => return Ok(served),
-                Err(refusal) => refusal,
-            };
-            attempts += 1;
-            let hopeless = match passes(&refusal) {
-                Passing::Soon => false,
-                Passing::Once => attempts > 1,
-                Passing::Never => true,
-            };
-            if hopeless || begin.elapsed() + PAUSE > self.api.0.settings.wait_max {
-                return Err(refusal);
-            }
-            tokio::time::sleep(PAUSE).await;
-        }
+        let helps = |refusal: &Refusal, attempts| match passes(refusal) {
+            Passing::Soon => true,
+            Passing::Once => attempts <= 1,
+            Passing::Never => false,
+        };
+        patiently(self.api.0.settings.wait_max, helps, attempt).await
     }
 
     /// The result, or `None` once the run is cancelled.
@@ -738,6 +729,3 @@ const CHUNK_SAMPLES: usize = 1024;
 
 /// Rate that is named for a text without words.
 const SILENT_RATE_HZ: u32 = 16_000;
-
-/// Pause between two attempts: a worker that was restarted answers within tens of milliseconds.
-const PAUSE: Duration = Duration::from_millis(50);

@@ -1,9 +1,9 @@
 //! The work behind one response: the LLM, and the voice that speaks what it says.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use futures_util::StreamExt as _;
-use tokio::{sync::mpsc, time::sleep};
+use tokio::sync::mpsc;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::super::{
@@ -12,6 +12,7 @@ use super::super::{
     backend::{AnswerPart, ChatEvent, ChatRequest, Prompt, RequestMeta, Role, SpeechRequest, VoiceWish},
     fault::Fault,
     generation::Generation,
+    patience,
     speech::begun,
 };
 use crate::{policy::refusal::Refusal, speech::sentences::Sentences};
@@ -66,18 +67,8 @@ pub(super) async fn patiently<T, F>(api: &Api, ask: impl Fn() -> F) -> Result<T,
 where
     F: Future<Output = Result<T, Refusal>>,
 {
-    let deadline = Instant::now() + api.limits().session_patience;
-    loop {
-        let refusal = match ask().await {
-            Err(refusal) if !matches!(refusal, Refusal::Draining { .. }) => refusal,
-            other => return other,
-        };
-        let wait = refusal.retry_after().map(|wait| wait.clamp(AGAIN_MIN, AGAIN_MAX));
-        match wait {
-            Some(wait) if Instant::now() + wait < deadline => sleep(wait).await,
-            _ => return Err(refusal),
-        }
-    }
+    let helps = |refusal: &Refusal, _| !matches!(refusal, Refusal::Draining { .. });
+    patience::patiently(api.limits().session_patience, helps, ask).await
 }
 
 /// Why the work goes no further.
@@ -222,9 +213,6 @@ fn shorten(request: &mut ChatRequest, part: f64) -> bool {
     messages.len() < before
 }
 
-/// Our choice: below it asking is work of its own, above it a shed is long over.
-const AGAIN_MIN: Duration = Duration::from_millis(50);
-const AGAIN_MAX: Duration = Duration::from_secs(1);
 /// Steps that may wait for the client; then the work does.
 const STEPS_AHEAD: usize = 16;
 /// Sentences that may wait for the voice; then the LLM does. Our choice: a long answer.

@@ -1,10 +1,13 @@
 //! Fields that several APIs have: each of them reads them alike.
 
+use std::time::Duration;
+
+use cotenant::{http::Limits, policy::{pressure::PressureLevel, refusal::Refusal}};
 use serde_json::{Value, json};
 
 use super::{
     client::{Answer, post_json, with},
-    script::{Open, open},
+    script::{Open, open, open_with},
 };
 
 const CHAT: &str = "/v1/chat/completions";
@@ -63,4 +66,53 @@ async fn a_whole_number_may_have_a_fraction_of_zero_and_any_other_is_refused_by_
     assert_eq!((request.context_wanted.unwrap().get(), request.max_tokens.unwrap().get()), (8192, 4));
     let asked = ask(&open, "/detokenize", &json!({"tokens": [104.0, 105]})).await;
     assert_eq!(asked.json(), json!({"content": "hi"}));
+}
+
+#[tokio::test]
+async fn a_request_is_held_while_memory_is_short_for_a_moment() {
+    let open = open_with(Limits::default(), true).await;
+    let pressure = || Refusal::PressureHigh {
+        act: "answer".to_owned(),
+        level: PressureLevel::Critical,
+        retry_after: Duration::from_millis(50),
+    };
+    for path in [CHAT, COMPLETIONS, MESSAGES, RESPONSES, OLLAMA_CHAT, OLLAMA_GENERATE] {
+        for streamed in [false, true] {
+            open.script.refuse([pressure(), pressure()]);
+            let answer = ask(&open, path, &json!({"stream": streamed})).await;
+            assert_eq!(answer.status, 200, "{path}: {}", answer.text());
+            assert!(answer.text().contains("done."), "{path}: {}", answer.text());
+        }
+    }
+    open.script.refuse([pressure(), pressure()]);
+    let answer = post_json(open.address, "/v1/audio/speech", &json!({"input": "hi", "response_format": "pcm"})).await;
+    assert_eq!((answer.status, answer.body.len()), (200, 48_000));
+    // What does not pass by itself is refused at once.
+    open.script.refuse([Refusal::Draining { act: "answer".to_owned(), retry_after: Duration::from_millis(50) }]);
+    assert_eq!(ask(&open, OLLAMA_CHAT, &json!({})).await.status, 503);
+}
+
+#[tokio::test]
+async fn fields_that_are_absent_are_as_each_api_has_them() {
+    let open = open().await;
+    for (path, temperature, top_p, top_k) in [
+        (CHAT, 1.0, None, None),
+        (COMPLETIONS, 1.0, None, None),
+        (MESSAGES, 1.0, None, None),
+        (RESPONSES, 1.0, None, None),
+        (OLLAMA_CHAT, 0.8, Some(0.9), Some(40)),
+        (OLLAMA_GENERATE, 0.8, Some(0.9), Some(40)),
+    ] {
+        let answer = ask(&open, path, &json!({})).await;
+        assert_eq!(answer.status, 200, "{path}: {}", answer.text());
+        let sampling = open.script.chats.lock().unwrap().pop().unwrap().sampling;
+        let defaults = sampling.defaults;
+        assert_eq!((defaults.temperature, defaults.top_p, defaults.top_k), (Some(temperature), top_p, top_k), "{path}");
+        assert_eq!(sampling.asked.temperature, None, "{path}: what the model's file recommends goes before");
+        assert_eq!(answer.header("x-cotenant-seed"), sampling.asked.seed.unwrap().to_string(), "{path}");
+        let streamed = ask(&open, path, &json!({"stream": true})).await;
+        let seed = open.script.chats.lock().unwrap().pop().unwrap().sampling.asked.seed.unwrap();
+        assert_eq!(streamed.header("x-cotenant-seed"), seed.to_string(), "{path}");
+        assert_ne!(Some(seed), sampling.asked.seed, "{path}");
+    }
 }

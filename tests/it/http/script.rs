@@ -358,8 +358,9 @@ impl Drop for Open {
     }
 }
 
+/// APIs that refuse at once what is refused.
 pub(super) async fn open() -> Open {
-    open_with(Limits::default(), true).await
+    open_with(Limits { memory_patience: Duration::ZERO, ..Limits::default() }, true).await
 }
 
 pub(super) async fn open_with(limits: Limits, with_models: bool) -> Open {

@@ -1,0 +1,96 @@
+//! Requests that are held while what refuses them passes.
+
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep};
+
+use crate::policy::refusal::Refusal;
+
+/// Asks again what is refused for now, as long as `limit` and as `helps`, which is given the refusal and how often it was asked,
+/// allow. What is refused for longer than that is not waited for.
+///
+/// # Errors
+/// The refusal that does not pass, or has not passed in time.
+pub async fn patiently<T, F>(
+    limit: Duration,
+    helps: impl Fn(&Refusal, u32) -> bool,
+    mut ask: impl FnMut() -> F,
+) -> Result<T, Refusal>
+where
+    F: Future<Output = Result<T, Refusal>>,
+{
+    let deadline = Instant::now() + limit;
+    let mut asked = 0;
+    loop {
+        let refusal = match ask().await {
+            Ok(served) => return Ok(served),
+            Err(refusal) => refusal,
+        };
+        asked += 1;
+        let Some(wait) = refusal.retry_after().filter(|wait| *wait <= limit && helps(&refusal, asked)) else {
+            return Err(refusal);
+        };
+        let wait = wait.clamp(AGAIN_MIN, AGAIN_MAX);
+        if Instant::now() + wait >= deadline {
+            return Err(refusal);
+        }
+        sleep(wait).await;
+    }
+}
+
+/// Whether the refusal is one that a shed, or growth behind it, ends within seconds.
+pub(super) const fn is_of_memory(refusal: &Refusal) -> bool {
+    matches!(
+        refusal,
+        Refusal::InsufficientMemory { .. }
+            | Refusal::PressureHigh { .. }
+            | Refusal::KvCapacityShed { .. }
+            | Refusal::KvReclaimed { .. }
+    )
+}
+
+/// Our choice: below it asking is work of its own, above it a shed is long over.
+const AGAIN_MIN: Duration = Duration::from_millis(50);
+const AGAIN_MAX: Duration = Duration::from_millis(250);
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+    use crate::policy::pressure::PressureLevel;
+
+    fn pressure(retry_after: Duration) -> Refusal {
+        Refusal::PressureHigh { act: "answer".to_owned(), level: PressureLevel::Critical, retry_after }
+    }
+
+    #[tokio::test]
+    async fn what_passes_in_time_is_served_and_the_rest_refused_without_a_useless_wait() {
+        let (soon, late) = (Duration::from_millis(1), Duration::from_mins(1));
+        for (served_at, retry_after, limit, expected) in [
+            (3, soon, late, Ok(3)),
+            (u32::MAX, soon, 3 * AGAIN_MIN, Err(2..=3)),
+            (2, late, AGAIN_MIN, Err(1..=1)),
+            (2, soon, Duration::ZERO, Err(1..=1)),
+        ] {
+            let asked = Cell::new(0);
+            let answer = patiently(limit, |refusal, _| is_of_memory(refusal), || {
+                asked.set(asked.get() + 1);
+                let served = asked.get() == served_at;
+                async move { if served { Ok(()) } else { Err(pressure(retry_after)) } }
+            });
+            match (answer.await, expected) {
+                (Ok(()), Ok(expected)) => assert_eq!(asked.get(), expected),
+                (Err(_), Err(expected)) => assert!(expected.contains(&asked.get()), "{} of {limit:?}", asked.get()),
+                (answer, expected) => panic!("{answer:?}, expected {expected:?}"),
+            }
+        }
+        let asked = Cell::new(0);
+        let answer = patiently(late, |_, asked| asked < 2, || {
+            asked.set(asked.get() + 1);
+            async { Err::<(), _>(pressure(soon)) }
+        });
+        assert!(answer.await.is_err());
+        assert_eq!(asked.get(), 2);
+    }
+}
