@@ -24,7 +24,7 @@ use super::{
     answer::{AnswerStyle, THOUGHT, Thoughts},
     gguf::Header,
     tokenizer::Tokenizer,
-    tool_format::{ToolFormat, answers_in_words, in_words},
+    tool_format::{ToolFormat, answers_in_words, in_words, system_in_words},
 };
 pub use crate::conversation::{ChatMessage, Conversation, Role, ToolCall};
 
@@ -134,7 +134,17 @@ impl ChatTemplate {
             return Err(ChatError::Empty);
         }
         let tools = (!conversation.tools.is_empty()).then_some(self.format);
-        let once = |conversation: &Conversation| self.render_once(conversation, tools, tokenizer, &render);
+        let once = |conversation: &Conversation| {
+            let rendered = self.render_once(conversation, tools, tokenizer, &render);
+            let by_system = conversation.messages.iter().any(|message| message.role == Role::System);
+            match rendered {
+                // Templates such as Gemma 2's refuse the role.
+                Err(ChatError::Refused { .. }) if by_system => {
+                    self.render_once(&system_in_words(conversation), tools, tokenizer, &render).or(rendered)
+                }
+                rendered => rendered,
+            }
+        };
         if !self.knows_tools {
             return once(&in_words(conversation, self.knows_system()));
         }
@@ -629,6 +639,30 @@ mod tests {
         let twice = vec![ChatMessage::new(Role::User, "a"), ChatMessage::new(Role::User, "b")];
         let error = render(&speaker.template, &twice.into(), &speaker.tokenizer).unwrap_err();
         assert!(matches!(error, ChatError::Refused { .. }), "{error}");
+    }
+
+    #[test]
+    fn what_the_system_says_comes_before_the_question_where_a_template_refuses_the_role() {
+        const GEMMA_2: &str = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}";
+        let speaker = Speaker::new(Some(&format!("{GEMMA_2}{ALTERNATING}")));
+        let text = |messages: &[(Role, &str)]| {
+            let said = messages.iter().map(|(role, text)| ChatMessage::new(*role, *text)).collect::<Vec<_>>();
+            let rendered = render(&speaker.template, &said.into(), &speaker.tokenizer);
+            rendered.map(|rendered| rendered.text.replace(rendered.mark, "").replace("<|im_end|>\n", "").replace("<|im_start|>", "/"))
+        };
+        let expected = "/user\nbe brief\n\nhi/assistant\nhello/user\nkindly\n\nbye";
+        let asked = [
+            (Role::System, "be brief"),
+            (Role::User, "hi"),
+            (Role::Assistant, "hello"),
+            (Role::System, "kindly"),
+            (Role::User, "bye"),
+        ];
+        assert_eq!(text(&asked).unwrap(), expected);
+        assert_eq!(text(&asked[..1]).unwrap(), "/user\nbe brief");
+        // What is refused for another reason is refused as before.
+        let twice = [(Role::System, "x"), (Role::User, "a"), (Role::User, "b")];
+        assert!(matches!(text(&twice), Err(ChatError::Refused { message }) if message.contains("System role")));
     }
 
     #[test]

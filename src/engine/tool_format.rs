@@ -70,7 +70,33 @@ pub(super) fn in_words(conversation: &Conversation, knows_system: bool) -> Conve
             _ => messages.insert(0, ChatMessage::new(Role::System, listed)),
         }
     }
-    Conversation { messages, tools: Vec::new(), variables: conversation.variables.clone() }
+    Conversation { messages, tools: Vec::new(), ..conversation.clone() }
+}
+
+/// The conversation for a template that has no place for what the system says: it comes before what the user says next.
+pub(super) fn system_in_words(conversation: &Conversation) -> Conversation {
+    let mut messages: Vec<ChatMessage> = Vec::with_capacity(conversation.messages.len());
+    let mut said = String::new();
+    let joined = |first: &str, second: &str| format!("{first}\n\n{second}");
+    for message in &conversation.messages {
+        match message.role {
+            Role::System if said.is_empty() => said.clone_from(&message.content),
+            Role::System => said = joined(&said, &message.content),
+            Role::User if !said.is_empty() => {
+                let content = joined(&std::mem::take(&mut said), &message.content);
+                messages.push(ChatMessage { content, ..message.clone() });
+            }
+            _ => messages.push(message.clone()),
+        }
+    }
+    if !said.is_empty() {
+        // There is nothing behind it but, perhaps, a begun answer.
+        match messages.iter_mut().rfind(|message| message.role == Role::User) {
+            Some(last) => last.content = joined(&last.content, &said),
+            None => messages.insert(0, ChatMessage::new(Role::User, said)),
+        }
+    }
+    Conversation { messages, ..conversation.clone() }
 }
 
 /// The conversation for a template that knows tools and refuses the order of their answers: these are text of the user's.
