@@ -65,6 +65,17 @@ pub struct Conversation {
     pub tools: Vec<Value>,
     /// Variables for the template, such as `enable_thinking`.
     pub variables: Map<String, Value>,
+    /// Whether the last message, which is the model's, is the beginning of the answer.
+    pub continues: bool,
+}
+
+impl Conversation {
+    /// Whether the last message is one that an answer may continue: words of the model's, behind others.
+    #[must_use]
+    pub fn ends_with_words_of_the_model(&self) -> bool {
+        let last = self.messages.last().filter(|_| self.messages.len() > 1);
+        last.is_some_and(|last| last.role == Role::Assistant && last.tool_calls.is_empty() && !last.content.is_empty())
+    }
 }
 
 impl From<Vec<ChatMessage>> for Conversation {

@@ -167,10 +167,17 @@ impl ChatTemplate {
         render: impl Fn(&Map<String, Value>) -> Result<String, ChatError>,
     ) -> Result<Rendered, ChatError> {
         let id_of = |id: &str| if self.format == ToolFormat::Mistral { short_id(id) } else { id.to_owned() };
-        let mut said =
-            vec![Value::Array(conversation.messages.iter().map(|message| message.to_value(id_of)).collect())];
-        said.push(Value::Array(conversation.tools.clone()));
-        said.push(Value::Object(conversation.variables.clone()));
+        // What the model has begun to say goes behind the template's text, which ends where an answer begins.
+        let (messages, begun) = match conversation.messages.split_last() {
+            Some((last, before)) if conversation.continues => (before, last.content.as_str()),
+            _ => (conversation.messages.as_slice(), ""),
+        };
+        let said = vec![
+            Value::Array(messages.iter().map(|message| message.to_value(id_of)).collect()),
+            Value::Array(conversation.tools.clone()),
+            Value::Object(conversation.variables.clone()),
+            Value::from(begun),
+        ];
         let mark = MARKS
             .into_iter()
             .find(|&mark| {
@@ -179,10 +186,10 @@ impl ChatTemplate {
             })
             .ok_or(ChatError::Marks)?;
         let mut said = said.into_iter().map(|value| self.marked_all(value, mark, tokenizer));
-        let (mut messages, tools_reported, variables) = (said.next(), said.next(), said.next());
-        if let Some(Value::Array(messages)) = &mut messages {
+        let (mut shown, tools_reported, variables) = (said.next(), said.next(), said.next());
+        if let Some(Value::Array(shown)) = &mut shown {
             // Roles are a closed set, and templates compare them.
-            for (message, said) in messages.iter_mut().zip(&conversation.messages) {
+            for (message, said) in shown.iter_mut().zip(messages) {
                 if let Value::Object(message) = message {
                     message.insert("role".to_owned(), json!(said.role));
                 }
@@ -193,7 +200,7 @@ impl ChatTemplate {
             _ => Map::new(),
         };
         // A client's own variables never replace these.
-        context.insert("messages".to_owned(), messages.unwrap_or_default());
+        context.insert("messages".to_owned(), shown.unwrap_or_default());
         match tools_reported {
             Some(tools) if !conversation.tools.is_empty() => context.insert("tools".to_owned(), tools),
             _ => context.remove("tools"),
@@ -202,7 +209,7 @@ impl ChatTemplate {
         context.insert("bos_token".to_owned(), json!(self.bos));
         context.insert("eos_token".to_owned(), json!(self.eos));
         // Where a template joins a list to a text, the engine prints marks as escapes.
-        let text = render(&context)?.replace(&printed(mark), &mark.to_string());
+        let mut text = render(&context)?.replace(&printed(mark), &mark.to_string());
         let thoughts = if !self.source.contains(THOUGHT) {
             Thoughts::None
         } else if text.trim_end().ends_with("<think>") {
@@ -210,7 +217,17 @@ impl ChatTemplate {
         } else {
             Thoughts::Perhaps
         };
-        Ok(Rendered { text, mark, style: AnswerStyle { thoughts, tools } })
+        if begun.is_empty() {
+            return Ok(Rendered { text, mark, style: AnswerStyle { thoughts, tools } });
+        }
+        if thoughts == Thoughts::Open {
+            // It is no thought of the model's.
+            text.push_str("\n</think>\n\n");
+        }
+        if let Some(Value::String(begun)) = said.next() {
+            text.push_str(&begun);
+        }
+        Ok(Rendered { text, mark, style: AnswerStyle { thoughts: Thoughts::None, tools } })
     }
 
     /// Whether a message of the system's may be among the others: where the template looks for it, or looks for nothing.
@@ -573,6 +590,7 @@ mod tests {
                 "name": evil, "description": evil, "parameters": schema,
             }})],
             variables: Map::from_iter([("messages".to_owned(), json!(evil)), ("more".to_owned(), json!(evil))]),
+            continues: false,
         };
         // Without a template that knows tools, they are listed in a message of their own.
         for (template, messages) in [(None, 4), (Some(TOOLED), 3)] {
@@ -639,6 +657,29 @@ mod tests {
         let twice = vec![ChatMessage::new(Role::User, "a"), ChatMessage::new(Role::User, "b")];
         let error = render(&speaker.template, &twice.into(), &speaker.tokenizer).unwrap_err();
         assert!(matches!(error, ChatError::Refused { .. }), "{error}");
+    }
+
+    #[test]
+    fn an_answer_that_was_begun_goes_on_behind_the_generation_prompt() {
+        let speaker = Speaker::new(Some(STRICT));
+        let mut conversation: Conversation = vec![
+            ChatMessage::new(Role::User, "capital of France?"),
+            ChatMessage::new(Role::Assistant, "It is<|im_end|>"),
+        ]
+        .into();
+        conversation.continues = true;
+        let rendered = render(&speaker.template, &conversation, &speaker.tokenizer).unwrap();
+        let tokens = speaker.tokenizer.encode_rendered(&rendered.text, Some(rendered.mark)).unwrap();
+        assert_eq!(speaker.control_tokens(&tokens), 3, "what the client wrote is no control token");
+        let expected = "[<|im_start|>]user\ncapital of France?[<|im_end|>]\n[<|im_start|>]assistant\nIt is<|im_end|>";
+        assert_eq!(speaker.text(&tokens), expected);
+
+        let thinking =
+            Speaker::new(Some("{# </think> #}{% for m in messages %}{{ m.content }}{% endfor %}{{ '/<think>\n' }}"));
+        let rendered = render(&thinking.template, &conversation, &thinking.tokenizer).unwrap();
+        let text = rendered.text.replace(rendered.mark, "");
+        assert_eq!(text, "capital of France?/<think>\n\n</think>\n\nIt is<|im_end|>");
+        assert_eq!(rendered.style.thoughts, Thoughts::None);
     }
 
     #[test]

@@ -53,6 +53,9 @@ pub(super) struct WireRequest {
     chat_template_kwargs: Option<Map<String, Value>>,
     enable_thinking: Option<bool>,
     context_shift: Option<bool>,
+    /// As vLLM and the library `transformers` call it.
+    continue_final_message: Option<bool>,
+    add_generation_prompt: Option<bool>,
     n_keep: Option<Whole>,
 }
 
@@ -65,6 +68,8 @@ struct WireMessage {
     tool_calls: Option<Vec<WireToolCall>>,
     tool_call_id: Option<String>,
     name: Option<String>,
+    /// Whether an answer continues it, as Mistral and DeepSeek call it.
+    prefix: Option<bool>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -136,12 +141,19 @@ impl WireRequest {
         if self.messages.is_empty() {
             return Err(Fault::invalid("messages", "[]", "is empty"));
         }
+        let begun = Begun {
+            continued: self.continue_final_message,
+            prompted: self.add_generation_prompt,
+            prefix: self.messages.last().is_some_and(|message| message.prefix == Some(true)),
+        };
         let messages = self
             .messages
             .into_iter()
             .enumerate()
             .map(|(index, message)| message.into_message(index))
             .collect::<Result<_, Fault>>()?;
+        let mut conversation = Conversation { messages, tools, variables, continues: false };
+        conversation.continues = begun.continues(&conversation, form.as_ref())?;
         let (max_tokens_name, max_tokens) = match self.max_completion_tokens {
             Some(tokens) => ("max_completion_tokens", Some(tokens)),
             None => ("max_tokens", self.max_tokens),
@@ -159,7 +171,7 @@ impl WireRequest {
         Ok(ChatRequest {
             meta,
             model,
-            prompt: Prompt::Chat(Conversation { messages, tools, variables }),
+            prompt: Prompt::Chat(conversation),
             max_tokens: at_least_one(max_tokens_name, max_tokens)?,
             sampling: SamplingDialect::OPENAI.read(&sampling)?,
             stop: stop_texts("stop", self.stop)?,
@@ -168,6 +180,35 @@ impl WireRequest {
             streamed: self.stream == Some(true),
             ..ChatRequest::default()
         })
+    }
+}
+
+/// What a request says of an answer that was begun.
+struct Begun {
+    continued: Option<bool>,
+    prompted: Option<bool>,
+    prefix: bool,
+}
+
+impl Begun {
+    /// Whether the last message is continued.
+    fn continues(&self, conversation: &Conversation, form: Option<&AnswerForm>) -> Result<bool, Fault> {
+        let (field, value) = match (self.continued, self.prompted) {
+            (Some(true), Some(true)) => {
+                return Err(Fault::invalid("add_generation_prompt", true, "contradicts `continue_final_message`"));
+            }
+            (Some(true), _) => ("continue_final_message", true),
+            _ if self.prefix => ("prefix", true),
+            (None, Some(false)) => ("add_generation_prompt", false),
+            _ => return Ok(false),
+        };
+        if !conversation.ends_with_words_of_the_model() {
+            return Err(Fault::invalid(field, value, "needs words of the assistant as the last message"));
+        }
+        match form {
+            Some(_) => Err(Fault::invalid(field, value, "is not supported together with a form of the answer")),
+            None => Ok(true),
+        }
     }
 }
 
@@ -522,6 +563,35 @@ mod tests {
                 ..ChatRequest::default()
             }
         );
+    }
+
+    #[test]
+    fn an_answer_that_was_begun_is_continued_where_that_is_asked_for() {
+        let continues = |last: &str, more: &str| {
+            let body = format!(r#"{{"messages": [{{"role": "user", "content": "hi"}}, {last}]{more}}}"#);
+            request(&body).map(|request| match request.prompt {
+                Prompt::Chat(conversation) => conversation.continues,
+                other => panic!("{other:?}"),
+            })
+        };
+        let begun = r#"{"role": "assistant", "content": "I am"}"#;
+        for (last, more, expected) in [
+            (begun, "", Ok(false)),
+            (begun, r#", "add_generation_prompt": true"#, Ok(false)),
+            (begun, r#", "continue_final_message": true"#, Ok(true)),
+            (begun, r#", "continue_final_message": true, "add_generation_prompt": false"#, Ok(true)),
+            (begun, r#", "add_generation_prompt": false"#, Ok(true)),
+            (r#"{"role": "assistant", "content": "I am", "prefix": true}"#, "", Ok(true)),
+            (begun, r#", "continue_final_message": true, "add_generation_prompt": true"#, Err("add_generation_prompt")),
+            (r#"{"role": "user", "content": "so?"}"#, r#", "continue_final_message": true"#, Err("continue_final_message")),
+            (begun, r#", "continue_final_message": true, "response_format": {"type": "json_object"}"#, Err("continue_final_message")),
+        ] {
+            match (continues(last, more), expected) {
+                (Ok(found), Ok(expected)) => assert_eq!(found, expected, "{last}{more}"),
+                (Err(message), Err(field)) => assert!(message.starts_with(field), "{message}"),
+                (found, expected) => panic!("{found:?}, expected {expected:?}: {last}{more}"),
+            }
+        }
     }
 
     #[test]

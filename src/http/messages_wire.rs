@@ -103,20 +103,19 @@ impl WireRequest {
             reader.push(index, message)?;
         }
         let messages = reader.messages;
-        match messages.last().map(|message| message.role) {
-            None | Some(Role::System) => return Err(Fault::invalid("messages", "[]", "is empty")),
-            Some(Role::Assistant) => {
-                return Err(Fault::invalid(
-                    "messages",
-                    "assistant",
-                    "is the role of the last message: a begun answer is not continued",
-                ));
-            }
-            Some(Role::Tool | Role::User) => {}
+        let last = messages.last().map(|message| message.role);
+        if matches!(last, None | Some(Role::System)) {
+            return Err(Fault::invalid("messages", "[]", "is empty"));
         }
         let mut variables = Map::new();
         variables.insert("enable_thinking".to_owned(), Value::Bool(self.thinks()));
-        Ok(Conversation { messages, tools: self.read_tools()?, variables })
+        let mut conversation = Conversation { messages, tools: self.read_tools()?, variables, continues: false };
+        conversation.continues = conversation.ends_with_words_of_the_model();
+        if last == Some(Role::Assistant) && !conversation.continues {
+            let problem = "is the role of the last message, which has no words that an answer continues";
+            return Err(Fault::invalid("messages", "assistant", problem));
+        }
+        Ok(conversation)
     }
 
     /// The tools as OpenAI writes them; none where none may be called.
@@ -233,6 +232,10 @@ impl WireRequest {
         }
         let conversation = self.conversation()?;
         let form = self.form(&conversation.tools)?;
+        if conversation.continues && form.is_some() {
+            let problem = "is the role of the last message: an answer that was begun cannot be held to a form";
+            return Err(Fault::invalid("messages", "assistant", problem));
+        }
         let sampling = SamplingFields {
             temperature: self.temperature,
             top_p: self.top_p,
@@ -435,6 +438,16 @@ mod tests {
     }
 
     #[test]
+    fn words_of_the_assistant_in_the_end_are_continued() {
+        let begun = json!([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I am"}]);
+        let read = request(&json!({"model": "m", "max_tokens": 9, "messages": begun})).unwrap();
+        assert!(matches!(&read.prompt, Prompt::Chat(conversation) if conversation.continues), "{read:?}");
+        let form = json!({"format": {"type": "json_schema", "schema": {"type": "object"}}});
+        let asked = json!({"model": "m", "max_tokens": 9, "messages": begun, "output_config": form});
+        assert!(request(&asked).unwrap_err().contains("cannot be held to a form"));
+    }
+
+    #[test]
     fn a_wrong_value_is_named_with_its_limit() {
         let user = json!([{"role": "user", "content": "hi"}]);
         let blocks = |role: &str, block: Value| json!({"messages": [{"role": role, "content": [block]}]});
@@ -444,7 +457,7 @@ mod tests {
             json!({"messages": []}),
             json!({"messages": [{"role": "robot", "content": "hi"}]}),
             json!({"messages": [{"role": "user", "content": 7}]}),
-            json!({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I"}]}),
+            json!({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": ""}]}),
             blocks("user", json!({"type": "image", "source": {}})),
             blocks("user", json!({"text": "hi"})),
             blocks("user", json!({"type": "tool_use", "id": "a", "name": "f", "input": {}})),

@@ -163,6 +163,9 @@ impl WireRequest {
             Some(other) => return Err(Fault::invalid("think", other, "is neither `true` nor `false`")),
         }
         let context = at_least_one("options.num_ctx", options.num_ctx)?;
+        let mut conversation = Conversation { messages, tools, variables, continues: false };
+        // As most templates of Ollama's have it.
+        conversation.continues = form.is_none() && conversation.ends_with_words_of_the_model();
         let sampling = SamplingFields {
             temperature: options.temperature,
             top_p: options.top_p,
@@ -176,7 +179,7 @@ impl WireRequest {
         let request = ChatRequest {
             meta,
             model,
-            prompt: Prompt::Chat(Conversation { messages, tools, variables }),
+            prompt: Prompt::Chat(conversation),
             // -1 and -2 are "as much as there is"
             max_tokens: options
                 .num_predict

@@ -106,7 +106,7 @@ impl WireRequest {
         Ok(Conversation {
             messages,
             tools: function_tools("tools", self.tools.as_deref().unwrap_or_default())?,
-            variables: Map::new(),
+            ..Conversation::default()
         })
     }
 

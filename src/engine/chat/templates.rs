@@ -97,6 +97,7 @@ fn templates_of_public_models_are_rendered_as_transformers_does() {
             messages: case.messages.into_iter().map(Said::message).collect(),
             tools: case.tools,
             variables: case.variables,
+            continues: false,
         };
         let rendered = tests::render(&template, &conversation, &tokenizer);
         let same = match (&rendered, case.text, case.refused) {

@@ -678,7 +678,7 @@ impl Session {
         let request = ChatRequest {
             meta: self.part_meta(&active.span),
             model: settings.model.clone(),
-            prompt: Prompt::Chat(Conversation { messages, tools, variables: Map::new() }),
+            prompt: Prompt::Chat(Conversation { messages, tools, ..Conversation::default() }),
             max_tokens: settings.max_tokens,
             form,
             streamed: true,
