@@ -91,6 +91,8 @@ pub enum Prompt {
     Chat(Conversation),
     /// Text as it stands. Control tokens written in it are not recognised.
     Text(String),
+    /// Text as it stands, with the control tokens that are written in it.
+    Raw(String),
     /// Tokens as they stand.
     Tokens(Vec<u32>),
 }
@@ -107,7 +109,7 @@ impl Prompt {
     pub fn messages(&self) -> &[ChatMessage] {
         match self {
             Self::Chat(conversation) => &conversation.messages,
-            Self::Text(_) | Self::Tokens(_) => &[],
+            Self::Raw(_) | Self::Text(_) | Self::Tokens(_) => &[],
         }
     }
 
@@ -116,7 +118,7 @@ impl Prompt {
     pub fn tools(&self) -> &[Value] {
         match self {
             Self::Chat(conversation) => &conversation.tools,
-            Self::Text(_) | Self::Tokens(_) => &[],
+            Self::Raw(_) | Self::Text(_) | Self::Tokens(_) => &[],
         }
     }
 }

@@ -125,7 +125,7 @@ impl Llm {
     fn span_of(&self, request: &engine::GenerateRequest, wanted: &Wanted) -> Span {
         let operation = match &request.prompt {
             engine::Prompt::Chat(_) => "chat",
-            engine::Prompt::Text(_) | engine::Prompt::Tokens(_) => "text_completion",
+            engine::Prompt::Raw(_) | engine::Prompt::Text(_) | engine::Prompt::Tokens(_) => "text_completion",
         };
         let span = self.0.tracer.begin(&format!("{operation} {}", self.name()), SpanKind::Internal, wanted.trace);
         span.set("gen_ai.operation.name", operation);

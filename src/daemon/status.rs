@@ -177,6 +177,10 @@ impl StatusBackend for Status {
         models
     }
 
+    fn template(&self) -> Option<String> {
+        self.engine.as_ref()?.handle().template()
+    }
+
     fn voices(&self) -> Vec<Voice> {
         self.names().voices.clone()
     }

@@ -76,6 +76,12 @@ impl EngineHandle {
         Ok(self.shared.text()?.prepare(request, client)?)
     }
 
+    /// The chat template of the model; none while no model is ready.
+    #[must_use]
+    pub fn template(&self) -> Option<String> {
+        self.shared.text().ok().map(|side| side.template().to_owned())
+    }
+
     /// How the model's file recommends to choose tokens; nothing while no model is ready.
     #[must_use]
     pub fn recommended_sampling(&self) -> SamplingWish {

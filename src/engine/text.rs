@@ -146,6 +146,11 @@ impl TextSide {
         &self.tokenizer
     }
 
+    /// The chat template; empty when there is none.
+    pub(super) fn template(&self) -> &str {
+        self.template.source()
+    }
+
     /// How the model's file recommends to choose tokens.
     pub(super) const fn sampling(&self) -> SamplingWish {
         self.sampling
@@ -172,7 +177,8 @@ impl TextSide {
                 style = rendered.style;
                 self.tokenizer.encode_rendered(&rendered.text, Some(rendered.mark)).map_err(PromptError::Encode)?
             }
-            Prompt::Text(text) if text.is_empty() => return Err(PromptError::Empty),
+            Prompt::Raw(text) | Prompt::Text(text) if text.is_empty() => return Err(PromptError::Empty),
+            Prompt::Raw(text) => self.tokenizer.encode_rendered(text, None).map_err(PromptError::Encode)?,
             Prompt::Text(text) => self.tokenizer.encode(text).map_err(PromptError::Encode)?,
             Prompt::Tokens(tokens) => return Ok((tokens.clone(), style)),
         };

@@ -26,12 +26,13 @@ use serde_json::Value;
 use tokio::time::timeout;
 
 use super::{
+    admission::admitted,
     api::{Api, BodyMemory},
     backend::{AnswerPart, ChatBackend, ChatEvent, ChatRequest, ChatStream, FinishReason, Usage},
     body::{announced_length, parse_json, read_body},
     fault::Fault,
     generation::{Generation, Said, collected},
-    patience::{is_of_memory, patiently},
+    patience::is_of_memory,
     stream::{Payload, admission_patience, held_for_memory, lines, sse},
 };
 use crate::policy::refusal::Refusal;
@@ -91,7 +92,7 @@ pub(super) async fn answer<W: Writer>(
     let seed = request.sampling.asked.seed.map(|seed| [(SEED, HeaderValue::from(seed))]);
     let hold = held_for_memory(&api, &meta);
     let mut admission: Admission =
-        Box::pin(async move { patiently(hold, |refusal, _| is_of_memory(refusal), || backend.chat(request.clone())).await });
+        Box::pin(async move { admitted(&*backend, request, hold, |refusal, _| is_of_memory(refusal)).await });
     if !streamed {
         let (said, reason, usage) = collected(Generation::new(admission.await?, began, &api)).await?;
         return Ok((seed, Json(writer.whole(said, reason, usage))).into_response());

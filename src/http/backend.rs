@@ -78,7 +78,7 @@ pub struct ChatRequest {
     pub max_tokens: Option<Tokens>,
     /// How tokens are chosen.
     pub sampling: ChatSampling,
-    /// Texts that end the answer, themselves left out; at most four, none empty.
+    /// Texts that end the answer, themselves left out; none empty.
     pub stop: Vec<String>,
     /// The form that the answer must have.
     pub form: Option<AnswerForm>,
@@ -87,6 +87,9 @@ pub struct ChatRequest {
     /// What stays of the context where the oldest of it may be dropped, so that the answer goes on when there is no room for
     /// more; `None` where nothing may be.
     pub sinks: Option<Sinks>,
+    /// Part of the context that a conversation beyond it fills again when it has lost its oldest messages; `None` where it is
+    /// refused.
+    pub retention: Option<f64>,
     /// Whether the answer is sent as it comes. One that is not must be complete within the client's patience.
     pub streamed: bool,
 }
@@ -247,6 +250,11 @@ pub trait StatusBackend: Send + Sync + 'static {
 
     /// Models that clients may name.
     fn models(&self) -> Vec<ModelInfo>;
+
+    /// The chat template of the LLM, once its file's header has been read.
+    fn template(&self) -> Option<String> {
+        None
+    }
 
     /// Voices that clients may name; the first is taken when none is named.
     fn voices(&self) -> Vec<Voice>;

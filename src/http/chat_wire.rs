@@ -172,9 +172,9 @@ impl WireRequest {
             meta,
             model,
             prompt: Prompt::Chat(conversation),
-            max_tokens: at_least_one(max_tokens_name, max_tokens)?,
+            max_tokens: answer_limit(max_tokens_name, max_tokens)?,
             sampling: SamplingDialect::OPENAI.read(&sampling)?,
-            stop: stop_texts("stop", self.stop)?,
+            stop: stop_texts("stop", self.stop, OPENAI_STOP_TEXTS)?,
             form,
             sinks: sinks(self.context_shift == Some(true), "n_keep", self.n_keep)?,
             streamed: self.stream == Some(true),
@@ -289,7 +289,7 @@ fn joined_parts(message: usize, parts: &[Value]) -> Result<String, Fault> {
 }
 
 /// Texts that end an answer.
-pub(super) fn stop_texts(field: &str, stop: Option<Value>) -> Result<Vec<String>, Fault> {
+pub(super) fn stop_texts(field: &str, stop: Option<Value>, most: usize) -> Result<Vec<String>, Fault> {
     let texts = match stop {
         None | Some(Value::Null) => Vec::new(),
         Some(Value::String(text)) => vec![text],
@@ -302,11 +302,11 @@ pub(super) fn stop_texts(field: &str, stop: Option<Value>) -> Result<Vec<String>
             .collect::<Result<_, Fault>>()?,
         Some(other) => return Err(Fault::invalid(field, other, "is neither a text nor a list of texts")),
     };
-    if texts.len() > STOP_TEXTS_MAX {
+    if texts.len() > most {
         return Err(Fault::invalid(
             field,
             format!("{} texts", texts.len()),
-            format!("is above the limit of {STOP_TEXTS_MAX}"),
+            format!("is above the limit of {most}"),
         ));
     }
     // an empty text would end every answer before it begins
@@ -320,6 +320,11 @@ pub(super) fn sinks(may: bool, field: &str, keep: Option<Whole>) -> Result<Optio
             .ok_or_else(|| Fault::invalid(field, number, "is neither a number of tokens nor -1 for the whole prompt"))
     })?;
     Ok(may.then_some(sinks))
+}
+
+/// The most tokens of an answer. -1 is "as many as there is room for", as llama.cpp and LM Studio have it.
+pub(super) fn answer_limit(field: &str, tokens: Option<Whole>) -> Result<Option<Tokens>, Fault> {
+    at_least_one(field, tokens.filter(|tokens| tokens.get() != -1))
 }
 
 /// A number of tokens.
@@ -466,8 +471,10 @@ impl ToolChoice {
 const SCHEMA_FIELD: &str = "response_format.json_schema.schema";
 /// OpenAI's own limit.
 const TOOLS_MAX: usize = 128;
-/// OpenAI's own limit.
-const STOP_TEXTS_MAX: usize = 4;
+/// OpenAI's own limit of texts that end an answer.
+pub(super) const OPENAI_STOP_TEXTS: usize = 4;
+/// Our choice, for APIs that state no limit: each text is looked for behind every token.
+pub(super) const STOP_TEXTS_MAX: usize = 64;
 
 #[cfg(test)]
 mod tests {

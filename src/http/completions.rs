@@ -15,7 +15,7 @@ use super::{
     api::{Api, Meta, unix_seconds},
     backend::{AnswerPart, ChatRequest, FinishReason, Prompt, RequestMeta, Usage},
     chat::{reason_text, usage_json},
-    chat_wire::{at_least_one, is_set, named, stop_texts},
+    chat_wire::{OPENAI_STOP_TEXTS, answer_limit, is_set, named, stop_texts},
     fault::{Fault, InputNamed as _},
     generation::Said,
     models::{fingerprint, model_named},
@@ -127,9 +127,9 @@ impl WireRequest {
             meta,
             model,
             prompt,
-            max_tokens: at_least_one("max_tokens", self.max_tokens)?,
+            max_tokens: answer_limit("max_tokens", self.max_tokens)?,
             sampling: SamplingDialect::OPENAI.read(&sampling)?,
-            stop: stop_texts("stop", self.stop)?,
+            stop: stop_texts("stop", self.stop, OPENAI_STOP_TEXTS)?,
             streamed: self.stream == Some(true),
             ..ChatRequest::default()
         };

@@ -105,7 +105,12 @@ fn of_fault(fault: &Fault) -> (StatusCode, Value) {
         status @ StatusCode::PAYLOAD_TOO_LARGE => (status, "request_too_large"),
         status => (status, "invalid_request_error"),
     };
-    let error = json!({"type": kind, "message": fault.message(), "code": fault.code()});
+    // Clients tell this one by Anthropic's words.
+    let message = match fault.code() {
+        "context_length_exceeded" => format!("prompt is too long: {}", fault.message()),
+        _ => fault.message().to_owned(),
+    };
+    let error = json!({"type": kind, "message": message, "code": fault.code()});
     (status, json!({"type": "error", "error": error}))
 }
 

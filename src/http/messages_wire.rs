@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 
 use super::{
     backend::{AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall},
-    chat_wire::{at_least_one, checked_tools, is_set, named, stop_texts},
+    chat_wire::{STOP_TEXTS_MAX, at_least_one, checked_tools, is_set, named, stop_texts},
     fault::Fault,
     sampling::{SamplingDialect, SamplingFields},
     whole::Whole,
@@ -248,7 +248,7 @@ impl WireRequest {
             prompt: Prompt::Chat(conversation),
             max_tokens: Some(max_tokens),
             sampling: SamplingDialect::ANTHROPIC.read(&sampling)?,
-            stop: stop_texts("stop_sequences", self.stop_sequences)?,
+            stop: stop_texts("stop_sequences", self.stop_sequences, STOP_TEXTS_MAX)?,
             form,
             streamed: self.stream == Some(true),
             ..ChatRequest::default()

@@ -13,6 +13,7 @@
 pub mod backend;
 
 mod access;
+mod admission;
 mod answer;
 mod api;
 mod body;

@@ -40,9 +40,10 @@ impl IntoResponse for OllamaFault {
     }
 }
 
-/// `GET /api/version`.
+/// `GET /api/version`: the version of Ollama whose API this is, since clients refuse versions before those of functions that they
+/// use; and our own.
 pub(super) async fn version() -> Json<Value> {
-    Json(json!({"version": env!("CARGO_PKG_VERSION")}))
+    Json(json!({"version": OLLAMA_VERSION, "cotenant": env!("CARGO_PKG_VERSION")}))
 }
 
 /// `GET /api/tags`: the models, loaded or not.
@@ -147,15 +148,24 @@ pub(super) async fn show(State(api): State<Api>, request: Request) -> Result<Jso
         info.insert("general.architecture".to_owned(), json!(architecture));
         info.insert(format!("{architecture}.context_length"), json!(shape.context_max.get()));
         info.insert(format!("{architecture}.block_count"), json!(shape.layer_count()));
+        info.insert(format!("{architecture}.attention.head_count_kv"), json!(shape.kv.kv_heads));
+        info.insert(format!("{architecture}.attention.key_length"), json!(shape.kv.head_dim));
+        info.insert("general.basename".to_owned(), json!(shape.name));
     }
+    if let Some(weights) = &model.weights {
+        info.insert("general.parameter_count".to_owned(), json!(weights.parameters));
+    }
+    let template = api.backends().status.template().unwrap_or_default();
+    let thinks = template.contains("<think>").then_some("thinking");
+    let capabilities: Vec<&str> = ["completion", "tools"].into_iter().chain(thinks).collect();
     let wanted = snapshot.engine.full.as_ref().map(|full| full.kv_capacity);
     Ok(Json(json!({
         "modelfile": "",
         "parameters": wanted.map_or_else(String::new, |tokens| format!("num_ctx {tokens}")),
-        "template": "",
+        "template": template,
         "details": details(&model, &snapshot),
         "model_info": info,
-        "capabilities": ["completion", "tools"],
+        "capabilities": capabilities,
         "modified_at": rfc3339(SystemTime::UNIX_EPOCH + Duration::from_secs(model.created)),
     })))
 }
@@ -207,10 +217,13 @@ async fn answered(
     let ignored = ignored_header(&asked.ignored);
     let writer = OllamaWriter::new(model, shape, &api, began);
     Ok(match asked.request {
-        None => (ignored, Json(writer.loaded())).into_response(),
+        None => (ignored, Json(writer.nothing_asked(asked.unload))).into_response(),
         Some(request) => (ignored, answer(api, request, writer, began).await?).into_response(),
     })
 }
+
+/// The release that brought what is newest of its API here: tools while streaming, `think`, `truncate` and `shift`.
+const OLLAMA_VERSION: &str = "0.12.10";
 
 /// The model is not given up for being idle.
 const NEVER: &str = "9999-12-31T23:59:59Z";

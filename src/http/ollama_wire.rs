@@ -1,15 +1,17 @@
 //! Requests of Ollama's API.
 //!
 //! `num_ctx` and `keep_alive` are wishes: the arbiter decides what the engine holds, and the last line of an answer says
-//! which context was granted. `shift` and `num_keep` mean what they mean there, but for what holds without them: nothing is
-//! dropped of a context unless the request allows it.
+//! which context was granted. `shift` and `num_keep` mean what they mean there, but for what holds without them: an answer drops
+//! nothing of its context unless the request allows it. `truncate` leaves out the oldest messages of a conversation that is longer
+//! than the context, as there.
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use super::{
+    admission::RETENTION,
     backend::{AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall},
-    chat_wire::{at_least_one, checked_tools, is_set, sinks, stop_texts},
+    chat_wire::{STOP_TEXTS_MAX, at_least_one, checked_tools, is_set, sinks, stop_texts},
     fault::Fault,
     sampling::{SamplingDialect, SamplingFields},
     whole::Whole,
@@ -37,6 +39,7 @@ pub(super) struct WireRequest {
     keep_alive: Option<Value>,
     think: Option<Value>,
     shift: Option<bool>,
+    truncate: Option<bool>,
     #[serde(flatten)]
     unknown: Map<String, Value>,
 }
@@ -86,6 +89,8 @@ struct WireFunction {
 pub(super) struct Asked {
     /// `None` when nothing is asked but to have the model ready.
     pub(super) request: Option<ChatRequest>,
+    /// Whether the client would like the model to be given up.
+    pub(super) unload: bool,
     /// Fields that the client set and that are not honoured.
     pub(super) ignored: Vec<String>,
 }
@@ -105,7 +110,8 @@ impl WireRequest {
             .map(|(index, message)| message.into_message(index))
             .collect::<Result<Vec<_>, Fault>>()?;
         let tools = checked_tools("tools", self.tools.take())?;
-        self.into_asked(meta, model, messages, tools)
+        let conversation = Conversation { messages, tools, ..Conversation::default() };
+        self.into_asked(meta, model, (!conversation.messages.is_empty()).then_some(Prompt::Chat(conversation)))
     }
 
     /// The request for a text in plain values: a conversation of one message.
@@ -113,39 +119,34 @@ impl WireRequest {
     /// # Errors
     /// 400 naming the field, its value and the limit.
     pub(super) fn into_generate(mut self, meta: RequestMeta, model: String) -> Result<Asked, Fault> {
-        if self.raw == Some(true) {
-            return Err(Fault::invalid("raw", true, "is not supported: prompts go through the model's template"));
-        }
         if let Some(suffix) = self.suffix.take().filter(|suffix| !suffix.is_empty()) {
-            return Err(Fault::invalid("suffix", suffix, "is not supported"));
+            return Err(Fault::invalid("suffix", suffix, "is not supported: text is only added at the end"));
         }
         refuse_images("images", self.images.as_deref())?;
         let system = self.system.take().filter(|text| !text.is_empty());
         let prompt = self.prompt.take().filter(|text| !text.is_empty());
-        let messages = match prompt {
-            None => Vec::new(),
-            Some(prompt) => system
-                .map(|text| ChatMessage::new(Role::System, text))
-                .into_iter()
-                .chain([ChatMessage::new(Role::User, prompt)])
-                .collect(),
-        };
-        self.into_asked(meta, model, messages, Vec::new())
+        if self.raw == Some(true) {
+            if let Some(system) = system {
+                return Err(Fault::invalid("system", system, "cannot be set beside `raw`, which has no template"));
+            }
+            return self.into_asked(meta, model, prompt.map(Prompt::Raw));
+        }
+        let prompt = prompt.map(|prompt| {
+            let system = system.map(|text| ChatMessage::new(Role::System, text));
+            let messages: Vec<_> = system.into_iter().chain([ChatMessage::new(Role::User, prompt)]).collect();
+            Prompt::Chat(messages.into())
+        });
+        self.into_asked(meta, model, prompt)
     }
 
-    fn into_asked(
-        self,
-        meta: RequestMeta,
-        model: String,
-        messages: Vec<ChatMessage>,
-        tools: Vec<Value>,
-    ) -> Result<Asked, Fault> {
+    fn into_asked(self, meta: RequestMeta, model: String, prompt: Option<Prompt>) -> Result<Asked, Fault> {
         let options = self.options.unwrap_or_default();
         let unknown = [("", &self.unknown), ("options.", &options.unknown)];
         let mut ignored: Vec<String> = unknown.iter().flat_map(|(place, fields)| not_honoured(place, fields)).collect();
         let streamed = self.stream.unwrap_or(true);
         let form = answer_form(self.format)?;
-        if keep_alive(self.keep_alive.as_ref())? {
+        let unload = keep_alive(self.keep_alive.as_ref())?;
+        if unload {
             // What the engine holds is the arbiter's to decide.
             ignored.insert(0, "keep_alive".to_owned());
         }
@@ -163,9 +164,13 @@ impl WireRequest {
             Some(other) => return Err(Fault::invalid("think", other, "is neither `true` nor `false`")),
         }
         let context = at_least_one("options.num_ctx", options.num_ctx)?;
-        let mut conversation = Conversation { messages, tools, variables, continues: false };
-        // As most templates of Ollama's have it.
-        conversation.continues = form.is_none() && conversation.ends_with_words_of_the_model();
+        let nothing_asked = prompt.is_none();
+        let mut prompt = prompt.unwrap_or_default();
+        if let Prompt::Chat(conversation) = &mut prompt {
+            conversation.variables = variables;
+            // As most templates of Ollama's have it.
+            conversation.continues = form.is_none() && conversation.ends_with_words_of_the_model();
+        }
         let sampling = SamplingFields {
             temperature: options.temperature,
             top_p: options.top_p,
@@ -179,7 +184,7 @@ impl WireRequest {
         let request = ChatRequest {
             meta,
             model,
-            prompt: Prompt::Chat(conversation),
+            prompt,
             // -1 and -2 are "as much as there is"
             max_tokens: options
                 .num_predict
@@ -187,14 +192,15 @@ impl WireRequest {
                 .filter(|tokens| *tokens > 0)
                 .map(Tokens::new),
             sampling: SamplingDialect::OLLAMA.read(&sampling)?,
-            stop: stop_texts("options.stop", options.stop)?,
+            stop: stop_texts("options.stop", options.stop, STOP_TEXTS_MAX)?,
             form,
             context_wanted: context,
             // A request that says what stays allows the rest to be dropped.
             sinks: sinks(self.shift.unwrap_or(options.num_keep.is_some()), "options.num_keep", options.num_keep)?,
+            retention: (self.truncate != Some(false)).then_some(RETENTION),
             streamed,
         };
-        Ok(Asked { request: (!request.prompt.messages().is_empty()).then_some(request), ignored })
+        Ok(Asked { request: (!nothing_asked).then_some(request), unload, ignored })
     }
 }
 
@@ -333,6 +339,16 @@ mod tests {
     }
 
     #[test]
+    fn many_texts_may_end_an_answer() {
+        let stops = |count: usize| {
+            let stop: Vec<String> = (0..count).map(|at| format!("stop {at}")).collect();
+            asked(&json!({"model": "m", "messages": [{"role": "user", "content": "hi"}], "options": {"stop": stop}}))
+        };
+        assert_eq!(stops(STOP_TEXTS_MAX).unwrap().request.unwrap().stop.len(), STOP_TEXTS_MAX);
+        assert!(stops(STOP_TEXTS_MAX + 1).unwrap_err().starts_with("options.stop"));
+    }
+
+    #[test]
     fn a_context_loses_its_oldest_only_where_that_is_asked_for() {
         let sinks = |more: Value| {
             let mut body = json!({"model": "m", "messages": [{"role": "user", "content": "hi"}]});
@@ -357,7 +373,7 @@ mod tests {
     fn what_is_not_honoured_is_named_as_far_as_a_header_carries_it() {
         let asked = |body: &Value| asked(body).unwrap().ignored;
         let options = json!({
-            "min_p": 0.1, "mirostat": 1, "mirostat_eta": 0.1, "mirostat_tau": 5, "num_gpu": 9, "repeat_last_n": 64,
+            "mirostat": 1, "mirostat_eta": 0.1, "mirostat_tau": 5, "num_gpu": 9, "repeat_last_n": 64,
             "tfs_z": 1, "typical_p": 1, "numa": null, "stop": ["."], "seed": 1,
         });
         let named = [

@@ -80,11 +80,11 @@ impl OllamaWriter {
         snapshot.engine.in_force.as_ref().map(|plan| plan.kv_capacity)
     }
 
-    /// The answer to a request that asks nothing: the model is there.
-    pub(super) fn loaded(&self) -> Value {
+    /// The answer to a request that asks nothing but to have the model ready, or to have it given up. It stays either way.
+    pub(super) fn nothing_asked(&self, unload: bool) -> Value {
         let mut line = self.line(&Said::default());
         line.insert("done".to_owned(), Value::Bool(true));
-        line.insert("done_reason".to_owned(), json!("load"));
+        line.insert("done_reason".to_owned(), json!(if unload { "unload" } else { "load" }));
         Value::Object(line)
     }
 

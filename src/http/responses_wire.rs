@@ -4,6 +4,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use super::{
+    admission::RETENTION,
     backend::{AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall},
     chat_wire::{ToolChoice, at_least_one, checked_tools, is_set, named},
     fault::Fault,
@@ -156,6 +157,7 @@ impl WireRequest {
             max_tokens: at_least_one("max_output_tokens", self.max_output_tokens)?,
             sampling: SamplingDialect::OPENAI.read(&sampling)?,
             form,
+            retention: (self.truncation.as_deref() == Some("auto")).then_some(RETENTION),
             streamed: self.stream == Some(true),
             ..ChatRequest::default()
         })

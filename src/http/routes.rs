@@ -178,6 +178,8 @@ fn served(path: &str) -> &'static str {
         "there are no embeddings here; the model answers at /v1/chat/completions and /api/chat"
     } else if matches!(path, "/api/pull" | "/api/create" | "/api/copy" | "/api/push" | "/api/delete") {
         "models are files named by `llm.path` in the configuration"
+    } else if path == "/v1" || path == "/v1/" {
+        "Responses come by HTTP, from POST /v1/responses; LiveKit's plugin takes `use_websocket=False`"
     } else if path.starts_with("/api/") {
         "Ollama's API has chat, generate, tags, ps, show and version here"
     } else {

@@ -7,9 +7,10 @@ use tokio::sync::mpsc;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::super::{
+    admission::admitted,
     answer::llm,
     api::{Api, Kind},
-    backend::{AnswerPart, ChatEvent, ChatRequest, Prompt, RequestMeta, Role, SpeechRequest, VoiceWish},
+    backend::{AnswerPart, ChatEvent, ChatRequest, RequestMeta, SpeechRequest, VoiceWish},
     fault::Fault,
     generation::Generation,
     patience,
@@ -42,11 +43,11 @@ pub(super) struct Run {
 
 impl Run {
     /// Begins the answer to a request.
-    pub(super) fn begin(api: &Api, request: ChatRequest, retention: Option<f64>, voice: Option<Voice>) -> Self {
+    pub(super) fn begin(api: &Api, request: ChatRequest, voice: Option<Voice>) -> Self {
         let (sender, steps) = mpsc::channel(STEPS_AHEAD);
         let work = Work { api: api.clone(), meta: request.meta.clone(), steps: sender };
         let work = tokio::spawn(async move {
-            if let Err(Stop::Failed(fault)) = work.answer(request, retention, voice).await {
+            if let Err(Stop::Failed(fault)) = work.answer(request, voice).await {
                 let _gone = work.steps.send(Step::Failed(fault)).await;
             }
         });
@@ -67,8 +68,12 @@ pub(super) async fn patiently<T, F>(api: &Api, ask: impl Fn() -> F) -> Result<T,
 where
     F: Future<Output = Result<T, Refusal>>,
 {
-    let helps = |refusal: &Refusal, _| !matches!(refusal, Refusal::Draining { .. });
-    patience::patiently(api.limits().session_patience, helps, ask).await
+    patience::patiently(api.limits().session_patience, may_pass, ask).await
+}
+
+/// A session asks again for whatever may pass, but for a supervisor that ends.
+fn may_pass(refusal: &Refusal, _asked: u32) -> bool {
+    !matches!(refusal, Refusal::Draining { .. })
 }
 
 /// Why the work goes no further.
@@ -97,9 +102,9 @@ struct Work {
 }
 
 impl Work {
-    async fn answer(&self, request: ChatRequest, retention: Option<f64>, voice: Option<Voice>) -> Result<(), Stop> {
+    async fn answer(&self, request: ChatRequest, voice: Option<Voice>) -> Result<(), Stop> {
         let (sender, sentences) = mpsc::channel(SENTENCES_AHEAD);
-        let write = self.write(request, retention, voice.is_some().then_some(sender));
+        let write = self.write(request, voice.is_some().then_some(sender));
         match voice {
             None => write.await,
             Some(voice) => tokio::try_join!(write, self.speak(sentences, &voice)).map(|_| ()),
@@ -109,11 +114,10 @@ impl Work {
     async fn write(
         &self,
         request: ChatRequest,
-        retention: Option<f64>,
         sentences: Option<mpsc::Sender<String>>,
     ) -> Result<(), Stop> {
         let _place = self.api.place(Kind::Chat)?;
-        let mut generation = self.admitted(request, retention).await?;
+        let mut generation = self.admitted(request).await?;
         let mut pending = Sentences::default();
         let mut ended = false;
         while !ended {
@@ -137,20 +141,12 @@ impl Work {
         Ok(())
     }
 
-    /// The generation, admitted. A conversation that is longer than the context loses its oldest messages, where that is
-    /// allowed, until it fits.
-    async fn admitted(&self, mut request: ChatRequest, retention: Option<f64>) -> Result<Generation, Stop> {
+    /// The generation, admitted.
+    async fn admitted(&self, request: ChatRequest) -> Result<Generation, Stop> {
         let began = Instant::now();
         let backend = llm(&self.api)?;
-        loop {
-            let asked = patiently(&self.api, || backend.chat(request.clone())).await;
-            match (asked, retention) {
-                (Ok(events), _) => return Ok(Generation::new(events, began, &self.api)),
-                (Err(Refusal::ContextLengthExceeded { prompt, limit, .. }), Some(retention))
-                    if shorten(&mut request, retention * f64::from(limit.get()) / f64::from(prompt.get().max(1))) => {}
-                (Err(refusal), _) => return Err(refusal.into()),
-            }
-        }
+        let events = admitted(&*backend, request, self.api.limits().session_patience, may_pass).await?;
+        Ok(Generation::new(events, began, &self.api))
     }
 
     async fn speak(&self, mut sentences: mpsc::Receiver<String>, voice: &Voice) -> Result<(), Stop> {
@@ -192,48 +188,7 @@ impl Work {
     }
 }
 
-/// Takes the oldest messages out until this part of the text is left, and at least one; whether any could be taken.
-fn shorten(request: &mut ChatRequest, part: f64) -> bool {
-    let Prompt::Chat(conversation) = &mut request.prompt else {
-        return false;
-    };
-    let messages = &mut conversation.messages;
-    let fixed = usize::from(messages.first().is_some_and(|message| message.role == Role::System));
-    let size = |content: &str| f64::from(u32::try_from(content.len()).unwrap_or(u32::MAX));
-    let mut left: f64 = messages.iter().map(|message| size(&message.content)).sum();
-    let wanted = left * part.min(0.9);
-    let before = messages.len();
-    while messages.len() > fixed + 1 && (left > wanted || messages.len() == before) {
-        left -= size(&messages.remove(fixed).content);
-        // the outcome of a call that is gone says nothing
-        while messages.len() > fixed + 1 && messages.get(fixed).is_some_and(|message| message.role == Role::Tool) {
-            left -= size(&messages.remove(fixed).content);
-        }
-    }
-    messages.len() < before
-}
-
 /// Steps that may wait for the client; then the work does.
 const STEPS_AHEAD: usize = 16;
 /// Sentences that may wait for the voice; then the LLM does. Our choice: a long answer.
 const SENTENCES_AHEAD: usize = 256;
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::http::backend::ChatMessage;
-
-    #[test]
-    fn the_oldest_is_left_out_and_neither_the_instructions_nor_the_last() {
-        let roles = [Role::System, Role::User, Role::Assistant, Role::Tool, Role::User, Role::User];
-        let messages: Vec<ChatMessage> = roles.map(|role| ChatMessage::new(role, "word word")).into();
-        let mut request = ChatRequest { prompt: Prompt::Chat(messages.into()), ..ChatRequest::default() };
-        let left =
-            |request: &ChatRequest| request.prompt.messages().iter().map(|message| message.role).collect::<Vec<_>>();
-        assert!(shorten(&mut request, 0.8));
-        assert_eq!(left(&request), [Role::System, Role::User, Role::User]);
-        assert!(shorten(&mut request, 1.0));
-        assert_eq!(left(&request), [Role::System, Role::User]);
-        assert!(!shorten(&mut request, 0.5));
-    }
-}

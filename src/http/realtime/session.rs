@@ -648,7 +648,7 @@ impl Session {
         };
         match self.asked(active) {
             Ok((request, voice)) => {
-                let run = Run::begin(&self.api, request, active.settings.retention, voice);
+                let run = Run::begin(&self.api, request, voice);
                 if let Some(active) = &mut self.active {
                     active.run = Some(run);
                 }
@@ -680,6 +680,7 @@ impl Session {
             model: settings.model.clone(),
             prompt: Prompt::Chat(Conversation { messages, tools, ..Conversation::default() }),
             max_tokens: settings.max_tokens,
+            retention: settings.retention,
             form,
             streamed: true,
             ..ChatRequest::default()

@@ -5,6 +5,7 @@ use std::time::Duration;
 use serde_json::{Map, Value, json};
 
 use super::super::{
+    admission::RETENTION,
     api::Api,
     backend::VoiceWish,
     chat_wire::{ToolChoice, at_least_one, in_range},
@@ -389,8 +390,6 @@ fn from_millis(millis: f64) -> Duration {
 }
 
 const UNKNOWN: &str = "is not a known parameter";
-/// Our choice: what is left out once is not left out again with the next turn.
-const RETENTION: f64 = 0.8;
 /// Our choice: a pause in a sentence that is thought about.
 const SEMANTIC_SILENCE: Duration = Duration::from_millis(700);
 const PREFIX_MAX_MS: f64 = 2000.0;

@@ -238,3 +238,17 @@ async fn tokens_are_counted_before_they_are_sent() {
     assert!(open.script.chats.lock().unwrap().is_empty());
     open.script.answer([started(), finished()]);
 }
+
+#[tokio::test]
+async fn a_prompt_beyond_the_context_is_refused_in_anthropics_words() {
+    let open = open().await;
+    open.script.refuse([Refusal::ContextLengthExceeded {
+        model: "tiny".to_owned(),
+        prompt: Tokens::new(9000),
+        limit: Tokens::new(4096),
+    }]);
+    let answer = post_json(open.address, PATH, &question(&json!({}))).await;
+    let error = &answer.json()["error"];
+    assert_eq!((answer.status, &error["type"]), (400, &json!("invalid_request_error")));
+    assert!(error["message"].as_str().unwrap().starts_with("prompt is too long: "), "{error}");
+}

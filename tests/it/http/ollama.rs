@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use cotenant::{
-    http::backend::{AnswerForm, AnswerPart, ChatEvent, FinishReason, Usage},
+    http::backend::{AnswerForm, AnswerPart, ChatEvent, FinishReason, Prompt, Usage},
     policy::{
         kv_type::KvType,
         refusal::Refusal,
@@ -15,7 +15,7 @@ use cotenant::{
 use serde_json::{Value, json};
 
 use super::{
-    client::{get, post_json},
+    client::{get, post_json, with},
     script::{Step, delta, engine_lost, failed, finished, open, open_with, started},
 };
 
@@ -72,17 +72,62 @@ async fn an_answer_comes_in_lines_and_in_one_piece() {
 #[tokio::test]
 async fn wishes_are_wishes_and_nothing_asked_is_answered_at_once() {
     let open = open().await;
-    let wishes = json!({"keep_alive": 0, "options": {"num_ctx": 8192, "min_p": 0.1}, "format": {"type": "object"}, "stream": false});
+    let wishes = json!({"keep_alive": 0, "options": {"num_ctx": 8192, "mirostat": 1}, "format": {"type": "object"}, "stream": false});
     let answer = post_json(open.address, CHAT, &question(&wishes)).await;
     assert_eq!(answer.status, 200);
-    assert_eq!(answer.header("x-cotenant-ignored"), "keep_alive, options.min_p");
+    assert_eq!(answer.header("x-cotenant-ignored"), "keep_alive, options.mirostat");
     let asked = open.script.chats.lock().unwrap().pop().unwrap();
     assert_eq!(asked.context_wanted, Some(Tokens::new(8192)));
     assert!(matches!(asked.form, Some(AnswerForm::JsonSchema { field: "format", .. })));
 
     let load = post_json(open.address, CHAT, &json!({"model": "tiny", "keep_alive": -1})).await.json();
     assert_eq!((&load["done"], &load["done_reason"]), (&json!(true), &json!("load")));
+    let unload = json!({"model": "tiny", "keep_alive": 0});
+    for path in [CHAT, "/api/generate"] {
+        let unload = post_json(open.address, path, &unload).await.json();
+        assert_eq!((&unload["done"], &unload["done_reason"]), (&json!(true), &json!("unload")), "{path}");
+    }
     assert!(open.script.chats.lock().unwrap().is_empty(), "the model was asked something");
+}
+
+#[tokio::test]
+async fn a_raw_prompt_goes_to_the_model_as_it_is() {
+    let open = open().await;
+    let raw = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n";
+    let body = json!({"model": "tiny", "prompt": raw, "raw": true, "stream": false});
+    let answer = post_json(open.address, "/api/generate", &body).await;
+    assert_eq!((answer.status, &answer.json()["response"]), (200, &json!("It is done.")));
+    assert_eq!(open.script.chats.lock().unwrap().pop().unwrap().prompt, Prompt::Raw(raw.to_owned()));
+    let beside = with(body, &json!({"system": "be brief"}));
+    let answer = post_json(open.address, "/api/generate", &beside).await;
+    assert_eq!(answer.status, 400);
+    assert!(answer.json()["error"].as_str().unwrap().starts_with("system:"), "{}", answer.text());
+}
+
+#[tokio::test]
+async fn a_history_beyond_the_context_loses_its_oldest_messages() {
+    let said = |role: &str, text: &str| json!({"role": role, "content": text.repeat(100)});
+    let history = json!({"messages": [
+        said("system", "s"), said("user", "a"), said("assistant", "b"), said("user", "c"), said("assistant", "d"), said("user", "e"),
+    ], "stream": false});
+    let too_long = || Refusal::ContextLengthExceeded {
+        model: "tiny".to_owned(),
+        prompt: Tokens::new(600),
+        limit: Tokens::new(500),
+    };
+    let open = open().await;
+    open.script.refuse([too_long()]);
+    let answer = post_json(open.address, CHAT, &question(&history)).await;
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    let asked = open.script.chats.lock().unwrap().pop().unwrap();
+    let firsts: String = asked.prompt.messages().iter().map(|message| &message.content[..1]).collect();
+    assert_eq!(firsts, "scde", "400 of 600 characters, the system's among them");
+    open.script.refuse([too_long()]);
+    let kept = with(question(&history), &json!({"truncate": false}));
+    assert_eq!(post_json(open.address, CHAT, &kept).await.status, 400);
+    // A question that is too long by itself stays so.
+    open.script.refuse([too_long()]);
+    assert_eq!(post_json(open.address, CHAT, &question(&json!({"stream": false}))).await.status, 400);
 }
 
 #[tokio::test]
@@ -224,7 +269,9 @@ async fn what_there_is_and_what_it_holds_is_reported_from_memory() {
     );
     assert_eq!(tiny["digest"].as_str().unwrap().len(), 64);
     assert_eq!(tiny["modified_at"], "2023-11-14T22:13:20Z");
-    assert!(get(open.address, "/api/version").await.json()["version"].is_string());
+    let version = get(open.address, "/api/version").await.json();
+    let parts: Vec<u32> = version["version"].as_str().unwrap().split('.').map(|part| part.parse().unwrap()).collect();
+    assert!(parts >= vec![0, 6, 4], "what clients ask for: {version}");
     // Nothing is loaded yet.
     assert_eq!(get(open.address, "/api/ps").await.json(), json!({"models": []}));
 
@@ -271,6 +318,8 @@ async fn what_there_is_and_what_it_holds_is_reported_from_memory() {
     assert_eq!((&running["size_vram"], &running["size"]), (&json!(held.get()), &json!(most.get())));
     let show = post_json(open.address, "/api/show", &json!({"model": "tiny"})).await.json();
     assert_eq!(show["model_info"]["qwen3.context_length"], 4096);
-    assert_eq!(show["capabilities"], json!(["completion", "tools"]));
+    assert_eq!(show["capabilities"], json!(["completion", "tools", "thinking"]));
+    assert_eq!(show["model_info"]["general.parameter_count"], 4_650_000);
+    assert!(show["template"].as_str().unwrap().contains("<think>"), "{show}");
     assert_eq!(post_json(open.address, "/api/show", &json!({"model": "x"})).await.status, 404);
 }

@@ -154,7 +154,7 @@ impl ChatBackend for Scripted {
         let script = Arc::clone(&self.0);
         let live = Live::begin(&script);
         let said = match &request.prompt {
-            Prompt::Text(text) => text.as_str(),
+            Prompt::Raw(text) | Prompt::Text(text) => text.as_str(),
             prompt => prompt.messages().last().map_or("", |message| &message.content),
         };
         let steps = said_in_prompt(&script, said);
@@ -320,6 +320,10 @@ impl StatusBackend for ScriptedStatus {
             weights: (id == "tiny").then(|| Weights { parameters: 4_650_000, quantization: "Q8_0".to_owned() }),
         })
         .to_vec()
+    }
+
+    fn template(&self) -> Option<String> {
+        Some("{{ messages }}<think>".to_owned())
     }
 
     fn voices(&self) -> Vec<Voice> {
