@@ -67,6 +67,8 @@ pub struct Conversation {
     pub variables: Map<String, Value>,
     /// Whether the last message, which is the model's, is the beginning of the answer.
     pub continues: bool,
+    /// Tokens of an earlier conversation, answer included, that go before it.
+    pub before: Vec<u32>,
 }
 
 impl Conversation {

@@ -25,8 +25,9 @@ impl ChatBackend for Llm {
             }
             let tools = request.prompt.tools().to_vec();
             let wanted = wanted_of(&request);
-            let (guarded, style) = self.submit(self.asked(request), &wanted).await?;
+            let (mut guarded, style) = self.submit(self.asked(request), &wanted).await?;
             let mut answer = Answer {
+                context: wanted.tokens.then(|| std::mem::take(&mut guarded.prompt)),
                 guarded,
                 llm: self.clone(),
                 reader: AnswerReader::new(style, &tools),
@@ -100,6 +101,8 @@ struct Answer {
     llm: Llm,
     reader: AnswerReader,
     events: VecDeque<ChatEvent>,
+    /// The tokens of prompt and answer so far, where they are wanted.
+    context: Option<Vec<u32>>,
     called: bool,
     ended: bool,
 }
@@ -140,7 +143,10 @@ impl Answer {
             engine::GenerateEvent::Started { prompt_tokens, cached_tokens } => {
                 self.events.push_back(ChatEvent::Started { prompt_tokens, cached_tokens });
             }
-            engine::GenerateEvent::Delta { text, .. } => {
+            engine::GenerateEvent::Delta { text, tokens } => {
+                if let Some(context) = &mut self.context {
+                    context.extend(tokens);
+                }
                 let parts = self.reader.push(&text);
                 self.parts(parts);
             }
@@ -162,6 +168,7 @@ impl Answer {
                     | engine::FinishReason::KvReclaimed
                     | engine::FinishReason::Length => FinishReason::Length,
                 };
+                self.events.extend(self.context.take().map(ChatEvent::Context));
                 self.end(ChatEvent::Finished { reason, usage });
             }
             engine::GenerateEvent::Failed(error) => {
@@ -180,5 +187,6 @@ fn wanted_of(request: &ChatRequest) -> Wanted {
         whole: !request.streamed,
         context: request.context_wanted,
         trace: request.meta.trace,
+        tokens: request.context_told,
     }
 }

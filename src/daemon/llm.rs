@@ -50,6 +50,8 @@ pub(super) struct Wanted {
     pub(super) client: Option<Arc<str>>,
     /// The span that the answer is a part of.
     pub(super) trace: Option<SpanContext>,
+    /// Whether the tokens of the prompt are wanted.
+    pub(super) tokens: bool,
 }
 
 /// The one model as the APIs use it.
@@ -113,7 +115,9 @@ impl Llm {
         let span = self.span_of(&request, wanted);
         let submitted = self.submit_in(&span, request, wanted).await;
         match submitted {
-            Ok((events, engine, id, style)) => Ok((Guarded { events, engine, id, span, begun: false }, style)),
+            Ok((events, engine, id, (style, prompt))) => {
+                Ok((Guarded { events, engine, id, span, begun: false, prompt }, style))
+            }
             Err(refusal) => {
                 span.fail("refused", &refusal.to_string());
                 Err(refusal)
@@ -142,7 +146,7 @@ impl Llm {
         span: &Span,
         mut request: engine::GenerateRequest,
         wanted: &Wanted,
-    ) -> Result<(mpsc::Receiver<engine::GenerateEvent>, EngineHandle, RequestId, AnswerStyle), Refusal> {
+    ) -> Result<(mpsc::Receiver<engine::GenerateEvent>, EngineHandle, RequestId, (AnswerStyle, Vec<u32>)), Refusal> {
         request.max_tokens.get_or_insert(self.0.answer_tokens_max);
         request.time_max = Some(self.0.answer_time_max);
         request.time_shared = Some(self.0.answer_time_shared);
@@ -175,9 +179,10 @@ impl Llm {
         self.check_in_time(&engine.snapshot(), prompt, request.max_tokens, wanted)?;
         self.ask_for_room(&engine, prompt, wanted).await?;
         // Dropped on the way, the events go with it, and the engine notices that they are not read.
+        let told = if wanted.tokens { prepared.tokens.clone() } else { Vec::new() };
         let events = engine.submit(request, prepared).map_err(|error| self.refuse(&error))?;
         span.event("queued");
-        Ok((events, engine, id, style))
+        Ok((events, engine, id, (style, told)))
     }
 
     /// Works on text or tokens away from the threads that serve others.
@@ -339,6 +344,8 @@ pub(super) struct Guarded {
     span: Span,
     /// Whether a token has come.
     begun: bool,
+    /// Tokens of the prompt, where they are wanted.
+    pub(super) prompt: Vec<u32>,
 }
 
 impl Guarded {
@@ -412,7 +419,7 @@ impl Generator for Llm {
                         deadline: time_left.and_then(|left| admitted.checked_add(left)),
                         ..engine::GenerateRequest::new(self.next_id(), prompt)
                     },
-                    &Wanted { patience: time_left, whole: true, context: None, client: None, trace: None },
+                    &Wanted { patience: time_left, whole: true, context: None, client: None, trace: None, tokens: false },
                 )
                 .await?;
             let (sender, receiver) = mpsc::channel(STREAM_BUFFER);

@@ -591,6 +591,7 @@ mod tests {
             }})],
             variables: Map::from_iter([("messages".to_owned(), json!(evil)), ("more".to_owned(), json!(evil))]),
             continues: false,
+            before: Vec::new(),
         };
         // Without a template that knows tools, they are listed in a message of their own.
         for (template, messages) in [(None, 4), (Some(TOOLED), 3)] {

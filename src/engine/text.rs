@@ -175,7 +175,10 @@ impl TextSide {
                     .render(conversation, &self.tokenizer, |context| self.render(context))
                     .map_err(PromptError::Chat)?;
                 style = rendered.style;
-                self.tokenizer.encode_rendered(&rendered.text, Some(rendered.mark)).map_err(PromptError::Encode)?
+                let encoded = self.tokenizer.encode_rendered(&rendered.text, Some(rendered.mark));
+                let mut tokens = conversation.before.clone();
+                tokens.extend(encoded.map_err(PromptError::Encode)?);
+                tokens
             }
             Prompt::Raw(text) | Prompt::Text(text) if text.is_empty() => return Err(PromptError::Empty),
             Prompt::Raw(text) => self.tokenizer.encode_rendered(text, None).map_err(PromptError::Encode)?,

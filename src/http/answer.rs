@@ -43,6 +43,8 @@ pub(super) trait Writer: Send + Sized + 'static {
     fn begin(&mut self, prompt: Usage) -> Vec<Payload>;
     /// A part of the answer.
     fn part(&mut self, part: AnswerPart) -> Vec<Payload>;
+    /// The tokens of prompt and answer, before the end of a stream whose request wants them.
+    fn context(&mut self, _tokens: Vec<u32>) {}
     /// The end of a stream.
     fn end(&mut self, reason: FinishReason, usage: Usage) -> Vec<Payload>;
     /// The end of a stream that cannot be completed.
@@ -168,6 +170,10 @@ impl<W: Writer> Streamed<W> {
             ChatEvent::Part(part) => {
                 self.begin(Usage::default());
                 self.queue.extend(self.writer.part(part));
+                Stage::Running(generation)
+            }
+            ChatEvent::Context(tokens) => {
+                self.writer.context(tokens);
                 Stage::Running(generation)
             }
             ChatEvent::Finished { reason, usage } => {

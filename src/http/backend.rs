@@ -90,6 +90,8 @@ pub struct ChatRequest {
     /// Part of the context that a conversation beyond it fills again when it has lost its oldest messages; `None` where it is
     /// refused.
     pub retention: Option<f64>,
+    /// Whether [`ChatEvent::Context`] is wanted.
+    pub context_told: bool,
     /// Whether the answer is sent as it comes. One that is not must be complete within the client's patience.
     pub streamed: bool,
 }
@@ -127,6 +129,8 @@ pub enum ChatEvent {
     },
     /// More of the answer; whole characters.
     Part(AnswerPart),
+    /// The tokens of prompt and answer, with which another conversation may begin. Comes before the end, where it is wanted.
+    Context(Vec<u32>),
     /// The answer is complete. Comes last.
     Finished {
         /// Why it ended.

@@ -152,7 +152,7 @@ impl WireRequest {
             .enumerate()
             .map(|(index, message)| message.into_message(index))
             .collect::<Result<_, Fault>>()?;
-        let mut conversation = Conversation { messages, tools, variables, continues: false };
+        let mut conversation = Conversation { messages, tools, variables, ..Conversation::default() };
         conversation.continues = begun.continues(&conversation, form.as_ref())?;
         let (max_tokens_name, max_tokens) = match self.max_completion_tokens {
             Some(tokens) => ("max_completion_tokens", Some(tokens)),

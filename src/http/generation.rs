@@ -52,7 +52,7 @@ impl Generation {
                 self.any_text = true;
                 status.first_token(self.began.elapsed());
             }
-            ChatEvent::Part(_) | ChatEvent::Failed(_) => {}
+            ChatEvent::Part(_) | ChatEvent::Context(_) | ChatEvent::Failed(_) => {}
             ChatEvent::Finished { usage, .. } => status.tokens(usage),
         }
         match event {
@@ -76,6 +76,8 @@ pub(super) struct Said {
     pub(super) calls: Vec<(String, String)>,
     /// From the request to the first part.
     pub(super) first_after: Option<Duration>,
+    /// The tokens of prompt and answer, where they are wanted.
+    pub(super) context: Option<Vec<u32>>,
 }
 
 impl Said {
@@ -99,6 +101,7 @@ pub(super) async fn collected(mut generation: Generation) -> Result<(Said, Finis
                 said.first_after.get_or_insert_with(|| generation.began.elapsed());
                 said.push(part);
             }
+            ChatEvent::Context(tokens) => said.context = Some(tokens),
             ChatEvent::Finished { reason, usage } => return Ok((said, reason, usage)),
             ChatEvent::Failed(refusal) => return Err(refusal),
         }

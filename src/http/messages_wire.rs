@@ -109,7 +109,7 @@ impl WireRequest {
         }
         let mut variables = Map::new();
         variables.insert("enable_thinking".to_owned(), Value::Bool(self.thinks()));
-        let mut conversation = Conversation { messages, tools: self.read_tools()?, variables, continues: false };
+        let mut conversation = Conversation { messages, tools: self.read_tools()?, variables, ..Conversation::default() };
         conversation.continues = conversation.ends_with_words_of_the_model();
         if last == Some(Role::Assistant) && !conversation.continues {
             let problem = "is the role of the last message, which has no words that an answer continues";

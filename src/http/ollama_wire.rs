@@ -31,6 +31,7 @@ pub(super) struct WireRequest {
     system: Option<String>,
     suffix: Option<String>,
     raw: Option<bool>,
+    context: Option<Vec<Whole>>,
     images: Option<Vec<Value>>,
     // of both
     stream: Option<bool>,
@@ -125,7 +126,14 @@ impl WireRequest {
         refuse_images("images", self.images.as_deref())?;
         let system = self.system.take().filter(|text| !text.is_empty());
         let prompt = self.prompt.take().filter(|text| !text.is_empty());
+        let token = |token: Whole| token.to().ok_or_else(|| Fault::invalid("context", token, "is not a token"));
+        let before = self.context.take().unwrap_or_default().into_iter().map(token);
+        let before = before.collect::<Result<Vec<u32>, Fault>>()?;
         if self.raw == Some(true) {
+            if !before.is_empty() {
+                let count = format!("{} tokens", before.len());
+                return Err(Fault::invalid("context", count, "cannot be set beside `raw`, which has no template"));
+            }
             if let Some(system) = system {
                 return Err(Fault::invalid("system", system, "cannot be set beside `raw`, which has no template"));
             }
@@ -134,9 +142,13 @@ impl WireRequest {
         let prompt = prompt.map(|prompt| {
             let system = system.map(|text| ChatMessage::new(Role::System, text));
             let messages: Vec<_> = system.into_iter().chain([ChatMessage::new(Role::User, prompt)]).collect();
-            Prompt::Chat(messages.into())
+            Prompt::Chat(Conversation { before, ..messages.into() })
         });
-        self.into_asked(meta, model, prompt)
+        let mut asked = self.into_asked(meta, model, prompt)?;
+        if let Some(request) = &mut asked.request {
+            request.context_told = true;
+        }
+        Ok(asked)
     }
 
     fn into_asked(self, meta: RequestMeta, model: String, prompt: Option<Prompt>) -> Result<Asked, Fault> {
@@ -197,6 +209,7 @@ impl WireRequest {
             context_wanted: context,
             // A request that says what stays allows the rest to be dropped.
             sinks: sinks(self.shift.unwrap_or(options.num_keep.is_some()), "options.num_keep", options.num_keep)?,
+            context_told: false,
             retention: (self.truncate != Some(false)).then_some(RETENTION),
             streamed,
         };

@@ -32,11 +32,12 @@ pub(super) struct OllamaWriter {
     began: Instant,
     /// From the request to the first piece.
     first: Option<Duration>,
+    context: Option<Vec<u32>>,
 }
 
 impl OllamaWriter {
     pub(super) fn new(model: String, shape: Shape, api: &Api, began: Instant) -> Self {
-        Self { model, shape, api: api.clone(), began, first: None }
+        Self { model, shape, api: api.clone(), began, first: None, context: None }
     }
 
     /// A piece of an answer; an empty one keeps the client from giving up.
@@ -67,6 +68,9 @@ impl OllamaWriter {
             ("eval_duration", json!(nanos(total.saturating_sub(first)))),
         ] {
             line.insert(key.to_owned(), value);
+        }
+        if let Some(context) = self.context.as_ref().or(said.context.as_ref()) {
+            line.insert("context".to_owned(), json!(context));
         }
         line.extend(shed_from(usage));
         if let Some(context) = self.context_in_force() {
@@ -127,6 +131,10 @@ impl Writer for OllamaWriter {
         let mut said = Said::default();
         said.push(part);
         vec![self.piece(&said)]
+    }
+
+    fn context(&mut self, tokens: Vec<u32>) {
+        self.context = Some(tokens);
     }
 
     fn end(&mut self, reason: FinishReason, usage: Usage) -> Vec<Payload> {

@@ -98,6 +98,7 @@ fn templates_of_public_models_are_rendered_as_transformers_does() {
             tools: case.tools,
             variables: case.variables,
             continues: false,
+            before: Vec::new(),
         };
         let rendered = tests::render(&template, &conversation, &tokenizer);
         let same = match (&rendered, case.text, case.refused) {

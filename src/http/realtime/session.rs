@@ -702,7 +702,7 @@ impl Session {
                 AnswerPart::Reasoning(_) => {}
             },
             Some(Step::Chat(ChatEvent::Finished { reason, usage })) => active.finished = Some((reason, usage)),
-            Some(Step::Chat(ChatEvent::Started { .. } | ChatEvent::Failed(_))) => {}
+            Some(Step::Chat(ChatEvent::Started { .. } | ChatEvent::Context(_) | ChatEvent::Failed(_))) => {}
             Some(Step::Sentence(sentence)) => active.output.sentence(sentence, place),
             Some(Step::Audio(samples)) => active.output.audio(&samples, place),
             // Said once: from now on no speed is in force.

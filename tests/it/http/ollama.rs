@@ -105,6 +105,27 @@ async fn a_raw_prompt_goes_to_the_model_as_it_is() {
 }
 
 #[tokio::test]
+async fn the_context_of_an_answer_begins_the_next_one() {
+    let open = open().await;
+    let told = Step::Event(ChatEvent::Context(vec![1, 2, 3]));
+    open.script.answer([started(), delta("It is done."), told, finished()]);
+    let body = |streamed: bool| json!({"model": "tiny", "prompt": "hi", "stream": streamed});
+    let whole = post_json(open.address, "/api/generate", &body(false)).await.json();
+    assert_eq!(whole["context"], json!([1, 2, 3]));
+    assert!(open.script.chats.lock().unwrap().pop().unwrap().context_told);
+    let said = lines(post_json(open.address, "/api/generate", &body(true)).await.text());
+    assert_eq!(said.last().unwrap()["context"], json!([1, 2, 3]));
+    let next = with(body(false), &json!({"context": [1, 2.0, 3]}));
+    assert_eq!(post_json(open.address, "/api/generate", &next).await.status, 200);
+    match open.script.chats.lock().unwrap().pop().unwrap().prompt {
+        Prompt::Chat(conversation) => assert_eq!(conversation.before, [1, 2, 3]),
+        other => panic!("{other:?}"),
+    }
+    let chat = post_json(open.address, CHAT, &question(&json!({"stream": false}))).await.json();
+    assert!(!open.script.chats.lock().unwrap().pop().unwrap().context_told, "chat has messages: {chat}");
+}
+
+#[tokio::test]
 async fn a_history_beyond_the_context_loses_its_oldest_messages() {
     let said = |role: &str, text: &str| json!({"role": role, "content": text.repeat(100)});
     let history = json!({"messages": [
