@@ -146,7 +146,8 @@ impl Llm {
         span: &Span,
         mut request: engine::GenerateRequest,
         wanted: &Wanted,
-    ) -> Result<(mpsc::Receiver<engine::GenerateEvent>, EngineHandle, RequestId, (AnswerStyle, Vec<u32>)), Refusal> {
+    ) -> Result<(mpsc::Receiver<engine::GenerateEvent>, EngineHandle, RequestId, (AnswerStyle, Vec<u32>)), Refusal>
+    {
         request.max_tokens.get_or_insert(self.0.answer_tokens_max);
         request.time_max = Some(self.0.answer_time_max);
         request.time_shared = Some(self.0.answer_time_shared);
@@ -419,7 +420,14 @@ impl Generator for Llm {
                         deadline: time_left.and_then(|left| admitted.checked_add(left)),
                         ..engine::GenerateRequest::new(self.next_id(), prompt)
                     },
-                    &Wanted { patience: time_left, whole: true, context: None, client: None, trace: None, tokens: false },
+                    &Wanted {
+                        patience: time_left,
+                        whole: true,
+                        context: None,
+                        client: None,
+                        trace: None,
+                        tokens: false,
+                    },
                 )
                 .await?;
             let (sender, receiver) = mpsc::channel(STREAM_BUFFER);

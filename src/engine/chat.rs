@@ -685,12 +685,15 @@ mod tests {
 
     #[test]
     fn what_the_system_says_comes_before_the_question_where_a_template_refuses_the_role() {
-        const GEMMA_2: &str = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}";
+        const GEMMA_2: &str =
+            "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}";
         let speaker = Speaker::new(Some(&format!("{GEMMA_2}{ALTERNATING}")));
         let text = |messages: &[(Role, &str)]| {
             let said = messages.iter().map(|(role, text)| ChatMessage::new(*role, *text)).collect::<Vec<_>>();
             let rendered = render(&speaker.template, &said.into(), &speaker.tokenizer);
-            rendered.map(|rendered| rendered.text.replace(rendered.mark, "").replace("<|im_end|>\n", "").replace("<|im_start|>", "/"))
+            rendered.map(|rendered| {
+                rendered.text.replace(rendered.mark, "").replace("<|im_end|>\n", "").replace("<|im_start|>", "/")
+            })
         };
         let expected = "/user\nbe brief\n\nhi/assistant\nhello/user\nkindly\n\nbye";
         let asked = [

@@ -20,7 +20,8 @@ pub(super) async fn admitted(
     helps: fn(&Refusal, u32) -> bool,
 ) -> Result<ChatStream, Refusal> {
     loop {
-        match (patiently(limit, helps, || backend.chat(request.clone())).await, request.retention) {
+        let answered = patiently(limit, helps, || backend.chat(request.clone())).await;
+        match (answered, request.retention) {
             (Err(Refusal::ContextLengthExceeded { prompt, limit, .. }), Some(retention))
                 if shorten(&mut request, retention * f64::from(limit.get()) / f64::from(prompt.get().max(1))) => {}
             (answered, _) => return answered,

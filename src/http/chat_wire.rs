@@ -9,8 +9,8 @@ use serde_json::{Map, Value, json};
 use super::{
     backend::{AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall},
     fault::Fault,
+    numbers::Whole,
     sampling::{SamplingDialect, SamplingFields},
-    whole::Whole,
 };
 use crate::{policy::sinks::Sinks, units::Tokens};
 
@@ -303,11 +303,7 @@ pub(super) fn stop_texts(field: &str, stop: Option<Value>, most: usize) -> Resul
         Some(other) => return Err(Fault::invalid(field, other, "is neither a text nor a list of texts")),
     };
     if texts.len() > most {
-        return Err(Fault::invalid(
-            field,
-            format!("{} texts", texts.len()),
-            format!("is above the limit of {most}"),
-        ));
+        return Err(Fault::invalid(field, format!("{} texts", texts.len()), format!("is above the limit of {most}")));
     }
     // an empty text would end every answer before it begins
     Ok(texts.into_iter().filter(|text| !text.is_empty()).collect())
@@ -353,16 +349,6 @@ pub(super) fn is_set(value: Option<&Value>) -> bool {
 pub(super) fn named<const N: usize>(fields: [(&'static str, bool); N]) -> Vec<&'static str> {
     let set = fields.into_iter().filter(|(_, set)| *set);
     set.map(|(name, _)| name).collect()
-}
-
-/// A number between two limits.
-pub(super) fn in_range(field: &str, value: Option<f64>, min: f64, max: f64) -> Result<Option<f64>, Fault> {
-    match value {
-        Some(value) if !(min..=max).contains(&value) => {
-            Err(Fault::invalid(field, value, format!("is outside of the limits of {min} and {max}")))
-        }
-        value => Ok(value),
-    }
 }
 
 /// The form that `response_format` asks for.
@@ -500,7 +486,9 @@ mod tests {
             parse_json::<WireRequest>(body.to_string().as_bytes()).unwrap().ignored()
         };
         assert_eq!(
-            ignored(json!({"min_p": 0.1, "verbosity": "low", "functions": [{"name": "f"}], "modalities": ["text", "audio"]})),
+            ignored(
+                json!({"min_p": 0.1, "verbosity": "low", "functions": [{"name": "f"}], "modalities": ["text", "audio"]})
+            ),
             ["functions", "modalities", "verbosity"]
         );
         let document = include_str!("../../docs/errors.md");
@@ -590,8 +578,16 @@ mod tests {
             (begun, r#", "add_generation_prompt": false"#, Ok(true)),
             (r#"{"role": "assistant", "content": "I am", "prefix": true}"#, "", Ok(true)),
             (begun, r#", "continue_final_message": true, "add_generation_prompt": true"#, Err("add_generation_prompt")),
-            (r#"{"role": "user", "content": "so?"}"#, r#", "continue_final_message": true"#, Err("continue_final_message")),
-            (begun, r#", "continue_final_message": true, "response_format": {"type": "json_object"}"#, Err("continue_final_message")),
+            (
+                r#"{"role": "user", "content": "so?"}"#,
+                r#", "continue_final_message": true"#,
+                Err("continue_final_message"),
+            ),
+            (
+                begun,
+                r#", "continue_final_message": true, "response_format": {"type": "json_object"}"#,
+                Err("continue_final_message"),
+            ),
         ] {
             match (continues(last, more), expected) {
                 (Ok(found), Ok(expected)) => assert_eq!(found, expected, "{last}{more}"),

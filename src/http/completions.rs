@@ -19,9 +19,9 @@ use super::{
     fault::{Fault, InputNamed as _},
     generation::Said,
     models::{fingerprint, model_named},
+    numbers::Whole,
     sampling::{SamplingDialect, SamplingFields},
     stream::{Payload, ignored_header},
-    whole::Whole,
 };
 
 /// `POST /v1/completions`.

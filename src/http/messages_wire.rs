@@ -9,8 +9,8 @@ use super::{
     backend::{AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall},
     chat_wire::{STOP_TEXTS_MAX, at_least_one, checked_tools, is_set, named, stop_texts},
     fault::Fault,
+    numbers::Whole,
     sampling::{SamplingDialect, SamplingFields},
-    whole::Whole,
 };
 
 /// The body of `POST /v1/messages` and of `POST /v1/messages/count_tokens`.
@@ -109,7 +109,8 @@ impl WireRequest {
         }
         let mut variables = Map::new();
         variables.insert("enable_thinking".to_owned(), Value::Bool(self.thinks()));
-        let mut conversation = Conversation { messages, tools: self.read_tools()?, variables, ..Conversation::default() };
+        let mut conversation =
+            Conversation { messages, tools: self.read_tools()?, variables, ..Conversation::default() };
         conversation.continues = conversation.ends_with_words_of_the_model();
         if last == Some(Role::Assistant) && !conversation.continues {
             let problem = "is the role of the last message, which has no words that an answer continues";

@@ -27,6 +27,7 @@ mod limits;
 mod messages;
 mod messages_wire;
 mod models;
+mod numbers;
 mod ollama;
 mod ollama_wire;
 mod ollama_writer;
@@ -43,7 +44,6 @@ mod status;
 mod stream;
 mod tokens;
 mod transcription;
-mod whole;
 
 pub use access::{Access, Client, Key, Keyless};
 pub use api::Api;

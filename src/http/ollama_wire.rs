@@ -13,8 +13,8 @@ use super::{
     backend::{AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall},
     chat_wire::{STOP_TEXTS_MAX, at_least_one, checked_tools, is_set, sinks, stop_texts},
     fault::Fault,
+    numbers::Whole,
     sampling::{SamplingDialect, SamplingFields},
-    whole::Whole,
 };
 use crate::units::Tokens;
 
@@ -198,11 +198,7 @@ impl WireRequest {
             model,
             prompt,
             // -1 and -2 are "as much as there is"
-            max_tokens: options
-                .num_predict
-                .and_then(Whole::to)
-                .filter(|tokens| *tokens > 0)
-                .map(Tokens::new),
+            max_tokens: options.num_predict.and_then(Whole::to).filter(|tokens| *tokens > 0).map(Tokens::new),
             sampling: SamplingDialect::OLLAMA.read(&sampling)?,
             stop: stop_texts("options.stop", options.stop, STOP_TEXTS_MAX)?,
             form,

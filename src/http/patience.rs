@@ -74,11 +74,15 @@ mod tests {
             (2, soon, Duration::ZERO, Err(1..=1)),
         ] {
             let asked = Cell::new(0);
-            let answer = patiently(limit, |refusal, _| is_of_memory(refusal), || {
-                asked.set(asked.get() + 1);
-                let served = asked.get() == served_at;
-                async move { if served { Ok(()) } else { Err(pressure(retry_after)) } }
-            });
+            let answer = patiently(
+                limit,
+                |refusal, _| is_of_memory(refusal),
+                || {
+                    asked.set(asked.get() + 1);
+                    let served = asked.get() == served_at;
+                    async move { if served { Ok(()) } else { Err(pressure(retry_after)) } }
+                },
+            );
             match (answer.await, expected) {
                 (Ok(()), Ok(expected)) => assert_eq!(asked.get(), expected),
                 (Err(_), Err(expected)) => assert!(expected.contains(&asked.get()), "{} of {limit:?}", asked.get()),
@@ -86,10 +90,14 @@ mod tests {
             }
         }
         let asked = Cell::new(0);
-        let answer = patiently(late, |_, asked| asked < 2, || {
-            asked.set(asked.get() + 1);
-            async { Err::<(), _>(pressure(soon)) }
-        });
+        let answer = patiently(
+            late,
+            |_, asked| asked < 2,
+            || {
+                asked.set(asked.get() + 1);
+                async { Err::<(), _>(pressure(soon)) }
+            },
+        );
         assert!(answer.await.is_err());
         assert_eq!(asked.get(), 2);
     }

@@ -17,10 +17,10 @@ use super::{
     fault::{Fault, InputNamed as _},
     generation::Said,
     models::model_named,
+    numbers::Whole,
     responses_wire::WireRequest,
     stream::{Payload, ignored_header},
     tokens::tokenizer,
-    whole::Whole,
 };
 
 /// `POST /v1/responses`.

@@ -8,8 +8,8 @@ use super::{
     backend::{AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall},
     chat_wire::{ToolChoice, at_least_one, checked_tools, is_set, named},
     fault::Fault,
+    numbers::Whole,
     sampling::{SamplingDialect, SamplingFields},
-    whole::Whole,
 };
 
 /// The body of `POST /v1/responses` and of `POST /v1/responses/input_tokens`.
@@ -148,8 +148,7 @@ impl WireRequest {
                 self.form()?
             }
         };
-        let sampling =
-            SamplingFields { temperature: self.temperature, top_p: self.top_p, ..SamplingFields::default() };
+        let sampling = SamplingFields { temperature: self.temperature, top_p: self.top_p, ..SamplingFields::default() };
         Ok(ChatRequest {
             meta,
             model,

@@ -2,9 +2,8 @@
 
 use super::{
     backend::{ChatSampling, SamplingWish},
-    chat_wire::in_range,
     fault::Fault,
-    whole::Whole,
+    numbers::{Whole, in_range},
 };
 
 /// The sampling fields of a request; those that its API does not have are absent.

@@ -24,9 +24,9 @@ use super::{
     api::{Api, Meta},
     backend::{RequestMeta, SpeechRequest, SpeechStream, Voice, VoiceWish},
     body::{announced_length, parse_json, read_body},
-    chat_wire::in_range,
     fault::Fault,
     limits::Limits,
+    numbers::in_range,
     patience::{is_of_memory, patiently},
     stream::{Payload, broken_off, held_for_memory, ignored_header, sse},
 };

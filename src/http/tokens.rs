@@ -17,7 +17,7 @@ use super::{
     api::Api,
     backend::TokenizerBackend,
     fault::{Fault, InputNamed as _},
-    whole::Whole,
+    numbers::Whole,
 };
 use crate::policy::refusal::Refusal;
 

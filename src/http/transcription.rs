@@ -71,7 +71,8 @@ pub(super) async fn transcriptions(
         };
         let hold = held_for_memory(&api, &meta);
         async move {
-            let heard = patiently(hold, |refusal, _| is_of_memory(refusal), || backend.transcribe(request.clone())).await;
+            let heard =
+                patiently(hold, |refusal, _| is_of_memory(refusal), || backend.transcribe(request.clone())).await;
             drop(held);
             heard
         }
@@ -439,7 +440,8 @@ mod tests {
         let segment = value.pointer("/segments/0").and_then(Value::as_object).unwrap();
         let mut fields: Vec<&str> = segment.keys().map(String::as_str).collect();
         fields.sort_unstable();
-        let numbers = ["avg_logprob", "compression_ratio", "end", "id", "no_speech_prob", "seek", "start", "temperature"];
+        let numbers =
+            ["avg_logprob", "compression_ratio", "end", "id", "no_speech_prob", "seek", "start", "temperature"];
         assert!(numbers.iter().all(|field| segment.get(*field).is_some_and(Value::is_number)), "{segment:?}");
         let others = ["text", "tokens"];
         let mut all = [&numbers[..], &others[..]].concat();

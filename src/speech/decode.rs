@@ -362,7 +362,9 @@ mod tests {
 
     #[test]
     fn wav_of_telephones_and_of_64_bit_floating_point_is_read() {
-        let tone = |rate: u32| (0..rate).map(move |at| (std::f64::consts::TAU * 440.0 * f64::from(at) / f64::from(rate)).sin() * 0.5);
+        let tone = |rate: u32| {
+            (0..rate).map(move |at| (std::f64::consts::TAU * 440.0 * f64::from(at) / f64::from(rate)).sin() * 0.5)
+        };
         #[expect(clippy::cast_possible_truncation, reason = "half of full scale")]
         let telephone: Vec<u8> = tone(8000).map(|sample| mulaw((sample * 32_768.0) as i16)).collect();
         let double: Vec<u8> = tone(48_000).flat_map(f64::to_le_bytes).collect();

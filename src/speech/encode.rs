@@ -281,8 +281,7 @@ mod tests {
     #[test]
     fn what_is_encoded_in_pieces_is_decoded_in_its_length_and_sound() {
         let samples: Vec<i16> = (0..30_011).map(|at| if at * 880 / 24_000 % 2 == 0 { 6000 } else { -6000 }).collect();
-        let encodings: [(_, &[u8]); 3] =
-            [(Encoding::Flac, b"fLaC"), (Encoding::Mp3, b""), (Encoding::Opus, b"OggS")];
+        let encodings: [(_, &[u8]); 3] = [(Encoding::Flac, b"fLaC"), (Encoding::Mp3, b""), (Encoding::Opus, b"OggS")];
         for (encoding, magic) in encodings {
             let (mut encoder, mut file) = Encoder::new(encoding, 24_000).unwrap();
             assert!(file.starts_with(magic));

@@ -475,7 +475,12 @@ impl SpeechBackend for Willing {
 
     fn synthesize(&self, _request: SpeechRequest) -> BoxFuture<'_, Result<SpeechStream, Refusal>> {
         Box::pin(async {
-            Ok(SpeechStream { rate: 16_000, voice: None, ignored: &[], chunks: stream::iter([Ok(vec![1; 100])]).boxed() })
+            Ok(SpeechStream {
+                rate: 16_000,
+                voice: None,
+                ignored: &[],
+                chunks: stream::iter([Ok(vec![1; 100])]).boxed(),
+            })
         })
     }
 }

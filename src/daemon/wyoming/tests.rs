@@ -8,8 +8,8 @@ use serde_json::json;
 use tokio::{io::AsyncWriteExt as _, time::timeout};
 
 use crate::{
-    http::backend::VoiceWish,
     config::WyomingConfig,
+    http::backend::VoiceWish,
     policy::refusal::Refusal,
     speech::wyoming::{
         AudioFormat, Event, Frame, Voice,

@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use super::super::{
     body::parse_json,
     fault::{Fault, shortened},
-    whole::Whole,
+    numbers::Whole,
 };
 
 /// What a client wants.

@@ -111,11 +111,7 @@ impl Work {
         }
     }
 
-    async fn write(
-        &self,
-        request: ChatRequest,
-        sentences: Option<mpsc::Sender<String>>,
-    ) -> Result<(), Stop> {
+    async fn write(&self, request: ChatRequest, sentences: Option<mpsc::Sender<String>>) -> Result<(), Stop> {
         let _place = self.api.place(Kind::Chat)?;
         let mut generation = self.admitted(request).await?;
         let mut pending = Sentences::default();

@@ -8,12 +8,12 @@ use super::super::{
     admission::RETENTION,
     api::Api,
     backend::VoiceWish,
-    chat_wire::{ToolChoice, at_least_one, in_range},
+    chat_wire::{ToolChoice, at_least_one},
     fault::Fault,
     models::model_named,
+    numbers::{Whole, in_range},
     responses_wire::{function_choice, function_tools},
     speech::{SPEED_MAX, SPEED_MIN, voice_named},
-    whole::Whole,
 };
 use crate::{speech::audio::TTS_RATE_HZ, units::Tokens};
 
@@ -151,7 +151,8 @@ impl Settings {
             ("max_output_tokens", Value::Null) => self.max_tokens = None,
             ("max_output_tokens", Value::String(word)) if word == "inf" => self.max_tokens = None,
             ("max_output_tokens", ref number @ Value::Number(_)) => {
-                let tokens = Whole::of(number).ok_or_else(|| Fault::invalid(&field, number, "is not a whole number"))?;
+                let tokens =
+                    Whole::of(number).ok_or_else(|| Fault::invalid(&field, number, "is not a whole number"))?;
                 self.max_tokens = at_least_one(&field, Some(tokens))?;
             }
             ("truncation", value) => self.retention = retention(&field, &value)?,

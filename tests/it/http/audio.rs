@@ -434,7 +434,11 @@ async fn a_voice_is_passed_on_where_the_worker_has_it_and_a_header_names_the_one
         assert_eq!((answer.status, answer.header("x-cotenant-voice")), (200, voice), "{wanted}");
     }
     let listed = get(open.address, "/v1/audio/voices").await.json();
-    let shown: Vec<(&str, &Value)> =
-        listed["voices"].as_array().unwrap().iter().map(|voice| (voice["id"].as_str().unwrap(), &voice["aliases"])).collect();
+    let shown: Vec<(&str, &Value)> = listed["voices"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|voice| (voice["id"].as_str().unwrap(), &voice["aliases"]))
+        .collect();
     assert_eq!(shown, [("slt", &json!(["alloy", "nova"])), ("kal", &json!(["echo"])), ("amy", &json!([]))]);
 }

@@ -2,7 +2,10 @@
 
 use std::time::Duration;
 
-use cotenant::{http::Limits, policy::{pressure::PressureLevel, refusal::Refusal}};
+use cotenant::{
+    http::Limits,
+    policy::{pressure::PressureLevel, refusal::Refusal},
+};
 use serde_json::{Value, json};
 
 use super::{
@@ -53,7 +56,12 @@ async fn a_whole_number_may_have_a_fraction_of_zero_and_any_other_is_refused_by_
             assert_eq!(answer.status, 200, "{path} {field}: {}", answer.text());
             let answer = ask(&open, path, &set(1.5)).await;
             assert_eq!(answer.status, 400, "{path} {field}");
-            assert!(answer.text().contains(&format!("{field}: invalid type")) || answer.text().contains(&format!("{field}: invalid value")), "{}", answer.text());
+            assert!(
+                answer.text().contains(&format!("{field}: invalid type"))
+                    || answer.text().contains(&format!("{field}: invalid value")),
+                "{}",
+                answer.text()
+            );
             assert!(answer.text().contains("`1.5`, expected a whole number"), "{}", answer.text());
         }
     }

@@ -1,4 +1,4 @@
-//! Whole numbers of requests, also where a client writes them as `8192.0`.
+//! Numbers of requests: whole ones, also written as `8192.0`, and those between limits.
 
 use std::fmt;
 
@@ -7,6 +7,8 @@ use serde::{
     de::{Error, Unexpected, Visitor},
 };
 use serde_json::Value;
+
+use super::fault::Fault;
 
 /// A whole number of a request. Clients that keep their settings as floating-point numbers send `8192.0`, which every API
 /// takes; `8192.5` is refused.
@@ -64,6 +66,16 @@ impl Visitor<'_> for WholeVisitor {
         // Its text has digits alone where there is no fraction, however large it is.
         let whole = number.to_string().parse().map(Whole);
         whole.map_err(|_fraction| E::invalid_value(Unexpected::Float(number), &self))
+    }
+}
+
+/// A number between two limits.
+pub(super) fn in_range(field: &str, value: Option<f64>, min: f64, max: f64) -> Result<Option<f64>, Fault> {
+    match value {
+        Some(value) if !(min..=max).contains(&value) => {
+            Err(Fault::invalid(field, value, format!("is outside of the limits of {min} and {max}")))
+        }
+        value => Ok(value),
     }
 }
 
