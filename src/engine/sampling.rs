@@ -388,7 +388,9 @@ pub const REPEAT_WINDOW: usize = 64;
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use candle_core::quantized::gguf_file::Value;
+
+    use super::{super::test_vocabulary::TestVocabulary, *};
 
     fn sampler(settings: Sampling) -> Sampler {
         Sampler::new(settings).unwrap()
@@ -462,6 +464,22 @@ mod tests {
         let asked = SamplingWish { top_k: Some(0), seed: Some(7), ..SamplingWish::NONE };
         let expected = Sampling { temperature: 0.6, top_p: 0.9, seed: 7, ..Sampling::GREEDY };
         assert_eq!(with(asked.or(own).or(api)), expected);
+    }
+
+    #[test]
+    fn what_a_models_file_recommends_is_taken_as_far_as_it_can_be_used() {
+        let mut vocabulary = TestVocabulary::chatml();
+        assert_eq!(recommended(&vocabulary.header()), SamplingWish::NONE);
+        vocabulary.more.extend([
+            ("general.sampling.temp", Value::F32(0.5)),
+            ("general.sampling.top_k", Value::I32(20)),
+            ("general.sampling.top_p", Value::F32(9.0)),
+            ("general.sampling.min_p", Value::F32(f32::NAN)),
+            ("general.sampling.penalty_repeat", Value::F32(1.5)),
+        ]);
+        let expected =
+            SamplingWish { temperature: Some(0.5), top_k: Some(20), repeat_penalty: Some(1.5), ..SamplingWish::NONE };
+        assert_eq!(recommended(&vocabulary.header()), expected);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use super::installation::{Installation, asr, budget, content, demo_model, tts, whole, worker, workers_ready};
-use crate::support::speech_is_installed;
+use crate::{http::client::post_json, support::speech_is_installed};
 
 const COMMAND: &str = "turn on the kitchen light";
 
@@ -29,6 +29,43 @@ async fn a_stream_says_what_the_answer_in_one_piece_says() {
     assert_eq!(generated["text"], whole.as_str());
     let counted = daemon.metric("cotenant_tokens_total{kind=\"completion\"}").await;
     assert!(counted.is_some_and(|tokens| tokens > 0.0), "{counted:?}");
+    daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_answer_differs_each_time_and_repeats_with_its_seed() {
+    let installation = Installation::new(&format!("{}{}", budget(128), demo_model(4096)));
+    let daemon = installation.start().await;
+    daemon.whole().await;
+    // The small model is sure of what it was taught; of these letters it is not.
+    let openai = json!({"model": "demo", "prompt": "zq ", "max_tokens": 12});
+    let ollama =
+        json!({"model": "demo", "prompt": "zq ", "raw": true, "stream": false, "options": {"num_predict": 12}});
+    for (path, body, text, seed) in [
+        ("/v1/completions", &openai, "/choices/0/text", "/seed"),
+        ("/api/generate", &ollama, "/response", "/options/seed"),
+    ] {
+        let mut said = Vec::new();
+        for _ in 0..3 {
+            let answer = post_json(daemon.http, path, body).await;
+            assert_eq!(answer.status, 200, "{path}: {}", answer.text());
+            let words = answer.json().pointer(text).unwrap().clone();
+            said.push((words, answer.header("x-cotenant-seed").parse::<u64>().unwrap()));
+        }
+        assert!(said.iter().any(|(words, _)| *words != said[0].0), "{path}: the same words three times: {said:?}");
+        let mut again = body.clone();
+        let place = again.pointer_mut(seed.strip_suffix("/seed").unwrap()).unwrap();
+        place["seed"] = json!(said[0].1);
+        let repeated = post_json(daemon.http, path, &again).await.json();
+        assert_eq!(repeated.pointer(text), Some(&said[0].0), "{path}");
+    }
+    // And over gRPC, where the likeliest token is taken unless a temperature is asked for.
+    let generate =
+        |more: &[&str]| installation.json(&[&["generate", "zq ", "--raw", "--max-tokens", "12"], more].concat());
+    assert_eq!(generate(&[])["text"], generate(&["--temperature", "0"])["text"]);
+    let first = generate(&["--temperature", "1"]);
+    let again = generate(&["--temperature", "1", "--seed", &first["seed"].to_string()]);
+    assert_eq!(again["text"], first["text"]);
     daemon.end().await;
 }
 
