@@ -519,7 +519,7 @@ mod tests {
         let conversation = Conversation {
             messages: vec![ChatMessage::new(Role::User, "hi"), called, answered],
             tools: vec![json!({"type": "function", "function": {"name": "f"}})],
-            variables: Map::new(),
+            ..Conversation::default()
         };
         let rendered = render(&template, &conversation, &tokenizer).unwrap();
         let text = rendered.text.replace(rendered.mark, "");
