@@ -1,11 +1,17 @@
 //! Conversations with the LLM, as the engine and all APIs have them.
 
-use std::hash::{BuildHasher as _, RandomState};
+use std::{
+    collections::BTreeSet,
+    hash::{BuildHasher as _, RandomState},
+};
 
 use serde::Serialize;
 use serde_json::{Map, Value};
 
+use self::schema::KeptSchema;
 use crate::{policy::kv_type::KvType, units::Tokens};
+
+pub mod schema;
 
 /// Who speaks in a conversation. A closed set: templates make control tokens of it, so it must not be free text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
@@ -224,6 +230,30 @@ impl SamplingWish {
     pub fn random_seed() -> u64 {
         // The standard library's hash maps have keys by chance, others for each.
         RandomState::new().hash_one(0u8) >> 32
+    }
+}
+
+impl AnswerForm {
+    /// Keywords of its schemas that are not kept, by the field that they are in: an answer may be other than they ask for.
+    #[must_use]
+    pub fn let_through(&self, tools: &[Value]) -> BTreeSet<String> {
+        let named = |field: &'static str, schema: &Value| {
+            let keywords = KeptSchema::of(schema).map(|kept| kept.let_through).unwrap_or_default();
+            keywords.into_iter().map(move |keyword| format!("{field}.{keyword}"))
+        };
+        match self {
+            Self::JsonObject => BTreeSet::new(),
+            Self::JsonSchema { schema, field } => named(field, schema).collect(),
+            Self::ToolCall { name } => tools
+                .iter()
+                .filter_map(|tool| tool.get("function"))
+                .filter(|function| {
+                    name.as_deref().is_none_or(|name| function.get("name").is_some_and(|own| own == name))
+                })
+                .filter_map(|function| function.get("parameters"))
+                .flat_map(|parameters| named("tools", parameters))
+                .collect(),
+        }
     }
 }
 

@@ -422,7 +422,8 @@ fn print_tenants(sheet: &mut Sheet, config: &Config, params: &Params, model: Opt
             .fold(Bytes::ZERO, Bytes::saturating_add);
         row(&llm.name, whole, &what_it_is(model));
         row("  layers, head", layers, "each part can be streamed");
-        row("  norms, tables", shape.fixed_bytes, "always resident");
+        row("  norms, tables", shape.fixed_bytes.saturating_sub(model.text), "always resident");
+        row("  tokenizer, grammars", model.text, "always reserved");
         row(
             "  KV cache",
             kv,

@@ -187,6 +187,6 @@ fn wanted_of(request: &ChatRequest) -> Wanted {
         whole: !request.streamed,
         context: request.context_wanted,
         trace: request.meta.trace,
-        tokens: request.context_reported,
+        tokens: request.context_told,
     }
 }

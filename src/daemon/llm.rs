@@ -157,7 +157,7 @@ impl Llm {
         }
         let (id, engine) = (request.id, self.0.engine.handle());
         let place = match &request.form {
-            Some(_) => Some(engine.form_place().await.map_err(|error| self.refuse(&error))?),
+            Some(_) => engine.form_place(&request).await.map_err(|error| self.refuse(&error))?,
             None => None,
         };
         let asked = engine.clone();
@@ -180,10 +180,10 @@ impl Llm {
         self.check_in_time(&engine.snapshot(), prompt, request.max_tokens, wanted)?;
         self.ask_for_room(&engine, prompt, wanted).await?;
         // Dropped on the way, the events go with it, and the engine notices that they are not read.
-        let reported = if wanted.tokens { prepared.tokens.clone() } else { Vec::new() };
+        let told = if wanted.tokens { prepared.tokens.clone() } else { Vec::new() };
         let events = engine.submit(request, prepared).map_err(|error| self.refuse(&error))?;
         span.event("queued");
-        Ok((events, engine, id, (style, reported)))
+        Ok((events, engine, id, (style, told)))
     }
 
     /// Works on text or tokens away from the threads that serve others.
@@ -292,6 +292,9 @@ impl Llm {
                 value: value.clone(),
                 problem: format!("cannot be kept: {source}"),
             },
+            SubmitError::Prompt(error @ PromptError::Helper { .. }) => {
+                Refusal::EngineLost { reason: in_one_line(error), retry_after: RETRY_SOON }
+            }
             SubmitError::Prompt(PromptError::Sampling(error)) => {
                 let (field, value, problem) = error.parts();
                 Refusal::Invalid { field: field.to_owned(), value, problem }
@@ -330,9 +333,11 @@ impl Llm {
             },
             E::Stopping => Refusal::Draining { act: "finish the answer".to_owned(), retry_after: RETRY_SOON },
             // Only gRPC sets a deadline, and reports it itself.
-            error @ (E::DeadlinePassed { .. } | E::EngineLost { .. } | E::Model { .. } | E::NotFinite { .. }) => {
-                Refusal::EngineLost { reason: in_one_line(&error), retry_after: RETRY_SOON }
-            }
+            error @ (E::DeadlinePassed { .. }
+            | E::EngineLost { .. }
+            | E::HelperLost { .. }
+            | E::Model { .. }
+            | E::NotFinite { .. }) => Refusal::EngineLost { reason: in_one_line(&error), retry_after: RETRY_SOON },
         }
     }
 }

@@ -166,12 +166,12 @@ impl ChatTemplate {
         tokenizer: &Tokenizer,
         render: impl Fn(&Map<String, Value>) -> Result<String, ChatError>,
     ) -> Result<Rendered, ChatError> {
-        let id_of = |id: &str| if self.format == ToolFormat::Mistral { short_id(id) } else { id.to_owned() };
         // What the model has begun to say goes behind the template's text, which ends where an answer begins.
         let (messages, begun) = match conversation.messages.split_last() {
             Some((last, before)) if conversation.continues => (before, last.content.as_str()),
             _ => (conversation.messages.as_slice(), ""),
         };
+        let id_of = |id: &str| if self.format == ToolFormat::Mistral { short_id(id) } else { id.to_owned() };
         let said = vec![
             Value::Array(messages.iter().map(|message| message.to_value(id_of)).collect()),
             Value::Array(conversation.tools.clone()),
@@ -335,6 +335,12 @@ pub enum ChatError {
     /// It takes more memory or time than it may take.
     #[error("the model's chat template takes more memory or time for it than is allowed")]
     Bound,
+    /// The process that computes templates was lost.
+    #[error("the text helper failed: {message}")]
+    Helper {
+        /// What happened.
+        message: String,
+    },
     /// There is nothing to render.
     #[error("the conversation has no messages")]
     Empty,

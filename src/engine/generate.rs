@@ -186,6 +186,12 @@ pub enum PromptError {
         /// Why.
         source: ConstraintError,
     },
+    /// The process that computes templates and grammars was lost, which another attempt may not see again.
+    #[error("cannot prepare the answer: the text helper failed: {message}")]
+    Helper {
+        /// What happened.
+        message: String,
+    },
     /// No tokens at all.
     #[error("cannot continue an empty prompt")]
     Empty,
@@ -261,6 +267,12 @@ pub enum GenerateError {
     #[error("cannot go on with the answer: its form cannot be followed: {message}")]
     Form {
         /// What the library said.
+        message: String,
+    },
+    /// The process that computes grammars was lost.
+    #[error("cannot go on with the answer: the text helper failed: {message}")]
+    HelperLost {
+        /// What happened.
         message: String,
     },
     /// The KV cache filled up before the prompt was in it, because capacity was taken away meanwhile.

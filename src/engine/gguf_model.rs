@@ -11,7 +11,7 @@ use super::{
     disk::Retained,
     error::{ApplyError, ApplyReport, ForwardError, LoadError, LoadErrorKind},
     gguf::Header,
-    helper::{self, Helper},
+    helper::Helper,
     language_model::{LanguageModel, Opened},
     model::{Model, ModelOptions, Opening, Scores},
     preemption::{Checkpoint, Flow},
@@ -47,8 +47,10 @@ impl GgufModel {
     pub(super) fn inspect(path: &Path, vocabulary: Option<&Sayable>, compute: Compute) -> Result<Inspected, LoadError> {
         let (shape, header) = Model::inspect_with(path, vocabulary, compute)?;
         Tokenizer::check(&header).map_err(|error| LoadError::new(path, TextError::from(error).into()))?;
+        let text = TextSide::bytes_max(&header);
         Ok(Inspected {
-            shape: with_text(shape, text_bytes(&header)),
+            shape: with_text(shape, text),
+            text,
             unused: spec::unused(&header),
             tensors: TensorGroup::of(&header),
             file_bytes: header.file_bytes(),
@@ -78,7 +80,7 @@ impl GgufModel {
         progress: &LoadProgress,
     ) -> Result<Opened, LoadError> {
         let opening = Opening::read(path, options)?.counted_by(progress);
-        let (leased, tables) = (text_bytes(opening.header()), tables_bytes(opening.header()));
+        let (leased, tables) = (TextSide::bytes_max(opening.header()), tables_bytes(opening.header()));
         let found = with_text(opening.shape().clone(), leased);
         if !expected.is(&found) {
             return Err(LoadError::new(path, LoadErrorKind::Replaced));
@@ -121,14 +123,7 @@ impl GgufModel {
     }
 }
 
-/// What the text side occupies at most: whole pages, as everything on the book.
-fn text_bytes(header: &Header) -> Bytes {
-    let texts = header.strings("tokenizer.ggml.tokens");
-    let (tokens, bytes) = texts.map_or((0, 0), |texts| (texts.len(), texts.iter().map(str::len).sum()));
-    Tokenizer::heap_bytes(header).saturating_add(helper::most(tokens, bytes)).round_up(Bytes::from_kib(4))
-}
-
-/// What the tokenizer of a header holds once it is made, of [`text_bytes`].
+/// What the tokenizer of a header holds once it is made, of [`TextSide::bytes_max`].
 fn tables_bytes(header: &Header) -> Bytes {
     Tokenizer::heap_bytes(header).round_up(Bytes::from_kib(4))
 }

@@ -125,12 +125,13 @@ impl EngineHandle {
         Ok(tokens.iter().map(|&token| side.tokenizer().bytes(token).to_vec()).collect())
     }
 
-    /// Waits for place for the grammar of an answer, of which only a few exist at once.
+    /// Waits for place for the grammar of a request's answer, of which only a few exist at once; `None` where it may have
+    /// any form.
     ///
     /// # Errors
     /// The engine is not ready.
-    pub async fn form_place(&self) -> Result<FormPlace, SubmitError> {
-        Ok(self.shared.text()?.form_place().await)
+    pub async fn form_place(&self, request: &GenerateRequest) -> Result<Option<FormPlace>, SubmitError> {
+        Ok(self.shared.text()?.form_place(request).await)
     }
 
     /// Submits a request with what was [prepared](Self::prepare) of it.

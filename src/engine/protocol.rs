@@ -349,6 +349,8 @@ pub(super) enum Command {
 pub struct Inspected {
     /// What the model occupies piece by piece.
     pub shape: ModelShape,
+    /// How much of what is fixed the tokenizer takes, with the process that computes grammars and chat templates.
+    pub text: Bytes,
     /// What the file has beside the text model, with its size: it stays there.
     pub unused: Vec<String>,
     /// The tensors of the file, by what they are for.

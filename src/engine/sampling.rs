@@ -213,10 +213,19 @@ pub trait TokenMask: Send {
 
 /// Why the form of an answer cannot be followed any more.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{message}")]
-pub struct MaskError {
-    /// What happened.
-    pub message: String,
+pub enum MaskError {
+    /// It is beyond what its grammar can be followed with.
+    #[error("{message}")]
+    Form {
+        /// What happened.
+        message: String,
+    },
+    /// The process that follows it was lost.
+    #[error("{message}")]
+    Helper {
+        /// What happened.
+        message: String,
+    },
 }
 
 /// Chooses the tokens of one answer.

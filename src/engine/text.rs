@@ -7,15 +7,19 @@ use serde_json::{Map, Value};
 use super::{
     answer::{AnswerStyle, THOUGHT, Thoughts},
     chat::{ChatError, ChatTemplate},
-    constraint::{self, Client},
+    constraint::{self, Client, ConstraintError},
     error::LoadErrorKind,
     generate::{GenerateRequest, Prompt, PromptError},
     gguf::Header,
-    helper::{FormPlace, Helper, JobError, Kind, Setup},
+    helper::{FormPlace, Helper, JobError, Kind, Setup, most},
     sampling::{TokenMask, recommended},
     tokenizer::{Tokenizer, TokenizerError},
 };
-use crate::{causes::in_one_line, conversation::SamplingWish, units::Tokens};
+use crate::{
+    causes::in_one_line,
+    conversation::SamplingWish,
+    units::{Bytes, Tokens},
+};
 
 /// Tokenizer, chat template and the limits of prompts. Shared by handles and thread; never changes.
 pub struct TextSide {
@@ -58,6 +62,15 @@ impl TextSide {
         Ok(side)
     }
 
+    /// What the text side of the model with this header occupies at most, the helper included: whole pages, as everything on
+    /// the ledger.
+    #[must_use]
+    pub fn bytes_max(header: &Header) -> Bytes {
+        let texts = header.strings("tokenizer.ggml.tokens");
+        let (tokens, bytes) = texts.map_or((0, 0), |texts| (texts.len(), texts.iter().map(str::len).sum()));
+        Tokenizer::heap_bytes(header).saturating_add(most(tokens, bytes)).round_up(Bytes::from_kib(4))
+    }
+
     /// The tokens of a request's prompt, and what holds its answer to its form.
     ///
     /// # Errors
@@ -84,9 +97,12 @@ impl TextSide {
                 let tools = (tools, self.template.tool_format());
                 let setup = || self.setup();
                 let mask = constraint::mask(&self.helper, &self.tokenizer, setup, form, tools, after, client);
-                Some(mask.map_err(|source| {
-                    let (field, value) = form.place();
-                    PromptError::Constraint { field, value, source }
+                Some(mask.map_err(|source| match source {
+                    ConstraintError::Helper { message } => PromptError::Helper { message },
+                    source => {
+                        let (field, value) = form.place();
+                        PromptError::Constraint { field, value, source }
+                    }
                 })?)
             }
         };
@@ -98,14 +114,16 @@ impl TextSide {
         Arc::clone(&self.helper)
     }
 
-    /// Waits for place for the grammar of an answer.
-    pub(super) async fn form_place(&self) -> FormPlace {
-        self.helper.form_place().await
+    /// Waits for place for the grammar of a request's answer; `None` where it may have any form.
+    pub(super) async fn form_place(&self, request: &GenerateRequest) -> Option<FormPlace> {
+        let form = request.form.as_ref()?;
+        let answer = request.max_tokens.unwrap_or(self.context_max).min(self.context_max);
+        Some(self.helper.form_place(constraint::bytes(form, request.prompt.tools(), answer)).await)
     }
 
     fn setup(&self) -> Setup {
         Setup {
-            words: (0..self.tokenizer.vocabulary()).map(|token| self.tokenizer.bytes(token).to_vec()).collect(),
+            words: self.tokenizer.pieces().clone(),
             ends: self.tokenizer.ends().collect(),
             template: Some(self.template.source().to_owned()).filter(|source| !source.is_empty()),
         }
@@ -136,7 +154,7 @@ impl TextSide {
             Ok((Kind::Refused, bytes)) => Err(ChatError::Refused { message: text(bytes)? }),
             Ok((_, bytes)) => Err(failed(text(bytes)?)),
             Err(JobError::Bound) => Err(ChatError::Bound),
-            Err(error) => Err(failed(in_one_line(&error))),
+            Err(fault) => Err(ChatError::Helper { message: in_one_line(&fault) }),
         }
     }
 
@@ -173,7 +191,10 @@ impl TextSide {
                 let rendered = self
                     .template
                     .render(conversation, &self.tokenizer, |context| self.render(context))
-                    .map_err(PromptError::Chat)?;
+                    .map_err(|error| match error {
+                        ChatError::Helper { message } => PromptError::Helper { message },
+                        error => PromptError::Chat(error),
+                    })?;
                 style = rendered.style;
                 let encoded = self.tokenizer.encode_rendered(&rendered.text, Some(rendered.mark));
                 let mut tokens = conversation.before.clone();

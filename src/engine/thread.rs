@@ -733,7 +733,8 @@ const MASK_SLICE: Duration = Duration::from_millis(5);
 fn in_form<T>(said: Result<T, MaskError>) -> ControlFlow<Outcome, T> {
     match said {
         Ok(value) => ControlFlow::Continue(value),
-        Err(MaskError { message }) => ControlFlow::Break(Err(GenerateError::Form { message })),
+        Err(MaskError::Form { message }) => ControlFlow::Break(Err(GenerateError::Form { message })),
+        Err(MaskError::Helper { message }) => ControlFlow::Break(Err(GenerateError::HelperLost { message })),
     }
 }
 

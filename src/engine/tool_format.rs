@@ -15,7 +15,7 @@
 
 use serde_json::{Map, Value, json};
 
-use super::schema::{ConstraintError, with_layout};
+use super::schema::{ConstraintError, lay_out, with_layout};
 use crate::conversation::{ChatMessage, Conversation, Role};
 
 /// How the call of a tool is written.
@@ -203,7 +203,7 @@ fn call_by_parameters(
     name: &str,
     parameters: &Value,
 ) -> Result<String, ConstraintError> {
-    with_layout(parameters)?;
+    let parameters = with_layout(parameters)?;
     let empty = Map::new();
     let properties = parameters.get("properties").and_then(Value::as_object).unwrap_or(&empty);
     let required: Vec<&str> = parameters
@@ -224,9 +224,11 @@ fn call_by_parameters(
             rules.push_str(&format!("{rule}: {open} ({}) {}\n", texts.join(" | "), literal(close)));
         } else if is_text {
             rules.push_str(&format!("{rule}: {open} text_{index}_{at}\n"));
-            rules.push_str(&format!("text_{index}_{at}[lazy]: /(?s:.*)\\n<\\/parameter>\\n/\n"));
+            let times = repetitions(schema);
+            rules.push_str(&format!("text_{index}_{at}[lazy]: /(?s:.{times})\\n<\\/parameter>\\n/\n"));
         } else {
-            let mut schema = with_layout(schema)?;
+            let mut schema = schema.clone();
+            lay_out(&mut schema);
             // What the schema of a parameter refers to is beside it in the schema of all.
             for shared in ["$defs", "definitions"] {
                 if let (Some(map), Some(definitions)) = (schema.as_object_mut(), parameters.get(shared)) {
@@ -240,6 +242,17 @@ fn call_by_parameters(
     call.push(' ');
     call.push_str(&literal("</function>\n</tool_call>"));
     Ok(call)
+}
+
+/// How many characters a text may have, as patterns write it.
+fn repetitions(schema: &Value) -> String {
+    let bound = |keyword: &str| schema.get(keyword).and_then(Value::as_u64);
+    match (bound("minLength"), bound("maxLength")) {
+        (None | Some(0), None) => "*".to_owned(),
+        (least, most) => {
+            format!("{{{},{}}}", least.unwrap_or(0), most.map_or_else(String::new, |most| most.to_string()))
+        }
+    }
 }
 
 /// A text as grammars write it, which is as JSON does.

@@ -17,7 +17,7 @@ use super::{
     fault::Fault,
     generation::Said,
     models::{fingerprint, model_named},
-    stream::{Payload, ignored_header},
+    stream::{Payload, ignored_of},
 };
 use crate::{policy::kv_type::KvType, units::Tokens};
 
@@ -38,8 +38,9 @@ pub(super) async fn completions(
         include_usage: wire.include_usage(),
         calls: 0,
     };
-    let ignored = ignored_header(&wire.ignored());
+    let ignored = wire.ignored();
     let request = wire.into_request(meta, model)?;
+    let ignored = ignored_of(ignored, &request);
     Ok((ignored, answer(api, request, writer, began).await?).into_response())
 }
 

@@ -57,6 +57,13 @@ pub(super) struct WireRequest {
     continue_final_message: Option<bool>,
     add_generation_prompt: Option<bool>,
     n_keep: Option<Whole>,
+    grammar: Option<Value>,
+    guided_choice: Option<Value>,
+    guided_grammar: Option<Value>,
+    guided_json: Option<Value>,
+    guided_regex: Option<Value>,
+    json_schema: Option<Value>,
+    structured_outputs: Option<Value>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -125,6 +132,15 @@ impl WireRequest {
         if self.logprobs == Some(true) {
             return Err(Fault::invalid("logprobs", true, "is not supported: probabilities are not kept"));
         }
+        refuse_other_forms([
+            ("grammar", &self.grammar),
+            ("guided_choice", &self.guided_choice),
+            ("guided_grammar", &self.guided_grammar),
+            ("guided_json", &self.guided_json),
+            ("guided_regex", &self.guided_regex),
+            ("json_schema", &self.json_schema),
+            ("structured_outputs", &self.structured_outputs),
+        ])?;
         let mut tools = checked_tools("tools", self.tools)?;
         let choice = ToolChoice::read(self.tool_choice.as_ref(), &tools)?;
         if choice == ToolChoice::None {
@@ -349,6 +365,23 @@ pub(super) fn is_set(value: Option<&Value>) -> bool {
 pub(super) fn named<const N: usize>(fields: [(&'static str, bool); N]) -> Vec<&'static str> {
     let set = fields.into_iter().filter(|(_, set)| *set);
     set.map(|(name, _)| name).collect()
+}
+
+/// Refuses the fields by which llama.cpp and vLLM ask for a form: without it the answer would be another one.
+pub(super) fn refuse_other_forms<const N: usize>(fields: [(&str, &Option<Value>); N]) -> Result<(), Fault> {
+    let set =
+        fields.into_iter().find_map(|(field, value)| Some((field, value.as_ref().filter(|value| !value.is_null())?)));
+    match set {
+        None => Ok(()),
+        Some((field, value)) => {
+            let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+            Err(Fault::invalid(
+                field,
+                text,
+                "is not supported: ask for a JSON schema by `response_format` of chat completions",
+            ))
+        }
+    }
 }
 
 /// The form that `response_format` asks for.
@@ -667,5 +700,24 @@ mod tests {
         assert!(matches!(schema, Some(AnswerForm::JsonSchema { schema, .. }) if schema == json!({"type": "null"})));
         let tools = r#""tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none""#;
         assert_eq!(request(&format!("{{{user}, {tools}}}")).unwrap().prompt.tools(), &[] as &[Value]);
+    }
+
+    #[test]
+    fn forms_of_other_servers_are_refused_by_name() {
+        for (field, value) in [
+            ("grammar", json!("root ::= \"maybe\"")),
+            ("guided_choice", json!(["maybe"])),
+            ("guided_grammar", json!("root ::= x")),
+            ("guided_json", json!({"type": "boolean"})),
+            ("guided_regex", json!("a+")),
+            ("json_schema", json!({"type": "boolean"})),
+            ("structured_outputs", json!({"choice": ["a"]})),
+        ] {
+            let body = json!({"messages": [{"role": "user", "content": "x"}], field: value});
+            let error = request(&body.to_string()).unwrap_err();
+            assert!(error.starts_with(field) && error.contains("response_format"), "{error}");
+        }
+        let unset = json!({"messages": [{"role": "user", "content": "x"}], "grammar": null});
+        assert!(request(&unset.to_string()).is_ok());
     }
 }

@@ -15,7 +15,7 @@ use super::{
     api::{Api, Meta, unix_seconds},
     backend::{AnswerPart, ChatRequest, FinishReason, Prompt, RequestMeta, Usage},
     chat::{reason_text, usage_json},
-    chat_wire::{OPENAI_STOP_TEXTS, answer_limit, is_set, named, stop_texts},
+    chat_wire::{OPENAI_STOP_TEXTS, answer_limit, is_set, named, refuse_other_forms, stop_texts},
     fault::{Fault, InputNamed as _},
     generation::Said,
     models::{fingerprint, model_named},
@@ -75,6 +75,13 @@ struct WireRequest {
     repetition_penalty: Option<f64>,
     response_format: Option<Value>,
     seed: Option<Whole>,
+    grammar: Option<Value>,
+    guided_choice: Option<Value>,
+    guided_grammar: Option<Value>,
+    guided_json: Option<Value>,
+    guided_regex: Option<Value>,
+    json_schema: Option<Value>,
+    structured_outputs: Option<Value>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -105,6 +112,15 @@ impl WireRequest {
         if let Some(suffix) = self.suffix.filter(|suffix| !suffix.is_empty()) {
             return Err(Fault::invalid("suffix", suffix, "is not supported: text is only added at the end"));
         }
+        refuse_other_forms([
+            ("grammar", &self.grammar),
+            ("guided_choice", &self.guided_choice),
+            ("guided_grammar", &self.guided_grammar),
+            ("guided_json", &self.guided_json),
+            ("guided_regex", &self.guided_regex),
+            ("json_schema", &self.json_schema),
+            ("structured_outputs", &self.structured_outputs),
+        ])?;
         let prompt = one_prompt(self.prompt)?;
         let echo = match (self.echo, &prompt) {
             (Some(true), Prompt::Text(text)) => text.clone(),

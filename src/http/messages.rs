@@ -19,7 +19,7 @@ use super::{
     generation::Said,
     messages_wire::WireRequest,
     models::model_named,
-    stream::{Payload, ignored_header},
+    stream::{Payload, ignored_of},
     tokens::tokenizer,
 };
 
@@ -33,7 +33,7 @@ pub(super) async fn messages(
     check_version(request.headers())?;
     let (wire, _memory): (WireRequest, _) = read_json(&api, request).await?;
     let model = model_named(&api, Some(&wire.model))?;
-    let ignored = ignored_header(&wire.ignored());
+    let ignored = wire.ignored();
     let thinks = wire.thinks();
     let request = wire.into_request(meta, model.clone())?;
     let writer = MessageWriter {
@@ -45,6 +45,7 @@ pub(super) async fn messages(
         blocks: 0,
         calls: 0,
     };
+    let ignored = ignored_of(ignored, &request);
     Ok((ignored, answer(api, request, writer, began).await?).into_response())
 }
 

@@ -21,7 +21,7 @@ use super::{
     models::{digest, unknown_model},
     ollama_wire::{Asked, WireRequest},
     ollama_writer::{OllamaWriter, Shape, rfc3339},
-    stream::ignored_header,
+    stream::{ignored_header, ignored_of},
 };
 use crate::policy::snapshot::{EngineState, Snapshot};
 
@@ -214,11 +214,12 @@ async fn answered(
     began: Instant,
 ) -> Result<Response, OllamaFault> {
     llm(&api)?;
-    let ignored = ignored_header(&asked.ignored);
     let writer = OllamaWriter::new(model, shape, &api, began);
     Ok(match asked.request {
-        None => (ignored, Json(writer.nothing_asked(asked.unload))).into_response(),
-        Some(request) => (ignored, answer(api, request, writer, began).await?).into_response(),
+        None => (ignored_header(&asked.ignored), Json(writer.nothing_asked(asked.unload))).into_response(),
+        Some(request) => {
+            (ignored_of(asked.ignored, &request), answer(api, request, writer, began).await?).into_response()
+        }
     })
 }
 

@@ -19,7 +19,7 @@ use super::{
     models::model_named,
     numbers::Whole,
     responses_wire::WireRequest,
-    stream::{Payload, ignored_header},
+    stream::{Payload, ignored_of},
     tokens::tokenizer,
 };
 
@@ -32,8 +32,9 @@ pub(super) async fn responses(
     let began = Instant::now();
     let (mut wire, _memory): (WireRequest, _) = read_json(&api, request).await?;
     let model = model_named(&api, wire.model.as_deref())?;
-    let ignored = ignored_header(&wire.ignored());
+    let ignored = wire.ignored();
     let request = wire.request(meta, model.clone())?;
+    let ignored = ignored_of(ignored, &request);
     let writer = ResponseWriter::new(api.fresh_id("resp_"), &model, wire);
     let answered = answer(api, request, writer, began).await.input_named("input")?;
     Ok((ignored, answered).into_response())

@@ -17,7 +17,12 @@ use futures_util::{
 use serde_json::{Value, json};
 use tokio::time::timeout;
 
-use super::{api::Api, backend::RequestMeta, fault::Fault, limits::Limits};
+use super::{
+    api::Api,
+    backend::{ChatRequest, RequestMeta},
+    fault::Fault,
+    limits::Limits,
+};
 use crate::policy::refusal::Refusal;
 
 /// How long a stream waits for its admission before it is opened: half of what the client waits for the first byte.
@@ -104,6 +109,15 @@ pub(super) fn silence(meta: &RequestMeta, limits: &Limits) -> Duration {
     meta.patience.map_or(limits.keepalive, |patience| limits.keepalive.min((patience / 3).max(SILENCE_MIN)))
 }
 
+/// Names fields that are not honoured, and keywords of schemas that an answer's form does not keep.
+pub(super) fn ignored_of(fields: Vec<impl Into<String>>, request: &ChatRequest) -> HeaderMap {
+    let mut names: Vec<String> = fields.into_iter().map(Into::into).collect();
+    if let Some(form) = &request.form {
+        names.extend(form.let_through(request.prompt.tools()));
+    }
+    ignored_header(&names)
+}
+
 pub(super) fn ignored_header(ignored: &[impl Borrow<str>]) -> HeaderMap {
     let mut headers = HeaderMap::new();
     if let Ok(value) = HeaderValue::from_str(&ignored.join(", "))
@@ -128,3 +142,18 @@ const SILENCE_MIN: Duration = Duration::from_millis(100);
 const NO_BUFFERING: HeaderName = HeaderName::from_static("x-accel-buffering");
 /// Fields of the request that were read and not honoured.
 pub(super) const IGNORED: HeaderName = HeaderName::from_static("x-cotenant-ignored");
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::conversation::AnswerForm;
+
+    #[test]
+    fn keywords_that_a_form_does_not_keep_are_named_behind_the_fields() {
+        let schema = json!({"type": "array", "uniqueItems": true, "items": {"type": "string", "format": "password"}});
+        let form = Some(AnswerForm::JsonSchema { schema, field: "format" });
+        let headers = ignored_of(vec!["min_p"], &ChatRequest { form, ..ChatRequest::default() });
+        assert_eq!(headers[IGNORED], "min_p, format.format, format.uniqueItems");
+        assert!(ignored_of(Vec::<String>::new(), &ChatRequest::default()).is_empty());
+    }
+}

@@ -787,7 +787,7 @@ impl TokenMask for NeverReady {
     }
 
     fn apply(&mut self, _logits: &mut [f32]) -> Result<(), MaskError> {
-        Err(MaskError { message: "asked before it was ready".to_owned() })
+        Err(MaskError::Form { message: "asked before it was ready".to_owned() })
     }
 
     fn accept(&mut self, _token: u32, _bytes: &[u8]) -> Result<(), MaskError> {

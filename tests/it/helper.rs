@@ -1,15 +1,25 @@
 //! The helper process: grammars and chat templates stay within their bounds, and leave nothing.
 
-use std::{fs, path::PathBuf, process, time::Instant};
+use std::{
+    fs,
+    path::PathBuf,
+    process,
+    time::{Duration, Instant},
+};
 
 use cotenant::{
     engine::{
-        AnswerForm, ChatMessage, Client, GenerateRequest, Prompt, PromptError, RequestId, Role,
+        AnswerForm, ChatMessage, Client, Conversation, GenerateRequest, Prompt, PromptError, RequestId, Role,
         chat::ChatError,
         constraint::ConstraintError,
+        sampling::MaskError,
         text::{Prepared, TextError, TextSide},
     },
     units::Tokens,
+};
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
 };
 use serde_json::{Value, json};
 
@@ -158,11 +168,7 @@ fn a_helper_that_was_killed_is_started_again() {
     let side = text_side(None);
     drop(prepare(&side, json!({})).unwrap());
     let helper = helper_pid();
-    nix::sys::signal::kill(
-        nix::unistd::Pid::from_raw(i32::try_from(helper).unwrap()),
-        nix::sys::signal::Signal::SIGKILL,
-    )
-    .unwrap();
+    signal(helper, Signal::SIGKILL);
     while fs::read_to_string(format!("/proc/{helper}/stat")).is_ok_and(|stat| !stat.contains(") Z ")) {
         std::thread::yield_now();
     }
@@ -216,4 +222,85 @@ fn a_process_and_a_thread_render_alike() {
     };
     let threads = TextSide::new(&header(), Tokens::new(4096)).unwrap();
     assert_eq!(tokens(&text_side(None)), tokens(&threads));
+}
+
+fn signal(pid: u32, signal: Signal) {
+    kill(Pid::from_raw(i32::try_from(pid).unwrap()), signal).unwrap();
+}
+
+#[test]
+fn a_helper_that_was_stopped_is_replaced() {
+    let side = text_side(None);
+    drop(prepare(&side, json!({})).unwrap());
+    let helper = helper_pid();
+    signal(helper, Signal::SIGSTOP);
+    drop(prepare(&side, json!({"type": "boolean"})).unwrap());
+    assert_ne!(helper_pid(), helper);
+    assert!(!PathBuf::from(format!("/proc/{helper}")).exists(), "the one that was stopped is gone");
+}
+
+#[test]
+fn a_job_that_is_stopped_or_killed_is_no_fault_of_the_form() {
+    let side = text_side(None);
+    for sent in [Signal::SIGSTOP, Signal::SIGKILL] {
+        let mut mask = prepare(&side, json!({"type": "string"})).unwrap().mask.unwrap();
+        while !mask.is_ready(Duration::from_millis(5)).unwrap() {}
+        let mut logits = vec![0.0; side.tokenizer().vocabulary() as usize];
+        mask.apply(&mut logits).unwrap();
+        let job = children(helper_pid())[0];
+        signal(job, sent);
+        let quote = side.tokenizer().encode("\"").unwrap()[0];
+        let lost = mask.accept(quote, b"\"").and_then(|()| {
+            loop {
+                match mask.is_ready(Duration::from_millis(5)) {
+                    Ok(false) => {}
+                    Ok(true) => break mask.is_complete().map(drop),
+                    Err(error) => break Err(error),
+                }
+            }
+        });
+        assert!(matches!(lost, Err(MaskError::Helper { .. })), "{sent}: {lost:?}");
+        if sent == Signal::SIGSTOP {
+            // It does not notice that its owner has gone.
+            signal(job, Signal::SIGKILL);
+        }
+        drop(mask);
+        wait_for_no_jobs(helper_pid());
+    }
+}
+
+/// What cannot be started again is no fault of the request's.
+#[test]
+fn a_helper_that_cannot_be_replaced_is_an_error_of_its_own() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let folder = tempfile::tempdir().unwrap();
+    let (program, gone) = (folder.path().join("program"), folder.path().join("gone"));
+    let text = format!("#!/bin/sh\n[ -e {} ] || exec {} \"$@\"\n", gone.display(), env!("CARGO_BIN_EXE_cotenant"));
+    fs::write(&program, text).unwrap();
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+    let side = TextSide::with_helper(&header_with(None), Tokens::new(4096), Some(program)).unwrap();
+    drop(prepare(&side, json!({})).unwrap());
+    fs::write(&gone, "").unwrap();
+    signal(helper_pid(), Signal::SIGKILL);
+    let error = prepare(&side, json!({})).err();
+    assert!(matches!(error, Some(PromptError::Helper { .. })), "{error:?}");
+    fs::remove_file(&gone).unwrap();
+    drop(prepare(&side, json!({})).unwrap());
+}
+
+/// 62 KB, as an agent with a home and an office has them.
+#[test]
+fn a_call_of_one_of_40_tools_can_be_required() {
+    let tools = super::grammar::tools(40);
+    assert!(serde_json::to_string(&tools).unwrap().len() > 48_000);
+    let said = vec![ChatMessage::new(Role::User, "x")];
+    let conversation = Conversation { messages: said, tools, ..Conversation::default() };
+    let request = GenerateRequest {
+        form: Some(AnswerForm::ToolCall { name: None }),
+        ..GenerateRequest::new(RequestId::new(1), Prompt::Chat(conversation))
+    };
+    // Each byte of the prompt is a token.
+    let program = Some(PathBuf::from(env!("CARGO_BIN_EXE_cotenant")));
+    let long = TextSide::with_helper(&header_with(None), Tokens::new(1 << 20), program).unwrap();
+    assert!(long.prepare(&request, Client::PATIENT).unwrap().mask.is_some());
 }

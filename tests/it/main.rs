@@ -18,6 +18,7 @@ mod engine;
 mod engine_thread;
 mod fidelity;
 mod generate;
+mod grammar;
 mod helper;
 mod http;
 mod kv_types;

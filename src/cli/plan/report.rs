@@ -57,7 +57,8 @@ pub(super) fn print(
         text.push('\n');
     };
     row("layers, head", llm.layers, "each part can be streamed");
-    row("norms, tokenizer", llm.fixed, "always resident");
+    row("norms, tables", llm.fixed.saturating_sub(inspected.text), "always resident");
+    row("tokenizer, grammars", inspected.text, "always reserved");
     let each = shape.kv.bytes_per_token(llm.kv_type);
     let attends = format!("{} of {} layers attend", shape.kv.attention_layers, shape.layer_count());
     row("KV cache", llm.kv, &format!("{} tokens as {}, {each} each; {attends}", llm.context, llm.kv_type));

@@ -2,33 +2,48 @@
 
 use std::{
     fmt,
-    io::{self, IoSlice, Write as _},
+    io::{self, IoSlice},
     os::{fd::AsRawFd as _, unix::net::UnixStream},
     path::PathBuf,
     process::{Child, Command, Stdio},
     sync::{
         Arc, Mutex, PoisonError,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     thread,
     time::{Duration, Instant},
 };
 
-use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
+use nix::{
+    sys::{
+        signal::{Signal, kill},
+        socket::{ControlMessage, MsgFlags, sendmsg},
+    },
+    unistd::Pid,
+};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::{
-    bounds::{FORMS_MAX, job_bytes, most},
+    bounds::{FORMS, RENDER, most, without_grammars},
     frame::{self, Kind},
     job::{Bounds, Library, Setup},
-    process::{FORM, RENDER},
+    process::{self, announced},
 };
-use crate::units::Bytes;
+use crate::{causes::in_one_line, units::Bytes};
 
 /// Place for one grammar; given back when it is dropped.
 #[derive(Debug)]
 pub struct FormPlace {
-    _permit: Option<OwnedSemaphorePermit>,
+    /// What the grammar may allocate.
+    bytes: Bytes,
+    _permits: Option<OwnedSemaphorePermit>,
+}
+
+impl FormPlace {
+    /// What the grammar may allocate.
+    pub(in crate::engine) const fn bytes(&self) -> Bytes {
+        self.bytes
+    }
 }
 
 /// The helper of one model; started when it is first needed, and again when it was ended.
@@ -38,7 +53,10 @@ pub(in crate::engine) struct Helper {
     running: Mutex<Option<Running>>,
     renders: Mutex<()>,
     forms: Arc<Semaphore>,
-    held: AtomicUsize,
+    /// Whether a grammar was asked for since it was started.
+    grammars: AtomicBool,
+    words: AtomicUsize,
+    text: AtomicUsize,
 }
 
 enum Running {
@@ -65,25 +83,38 @@ impl Helper {
             program,
             running: Mutex::default(),
             renders: Mutex::default(),
-            forms: Arc::new(Semaphore::new(FORMS_MAX)),
-            held: AtomicUsize::new(0),
+            forms: Arc::new(Semaphore::new(units(FORMS) as usize)),
+            grammars: AtomicBool::new(false),
+            words: AtomicUsize::new(0),
+            text: AtomicUsize::new(0),
         }
     }
 
     /// What it and its jobs may occupy now.
     pub(in crate::engine) fn held(&self) -> Bytes {
-        Bytes::of_len(self.held.load(Ordering::Relaxed))
+        match (self.words.load(Ordering::Relaxed), self.text.load(Ordering::Relaxed)) {
+            (0, _) => Bytes::ZERO,
+            (words, text) if self.grammars.load(Ordering::Relaxed) => most(words, text),
+            (words, text) => without_grammars(words, text),
+        }
     }
 
-    /// Waits for place for a grammar.
-    pub(in crate::engine) async fn form_place(&self) -> FormPlace {
+    /// Waits for place for a grammar that may allocate so much.
+    pub(in crate::engine) async fn form_place(&self, bytes: Bytes) -> FormPlace {
         // It is never closed.
-        FormPlace { _permit: Arc::clone(&self.forms).acquire_owned().await.ok() }
+        FormPlace { bytes, _permits: Arc::clone(&self.forms).acquire_many_owned(units(bytes)).await.ok() }
     }
 
-    /// Starts a grammar.
-    pub(in crate::engine) fn form(&self, setup: impl Fn() -> Setup) -> Result<Job, JobError> {
-        self.job(FORM, &setup)
+    /// Starts a grammar that may allocate so much, and waits for its first answer until its owner does not want it any more.
+    pub(in crate::engine) fn form(
+        &self,
+        bytes: Bytes,
+        (kind, grammar): (Kind, &[u8]),
+        gone: &dyn Fn() -> bool,
+        setup: impl Fn() -> Setup,
+    ) -> Result<(Job, Kind, Vec<u8>), JobError> {
+        self.grammars.store(true, Ordering::Relaxed);
+        self.begin((process::FORM, bytes), (kind, grammar), gone, &setup)
     }
 
     /// Compiles the template, or renders it with a context in JSON.
@@ -94,18 +125,57 @@ impl Helper {
         setup: impl Fn() -> Setup,
     ) -> Result<(Kind, Vec<u8>), JobError> {
         let _one_at_a_time = self.renders.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut job = self.job(RENDER, &setup)?;
-        job.send(kind, context)?;
-        job.first(&|| false)
+        let (_job, kind, body) = self.begin((process::RENDER, RENDER), (kind, context), &|| false, &setup)?;
+        Ok((kind, body))
+    }
+
+    /// Starts a job and waits for its first answer; once more in a new helper, where it was lost for no fault of its own.
+    fn begin(
+        &self,
+        (what, bytes): (u8, Bytes),
+        (kind, body): (Kind, &[u8]),
+        gone: &dyn Fn() -> bool,
+        setup: &dyn Fn() -> Setup,
+    ) -> Result<(Job, Kind, Vec<u8>), JobError> {
+        let mut tried = 0;
+        loop {
+            let mut job = self.job(what, bytes, setup)?;
+            let first = job.send(kind, body).and_then(|()| job.first(gone));
+            tried += 1;
+            match first {
+                Ok((kind, body)) => return Ok((job, kind, body)),
+                Err(error @ (JobError::Bound | JobError::Gone)) => return Err(error),
+                Err(error) => {
+                    tracing::warn!(error = in_one_line(&error), "a job of the text helper was lost");
+                    self.lost(&job);
+                    if tried == TRIES {
+                        return Err(error);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Ends a job that does not answer, and the helper where that does not run either.
+    fn lost(&self, job: &Job) {
+        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(Running::Process(process)) = &mut *running {
+            if process.child.try_wait().is_ok_and(|ended| ended.is_none()) && !is_stopped(process.child.id()) {
+                job.end();
+            } else {
+                *running = None;
+            }
+        }
     }
 
     /// Ends it, until it is needed again: what is not used yet holds no memory.
     pub(in crate::engine) fn end(&self) {
         *self.running.lock().unwrap_or_else(PoisonError::into_inner) = None;
-        self.held.store(0, Ordering::Relaxed);
+        self.grammars.store(false, Ordering::Relaxed);
+        self.words.store(0, Ordering::Relaxed);
     }
 
-    fn job(&self, kind: u8, setup: &dyn Fn() -> Setup) -> Result<Job, JobError> {
+    fn job(&self, kind: u8, bytes: Bytes, setup: &dyn Fn() -> Setup) -> Result<Job, JobError> {
         let (ours, theirs) = UnixStream::pair()?;
         let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
         // Twice: a helper that was ended is noticed when it is used.
@@ -119,19 +189,19 @@ impl Helper {
                     let (library, mut stream) = (Arc::clone(library), theirs);
                     let thread = thread::Builder::new().name("cotenant-form".to_owned());
                     thread.spawn(move || library.run(&mut stream, &Unbounded))?;
-                    return Ok(Job::new(ours));
+                    return Ok(Job { stream: ours, process: None });
                 }
                 Running::Process(process) => {
                     let fds = [theirs.as_raw_fd()];
                     let sent = sendmsg::<()>(
                         process.control.as_raw_fd(),
-                        &[IoSlice::new(&[kind])],
+                        &[IoSlice::new(&announced(kind, bytes.get()))],
                         &[ControlMessage::ScmRights(&fds)],
                         MsgFlags::MSG_NOSIGNAL,
                         None,
                     );
                     match sent {
-                        Ok(_) => return Ok(Job::new(ours)),
+                        Ok(_) => return Ok(Job { stream: ours, process: Some(process.child.id()) }),
                         Err(_ended) => *running = None,
                     }
                 }
@@ -141,8 +211,7 @@ impl Helper {
     }
 
     fn start(&self, setup: Setup) -> io::Result<Running> {
-        let tokens = setup.words.len();
-        let text = setup.words.iter().map(Vec::len).sum();
+        let (words, text) = (setup.words.ends().len(), setup.words.bytes().len());
         let running = match &self.program {
             None => Running::Threads(Arc::new(Library::new(setup))),
             Some(program) => {
@@ -156,30 +225,33 @@ impl Helper {
                     .stderr(Stdio::null())
                     .spawn()?;
                 let mut process = Process { control, child };
-                process.control.set_write_timeout(Some(BUILD_WAIT_MAX))?;
-                process.control.write_all(&job_bytes(tokens).get().to_le_bytes())?;
+                process.control.set_write_timeout(Some(ANSWER_WAIT_MAX))?;
                 setup.write(&mut process.control)?;
                 Running::Process(process)
             }
         };
-        self.held.store(most(tokens, text).as_len(), Ordering::Relaxed);
+        self.words.store(words, Ordering::Relaxed);
+        self.text.store(text, Ordering::Relaxed);
         Ok(running)
     }
+}
+
+/// Units of the semaphore of grammars.
+fn units(bytes: Bytes) -> u32 {
+    u32::try_from(bytes.get().div_ceil(1 << 20)).unwrap_or(u32::MAX)
 }
 
 /// The owner's end of a job; dropping it ends the job.
 pub(in crate::engine) struct Job {
     stream: UnixStream,
+    /// The process that has it: the helper, until it has begun.
+    process: Option<u32>,
 }
 
 impl Job {
-    fn new(stream: UnixStream) -> Self {
-        Self { stream }
-    }
-
     /// Sends a frame.
     pub(in crate::engine) fn send(&mut self, kind: Kind, body: &[u8]) -> Result<(), JobError> {
-        self.stream.set_write_timeout(Some(BUILD_WAIT_MAX))?;
+        self.stream.set_write_timeout(Some(ANSWER_WAIT_MAX))?;
         Ok(frame::write(&mut self.stream, kind, body)?)
     }
 
@@ -199,27 +271,65 @@ impl Job {
     }
 
     /// Its first answer; waits for that until its owner does not want it any more.
-    pub(in crate::engine) fn first(&mut self, gone: &dyn Fn() -> bool) -> Result<(Kind, Vec<u8>), JobError> {
-        let began = Instant::now();
+    fn first(&mut self, gone: &dyn Fn() -> bool) -> Result<(Kind, Vec<u8>), JobError> {
+        let mut since = Instant::now();
+        let mut most = START_WAIT_MAX;
         while !gone() {
-            if self.ready(SLICE)? {
-                return self.receive();
+            if !self.ready(SLICE)? {
+                self.check(since.elapsed(), most)?;
+                continue;
             }
-            if began.elapsed() >= BUILD_WAIT_MAX {
-                return Err(JobError::Bound);
+            match self.receive()? {
+                (Kind::Begun, process) => {
+                    self.process = process.as_slice().try_into().ok().map(u32::from_le_bytes);
+                    (since, most) = (Instant::now(), ANSWER_WAIT_MAX);
+                }
+                answer => return Ok(answer),
             }
         }
         Err(JobError::Gone)
     }
 
-    /// Receives a frame, once it is ready.
+    /// Whether it can still answer, after so long.
+    pub(in crate::engine) fn check(&self, waited: Duration, most: Duration) -> Result<(), JobError> {
+        if waited >= most {
+            return Err(JobError::Late);
+        }
+        if waited >= STOPPED_LOOK && self.process.is_some_and(is_stopped) {
+            return Err(JobError::Stopped);
+        }
+        Ok(())
+    }
+
+    /// Receives a frame.
     pub(in crate::engine) fn receive(&mut self) -> Result<(Kind, Vec<u8>), JobError> {
-        self.stream.set_read_timeout(Some(BUILD_WAIT_MAX))?;
-        Ok(frame::read(&mut self.stream)?)
+        let began = Instant::now();
+        while !self.ready(SLICE)? {
+            self.check(began.elapsed(), ANSWER_WAIT_MAX)?;
+        }
+        self.stream.set_read_timeout(Some(ANSWER_WAIT_MAX))?;
+        match frame::read(&mut self.stream)? {
+            (Kind::Bound, _) => Err(JobError::Bound),
+            answer => Ok(answer),
+        }
+    }
+
+    /// Ends its process, where that does not run.
+    fn end(&self) {
+        if let Some(process) = self.process.filter(|&process| is_stopped(process)).and_then(|id| id.try_into().ok()) {
+            let _ = kill(Pid::from_raw(process), Signal::SIGKILL);
+        }
     }
 }
 
-/// Why a job has no answer.
+/// Whether a process was stopped, by a signal or a debugger.
+fn is_stopped(process: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
+    // The name, in brackets, may contain anything.
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['T', 't']))
+}
+
+/// Why a job has no answer. All but the first two are faults of the helper's, not of what it was given.
 #[derive(Debug, thiserror::Error)]
 pub(in crate::engine) enum JobError {
     /// It came to the end of its memory or its time.
@@ -231,17 +341,23 @@ pub(in crate::engine) enum JobError {
     /// The helper cannot be started or used.
     #[error("the helper process cannot be used")]
     Io(#[source] io::Error),
-    /// The helper ended twice.
+    /// No answer came, although it was not at the end of its time.
+    #[error("the helper process did not answer in time")]
+    Late,
+    /// Its process ended before it answered.
     #[error("the helper process ended")]
     Lost,
+    /// Its process was stopped.
+    #[error("the helper process was stopped by a signal")]
+    Stopped,
 }
 
 impl From<io::Error> for JobError {
     fn from(error: io::Error) -> Self {
         use io::ErrorKind as K;
         match error.kind() {
-            // Nothing else ends a job before its answer.
-            K::UnexpectedEof | K::BrokenPipe | K::ConnectionReset | K::WouldBlock | K::TimedOut => Self::Bound,
+            K::UnexpectedEof | K::BrokenPipe | K::ConnectionReset => Self::Lost,
+            K::WouldBlock | K::TimedOut => Self::Late,
             _ => Self::Io(error),
         }
     }
@@ -261,9 +377,19 @@ impl Bounds for Unbounded {
     fn given(&self, _bytes: usize) {}
 }
 
+/// How long a job is waited for until it begins: before the first one the helper makes a tree of the vocabulary, which takes 1 s
+/// for 262,144 tokens on a free processor.
+const START_WAIT_MAX: Duration = Duration::from_secs(60);
+
 /// How long an answer is waited for, whatever the job takes of a processor: on a machine so busy that it does not come to
 /// run, its timer does not end it.
-const BUILD_WAIT_MAX: Duration = Duration::from_secs(10);
+pub(in crate::engine) const ANSWER_WAIT_MAX: Duration = Duration::from_secs(10);
 
 /// How often a wait looks whether the owner is still there.
 const SLICE: Duration = Duration::from_millis(20);
+
+/// After how long a wait looks whether the process was stopped.
+const STOPPED_LOOK: Duration = Duration::from_millis(200);
+
+/// How often a job is started that was lost for no fault of its own.
+const TRIES: u32 = 2;

@@ -15,6 +15,10 @@ pub(in crate::engine) enum Kind {
     Render,
     /// To a job: the token that was chosen.
     Token,
+    /// From a job: it has begun, in the process with this number.
+    Begun,
+    /// From the helper: a job came to the end of its memory or its time.
+    Bound,
     /// From a job: the grammar goes on, and a mask follows.
     GoesOn,
     /// From a job: the grammar is complete.
@@ -29,12 +33,14 @@ pub(in crate::engine) enum Kind {
     Failed,
 }
 
-const KINDS: [Kind; 11] = [
+const KINDS: [Kind; 13] = [
     Kind::Schema,
     Kind::Lark,
     Kind::Compile,
     Kind::Render,
     Kind::Token,
+    Kind::Begun,
+    Kind::Bound,
     Kind::GoesOn,
     Kind::Complete,
     Kind::Mask,

@@ -3,28 +3,28 @@
 use std::{
     io::{self, Read, Write},
     os::unix::net::UnixStream,
-    sync::{Arc, OnceLock},
+    sync::{Mutex, OnceLock, PoisonError},
     time::Duration,
 };
 
-use llguidance::{
-    Matcher, ParserFactory,
-    api::{ParserLimits, TopLevelGrammar},
-    toktrie::{ApproximateTokEnv, InferenceCapabilities, TokEnv, TokRxInfo, TokTrie},
-};
+use llguidance::{Matcher, api::TopLevelGrammar};
 use serde_json::{Map, Value};
 
 use super::{
     bounds::{BUILD_CPU_MAX, STEP_CPU_MAX},
     frame::{self, Kind},
+    vocabulary::Vocabulary,
 };
-use crate::engine::jinja::{Template, TemplateError};
+use crate::engine::{
+    jinja::{Template, TemplateError},
+    tokenizer::Pieces,
+};
 
 /// What jobs are done with.
 #[derive(Debug, Default)]
 pub(in crate::engine) struct Setup {
     /// The text of each token.
-    pub(in crate::engine) words: Vec<Vec<u8>>,
+    pub(in crate::engine) words: Pieces,
     /// The tokens that end an answer.
     pub(in crate::engine) ends: Vec<u32>,
     /// The chat template, if there is one.
@@ -33,49 +33,48 @@ pub(in crate::engine) struct Setup {
 
 impl Setup {
     pub(super) fn write(&self, stream: &mut impl Write) -> io::Result<()> {
-        let mut body = Vec::new();
-        push(&mut body, self.template.as_deref().unwrap_or_default().as_bytes())?;
-        let ends: Vec<u8> = self.ends.iter().flat_map(|end| end.to_le_bytes()).collect();
-        push(&mut body, &ends)?;
-        for word in &self.words {
-            push(&mut body, word)?;
-        }
-        stream.write_all(&(body.len() as u64).to_le_bytes())?;
-        stream.write_all(&body)
+        push(stream, self.template.as_deref().unwrap_or_default().as_bytes())?;
+        push(stream, &le_bytes(&self.ends))?;
+        push(stream, &le_bytes(self.words.ends()))?;
+        push(stream, self.words.bytes())
     }
 
     pub(super) fn read(stream: &mut impl Read) -> io::Result<Self> {
-        let mut length = [0; 8];
-        stream.read_exact(&mut length)?;
-        let mut body = stream.take(u64::from_le_bytes(length));
-        let template = String::from_utf8(pull(&mut body)?).map_err(io::Error::other)?;
-        let ends = pull(&mut body)?;
-        let ends = ends.as_chunks().0.iter().copied().map(u32::from_le_bytes).collect();
-        let mut words = Vec::new();
-        while body.limit() > 0 {
-            words.push(pull(&mut body)?);
-        }
+        let template = String::from_utf8(pull(stream)?).map_err(io::Error::other)?;
+        let ends = from_le_bytes(&pull(stream)?);
+        let places = from_le_bytes(&pull(stream)?);
+        let words = Pieces::from_parts(pull(stream)?, places);
         Ok(Self { words, ends, template: Some(template).filter(|template| !template.is_empty()) })
     }
 }
 
-fn push(body: &mut Vec<u8>, text: &[u8]) -> io::Result<()> {
-    let length = u32::try_from(text.len()).map_err(io::Error::other)?;
-    body.extend(length.to_le_bytes());
-    body.extend(text);
-    Ok(())
+fn le_bytes(numbers: &[u32]) -> Vec<u8> {
+    numbers.iter().flat_map(|number| number.to_le_bytes()).collect()
 }
 
-fn pull(body: &mut impl Read) -> io::Result<Vec<u8>> {
+fn from_le_bytes(bytes: &[u8]) -> Vec<u32> {
+    bytes.as_chunks().0.iter().copied().map(u32::from_le_bytes).collect()
+}
+
+fn push(stream: &mut impl Write, body: &[u8]) -> io::Result<()> {
+    let length = u32::try_from(body.len()).map_err(io::Error::other)?;
+    stream.write_all(&length.to_le_bytes())?;
+    stream.write_all(body)
+}
+
+fn pull(stream: &mut impl Read) -> io::Result<Vec<u8>> {
     let mut length = [0; 4];
-    body.read_exact(&mut length)?;
-    frame::read_body(body, u32::from_le_bytes(length) as usize)
+    stream.read_exact(&mut length)?;
+    frame::read_body(stream, u32::from_le_bytes(length) as usize)
 }
 
-/// What jobs share: made once, when the first job needs it.
+/// What jobs share.
 pub(super) struct Library {
-    setup: Setup,
-    vocabulary: OnceLock<Option<TokEnv>>,
+    template: Option<String>,
+    ends: Vec<u32>,
+    /// Until the vocabulary is made of them.
+    words: Mutex<Option<Pieces>>,
+    vocabulary: OnceLock<Option<Vocabulary>>,
 }
 
 /// Bounds of a job, where it runs under any.
@@ -88,24 +87,23 @@ pub(super) trait Bounds {
 
 impl Library {
     pub(super) fn new(setup: Setup) -> Self {
-        Self { setup, vocabulary: OnceLock::new() }
+        let Setup { words, ends, template } = setup;
+        Self { template, ends, words: Mutex::new(Some(words)), vocabulary: OnceLock::new() }
     }
 
-    /// The vocabulary as a tree of bytes; `None` where the library cannot use it.
-    pub(super) fn vocabulary(&self) -> Option<&TokEnv> {
-        let made = self.vocabulary.get_or_init(|| {
-            let Setup { words, ends, .. } = &self.setup;
-            let info = TokRxInfo::new(u32::try_from(words.len()).ok()?, ends.first().copied()?);
-            let trie = TokTrie::from(&info, words).with_eos_tokens(ends);
-            Some(Arc::new(ApproximateTokEnv::new(trie)) as TokEnv)
-        });
-        made.as_ref()
+    /// The vocabulary, made when the first grammar needs it; `None` where the library cannot use it.
+    pub(super) fn vocabulary(&self) -> Option<&Vocabulary> {
+        let make = || {
+            let words = self.words.lock().unwrap_or_else(PoisonError::into_inner).take()?;
+            Vocabulary::new(&words, &self.ends)
+        };
+        self.vocabulary.get_or_init(make).as_ref()
     }
 
     /// The compiled template. Made for each job, within its bounds: the compiler evaluates constants and descends into
     /// what a file nests.
     fn template(&self) -> Result<Template, String> {
-        let source = self.setup.template.as_deref().ok_or("there is no chat template")?;
+        let source = self.template.as_deref().ok_or("there is no chat template")?;
         Template::new(source).map_err(|error| error.to_string())
     }
 
@@ -114,10 +112,11 @@ impl Library {
         let (kind, length) = frame::read_head(stream)?;
         bounds.given(match kind {
             Kind::Compile | Kind::Render => {
-                let template = self.setup.template.as_ref().map_or(0, String::len);
+                let template = self.template.as_ref().map_or(0, String::len);
                 length.saturating_mul(OF_CONTEXT).saturating_add(template.saturating_mul(OF_TEMPLATE))
             }
-            _ => length.saturating_mul(OF_GRAMMAR),
+            // What a grammar takes by its length is part of its bound.
+            _ => 0,
         });
         let body = frame::read_body(stream, length)?;
         bounds.time(BUILD_CPU_MAX);
@@ -127,7 +126,7 @@ impl Library {
                 Err(message) => Ok(Err(message)),
             },
             Kind::Render => self.render(stream, &body),
-            Kind::Schema | Kind::Lark => self.form(stream, kind, body, bounds),
+            Kind::Schema | Kind::Lark => self.form(stream, kind, &body, bounds),
             _ => Ok(Err("it begins with no job".to_owned())),
         };
         match result? {
@@ -154,20 +153,19 @@ impl Library {
         &self,
         stream: &mut UnixStream,
         kind: Kind,
-        grammar: Vec<u8>,
+        grammar: &[u8],
         bounds: &impl Bounds,
     ) -> io::Result<Result<(), String>> {
-        let mut matcher = match self.compile(kind, grammar) {
-            Ok(matcher) => matcher,
+        let mut followed = match Followed::new(self, kind, grammar) {
+            Ok(followed) => followed,
             Err(message) => return Ok(Err(message)),
         };
         loop {
             frame::write(stream, Kind::GoesOn, &[])?;
-            let mask = match matcher.compute_mask_or_eos() {
-                Ok(mask) => mask,
-                Err(error) => return Ok(Err(format!("{error:#}"))),
+            let bits = match followed.mask(bounds) {
+                Ok(bits) => bits,
+                Err(message) => return Ok(Err(message)),
             };
-            let bits: Vec<u8> = mask.as_slice().iter().flat_map(|word| word.to_le_bytes()).collect();
             frame::write(stream, Kind::Mask, &bits)?;
             let token = match frame::read(stream)? {
                 (Kind::Token, token) => token.try_into().map(u32::from_le_bytes),
@@ -175,31 +173,65 @@ impl Library {
             };
             let token = token.map_err(|_| io::Error::other("no token"))?;
             bounds.time(STEP_CPU_MAX);
-            if let Err(error) = matcher.consume_token(token) {
-                return Ok(Err(format!("{error:#}")));
+            if let Err(message) = followed.accept(token) {
+                return Ok(Err(message));
             }
-            if matcher.is_stopped() {
+            if followed.matcher.is_stopped() {
                 return frame::write(stream, Kind::Complete, &[]).map(Ok);
             }
         }
     }
 
-    fn compile(&self, kind: Kind, grammar: Vec<u8>) -> Result<Matcher, String> {
+    fn compile(&self, kind: Kind, grammar: &[u8]) -> Result<Matcher, String> {
         let grammar = if kind == Kind::Lark {
-            TopLevelGrammar::from_lark(String::from_utf8(grammar).map_err(|error| error.to_string())?)
+            TopLevelGrammar::from_lark(String::from_utf8(grammar.to_vec()).map_err(|error| error.to_string())?)
         } else {
-            let schema = serde_json::from_slice(&grammar).map_err(|error| error.to_string())?;
-            drop(grammar);
-            TopLevelGrammar::from_json_schema(schema)
+            TopLevelGrammar::from_json_schema(serde_json::from_slice(grammar).map_err(|error| error.to_string())?)
         };
-        let vocabulary = self.vocabulary().ok_or("the model's vocabulary cannot be used for it")?;
-        let mut factory = ParserFactory::new(vocabulary, InferenceCapabilities::default(), &[])
-            .map_err(|error| format!("{error:#}"))?;
-        factory.quiet();
-        *factory.limits_mut() = limits();
-        let parser = factory.create_parser(grammar).map_err(|error| format!("{error:#}"))?;
-        let matcher = Matcher::new(Ok(parser));
-        matcher.get_error().map_or(Ok(matcher), Err)
+        self.vocabulary().ok_or("the model's vocabulary cannot be used for it")?.matcher(grammar)
+    }
+}
+
+/// A grammar, and the answer that follows it so far.
+struct Followed<'library> {
+    library: &'library Library,
+    kind: Kind,
+    grammar: &'library [u8],
+    matcher: Matcher,
+    said: Vec<u32>,
+    /// How much was said when the matcher was made.
+    made_at: usize,
+}
+
+impl<'library> Followed<'library> {
+    fn new(library: &'library Library, kind: Kind, grammar: &'library [u8]) -> Result<Self, String> {
+        let matcher = library.compile(kind, grammar)?;
+        Ok(Self { library, kind, grammar, matcher, said: Vec::new(), made_at: 0 })
+    }
+
+    /// Which tokens may come next, a bit for each. States of the lexer add up while masks look ahead, and the library gives
+    /// none back: at their limit the grammar is compiled again, and follows what was said.
+    fn mask(&mut self, bounds: &impl Bounds) -> Result<Vec<u8>, String> {
+        let mask = match self.matcher.compute_mask_or_eos() {
+            Err(_) if self.made_at < self.said.len() => {
+                bounds.time(BUILD_CPU_MAX);
+                // What there was is freed before it is made again.
+                self.matcher = Matcher::new(Err(io::Error::other("it is compiled again").into()));
+                self.matcher = self.library.compile(self.kind, self.grammar)?;
+                self.matcher.consume_tokens(&self.said).map_err(|error| format!("{error:#}"))?;
+                self.made_at = self.said.len();
+                self.matcher.compute_mask_or_eos()
+            }
+            computed => computed,
+        };
+        let mask = mask.map_err(|error| format!("{error:#}"))?;
+        Ok(mask.as_slice().iter().flat_map(|word| word.to_le_bytes()).collect())
+    }
+
+    fn accept(&mut self, token: u32) -> Result<(), String> {
+        self.matcher.consume_token(token).map_err(|error| format!("{error:#}"))?;
+        self.said.push(token);
+        Ok(())
     }
 }
 
@@ -210,25 +242,6 @@ const OF_CONTEXT: usize = 32;
 /// What a byte of a template takes once it is compiled: some 20 bytes of instruction and of place for each word.
 const OF_TEMPLATE: usize = 32;
 
-/// What a byte of a grammar takes once it is read, beside what is compiled of it.
-const OF_GRAMMAR: usize = 4;
-
-/// Far below the library's own limits, which are meant for a server: a parser of the schemas of one product, not of a
-/// standard's. They end most of what is too large with a reason, before the bounds of the job end it without one.
-fn limits() -> ParserLimits {
-    ParserLimits {
-        max_items_in_row: 1000,
-        initial_lexer_fuel: 500_000,
-        step_lexer_fuel: 200_000,
-        step_max_items: 50_000,
-        max_lexer_states: 10_000,
-        max_grammar_size: 100_000,
-        // It spends time before the first token to save some later; one answer does not earn it back.
-        precompute_large_lexemes: false,
-        verbose_errors: false,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -236,7 +249,7 @@ mod tests {
     #[test]
     fn a_setup_comes_back_as_it_was_written() {
         let setup = Setup {
-            words: vec![b"a".to_vec(), Vec::new(), vec![0xff, 0]],
+            words: [b"a".as_slice(), &[], &[0xff, 0]].into_iter().collect(),
             ends: vec![2, 700],
             template: Some("{{ x }}".to_owned()),
         };

@@ -18,10 +18,11 @@ mod client;
 mod frame;
 mod job;
 mod process;
+mod vocabulary;
 
 pub(super) use self::{
-    bounds::most,
-    client::{Helper, Job, JobError},
+    bounds::{form_bytes, most},
+    client::{ANSWER_WAIT_MAX, Helper, Job, JobError},
     frame::Kind,
     job::Setup,
 };

@@ -11,15 +11,21 @@ use std::{
 };
 
 use nix::{
+    errno::Errno,
+    poll::{PollFd, PollFlags, PollTimeout, poll},
     sys::{
         resource::{Resource, getrlimit, setrlimit},
-        signal::{SigHandler, Signal, signal},
+        signal::Signal,
         socket::{ControlMessageOwned, MsgFlags, recvmsg},
+        wait::{WaitPidFlag, WaitStatus, waitpid},
     },
-    unistd::{ForkResult, fork},
+    unistd::{ForkResult, Pid, fork},
 };
 
-use super::job::{Bounds, Library, Setup};
+use super::{
+    frame::{self, Kind},
+    job::{Bounds, Library, Setup},
+};
 use crate::emergency::end_when_refused;
 
 /// Runs as a helper whose owner is at the other end of standard input; returns when that has gone.
@@ -37,38 +43,98 @@ pub fn serve_stdin() -> ExitCode {
 }
 
 fn serve(mut control: UnixStream) -> io::Result<()> {
-    // A job that its bounds end leaves no core and no zombie, and is the first that a machine short of memory ends.
+    // A job that its bounds end leaves no core, and is the first that a machine short of memory ends.
     setrlimit(Resource::RLIMIT_CORE, 0, 0)?;
-    // SAFETY: no handler of ours runs.
-    unsafe { signal(Signal::SIGCHLD, SigHandler::SigIgn) }?;
     let _ = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE);
-    let mut bytes = [0; 8];
-    io::Read::read_exact(&mut control, &mut bytes)?;
-    let job_bytes = u64::from_le_bytes(bytes);
+    map_large_blocks();
     let library = Library::new(Setup::read(&mut control)?);
-    while let Some((form, stream)) = next_job(&control)? {
-        if form {
+    let mut jobs: Vec<Running> = Vec::new();
+    loop {
+        let announced = wait(&control, &jobs)?;
+        jobs.retain_mut(|job| !job.has_ended());
+        if !announced {
+            continue;
+        }
+        let Some(Announced { kind, bytes, stream }) = next_job(&control)? else {
+            return Ok(());
+        };
+        if kind == FORM {
             let _ = library.vocabulary();
         }
         // SAFETY: this process has one thread, so that a child may do whatever it could do.
         match unsafe { fork() }? {
-            ForkResult::Parent { .. } => drop(stream),
+            ForkResult::Parent { child } => jobs.push(Running { pidfd: pidfd_of(child)?, pid: child, stream }),
             ForkResult::Child => {
-                drop(control);
-                let done = work(stream, &library, job_bytes);
+                drop((control, jobs));
+                let done = work(stream, &library, bytes);
                 // SAFETY: ends the process; freeing what it shares with the others would copy it.
                 unsafe { libc::_exit(done.is_err().into()) }
             }
         }
     }
-    Ok(())
 }
 
-/// The next job: whether it is a grammar, and its stream. `None` when the owner has gone.
-fn next_job(control: &UnixStream) -> io::Result<Option<(bool, UnixStream)>> {
-    let mut kind = [0];
+/// A job that runs.
+struct Running {
+    pid: Pid,
+    pidfd: OwnedFd,
+    /// Kept so that its owner can be told why it ended.
+    stream: UnixStream,
+}
+
+impl Running {
+    /// Whether it has ended; tells its owner where that was for its bounds. What ended it otherwise is no fault of the job's.
+    fn has_ended(&mut self) -> bool {
+        use Signal as S;
+        let by_its_bounds = match waitpid(self.pid, Some(WaitPidFlag::WNOHANG)) {
+            Ok(WaitStatus::StillAlive | WaitStatus::Stopped(..) | WaitStatus::Continued(_)) => return false,
+            Ok(WaitStatus::Signaled(_, S::SIGPROF | S::SIGSEGV | S::SIGABRT | S::SIGBUS, _)) => true,
+            Ok(WaitStatus::Exited(_, code)) => code != 0,
+            _ => false,
+        };
+        if by_its_bounds && self.stream.set_nonblocking(true).is_ok() {
+            let _ = frame::write(&mut self.stream, Kind::Bound, &[]);
+        }
+        true
+    }
+}
+
+/// A descriptor that becomes readable when the child has ended.
+fn pidfd_of(child: Pid) -> io::Result<OwnedFd> {
+    // SAFETY: makes a descriptor for a child that has not been waited for.
+    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, child.as_raw(), 0) };
+    let fd = libc::c_int::try_from(fd).map_err(io::Error::other)?;
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has just made it for this process.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Waits until a job is announced or one has ended; whether there is something on `control`.
+fn wait(control: &UnixStream, jobs: &[Running]) -> io::Result<bool> {
+    let mut fds = vec![PollFd::new(control.as_fd(), PollFlags::POLLIN)];
+    fds.extend(jobs.iter().map(|job| PollFd::new(job.pidfd.as_fd(), PollFlags::POLLIN)));
+    match poll(&mut fds, PollTimeout::NONE) {
+        Ok(_) => Ok(fds.first().and_then(PollFd::any).unwrap_or(false)),
+        Err(Errno::EINTR) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// A job that was announced.
+struct Announced {
+    kind: u8,
+    /// What it may allocate.
+    bytes: u64,
+    stream: UnixStream,
+}
+
+/// The next job; `None` when the owner has gone.
+fn next_job(control: &UnixStream) -> io::Result<Option<Announced>> {
+    let mut head = [0; ANNOUNCED_BYTES];
     let mut space = nix::cmsg_space!([std::os::fd::RawFd; 1]);
-    let mut parts = [IoSliceMut::new(&mut kind)];
+    let mut parts = [IoSliceMut::new(&mut head)];
     let flags = MsgFlags::MSG_CMSG_CLOEXEC;
     let message = recvmsg::<()>(control.as_raw_fd(), &mut parts, Some(&mut space), flags)?;
     if message.bytes == 0 {
@@ -82,15 +148,17 @@ fn next_job(control: &UnixStream) -> io::Result<Option<(bool, UnixStream)>> {
         }
     }
     let stream = received.pop().ok_or_else(|| io::Error::other("a job without a stream"))?;
-    Ok(Some((kind == [FORM], UnixStream::from(stream))))
+    let [kind, bytes @ ..] = head;
+    Ok(Some(Announced { kind, bytes: u64::from_le_bytes(bytes), stream: UnixStream::from(stream) }))
 }
 
 /// Does one job in this process, under its bounds.
-fn work(mut stream: UnixStream, library: &Library, job_bytes: u64) -> io::Result<()> {
-    let bounds = OfProcess { data_max: data_bytes()?.saturating_add(job_bytes) };
+fn work(mut stream: UnixStream, library: &Library, bytes: u64) -> io::Result<()> {
+    let bounds = OfProcess { data_max: data_bytes()?.saturating_add(bytes) };
     bounds.given(0);
     end_when_refused();
     watch(&stream)?;
+    frame::write(&mut stream, Kind::Begun, &std::process::id().to_le_bytes())?;
     library.run(&mut stream, &bounds)
 }
 
@@ -143,6 +211,30 @@ fn data_bytes() -> io::Result<u64> {
     let kib = line.and_then(|line| line.trim().trim_end_matches(" kB").parse::<u64>().ok());
     kib.map(|kib| kib << 10).ok_or_else(|| io::Error::other("the kernel does not say how much data there is"))
 }
+
+/// Has the allocator map what is large, whatever it freed before, so that it is given back when it is freed.
+fn map_large_blocks() {
+    #[cfg(target_env = "gnu")]
+    {
+        // SAFETY: sets a number of the allocator's.
+        unsafe { libc::mallopt(libc::M_MMAP_THRESHOLD, MAPPED_FROM) };
+    }
+}
+
+/// What announces a job: its kind, and the bytes that it may allocate.
+pub(super) fn announced(kind: u8, bytes: u64) -> [u8; ANNOUNCED_BYTES] {
+    let mut head = [kind; ANNOUNCED_BYTES];
+    if let Some(place) = head.get_mut(1..) {
+        place.copy_from_slice(&bytes.to_le_bytes());
+    }
+    head
+}
+
+const ANNOUNCED_BYTES: usize = 9;
+
+/// The allocator's own number, which it raises otherwise.
+#[cfg(target_env = "gnu")]
+const MAPPED_FROM: libc::c_int = 128 << 10;
 
 /// The byte that announces a grammar.
 pub(super) const FORM: u8 = b'f';

@@ -29,6 +29,7 @@ use crate::units::Bytes;
 
 mod error;
 mod literals;
+mod pieces;
 mod rules;
 mod segments;
 mod sentence_pieces;
@@ -36,6 +37,7 @@ mod stream;
 mod terms;
 
 pub use error::{EncodeError, TokenizerError};
+pub(super) use pieces::Pieces;
 
 pub(super) use literals::Literals;
 pub use stream::TextStream;
@@ -241,6 +243,11 @@ impl Tokenizer {
         self.ends.iter().copied()
     }
 
+    /// The bytes of all tokens.
+    pub(super) const fn pieces(&self) -> &Pieces {
+        &self.pieces
+    }
+
     /// The number of tokens.
     #[must_use]
     pub fn vocabulary(&self) -> u32 {
@@ -377,36 +384,6 @@ fn merges(
         }
     }
     Ok(merges)
-}
-
-/// The bytes of every token, in one allocation.
-#[derive(Default)]
-struct Pieces {
-    bytes: Vec<u8>,
-    ends: Vec<u32>,
-}
-
-impl Pieces {
-    fn push(&mut self, bytes: impl Iterator<Item = u8>) {
-        self.bytes.extend(bytes);
-        self.ends.push(u32::try_from(self.bytes.len()).unwrap_or(u32::MAX));
-    }
-
-    fn get(&self, token: u32) -> &[u8] {
-        let range = || {
-            let end = *self.ends.get(token as usize)?;
-            let start = match token.checked_sub(1) {
-                Some(before) => *self.ends.get(before as usize)?,
-                None => 0,
-            };
-            self.bytes.get(start as usize..end as usize)
-        };
-        range().unwrap_or_default()
-    }
-
-    fn len(&self) -> u32 {
-        u32::try_from(self.ends.len()).unwrap_or(u32::MAX)
-    }
 }
 
 /// Texts are encoded in pieces of about this length; the library then works in about 1 MiB.
