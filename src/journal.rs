@@ -33,7 +33,7 @@ mod why;
 mod write;
 
 pub use self::{
-    book::{BookError, BookFile, SavedBook},
+    book::{BookError, BookFile, FoundBook, SavedBook},
     entry::{Content, JournalEntry, Start},
     own::open_own,
     read::{Contents, ReadError, read},

@@ -1,14 +1,16 @@
 //! Quantities with units: bytes, tokens, layers, time since the start.
 //!
-//! Nothing here reads the system. Sizes are whole bytes in a `u64` and never pass through a float.
+//! Nothing here reads the system, but for the size of its pages. Sizes are whole bytes in a `u64` and never pass through a float.
 
 use std::{
     fmt,
     iter::Sum,
     ops::{Add, AddAssign, Sub, SubAssign},
+    sync::OnceLock,
     time::Duration,
 };
 
+use nix::unistd::{SysconfVar, sysconf};
 use serde::{Deserialize, Serialize};
 
 /// A number of bytes.
@@ -131,6 +133,17 @@ impl Bytes {
             None => self,
         }
     }
+}
+
+/// A page of this kernel, the least that it hands out: 4 KiB on x86-64 and on a Jetson, 16 KiB on a Raspberry Pi 5, up to 64 KiB
+/// on other arm64 machines.
+#[must_use]
+pub fn page() -> Bytes {
+    static PAGE: OnceLock<Bytes> = OnceLock::new();
+    *PAGE.get_or_init(|| {
+        let size = sysconf(SysconfVar::PAGE_SIZE).ok().flatten().and_then(|size| u64::try_from(size).ok());
+        Bytes::new(size.filter(|size| size.is_power_of_two()).unwrap_or(4096))
+    })
 }
 
 impl fmt::Display for Bytes {

@@ -18,7 +18,7 @@ use super::{
 };
 use crate::{
     config::{self, Config, LlmConfig},
-    daemon::{compute, learned_peaks, sayable, threads},
+    daemon::{compute, is_here, learned_peaks, obstacles, sayable, threads},
     engine::{Engine, backend, helper::THIS_PROGRAM, protocol::Inspected},
     policy::{params::Params, residency::ModelShape},
     probe::{
@@ -29,7 +29,7 @@ use crate::{
         nvmap::Nvmap,
         sandbox::Sandbox,
     },
-    units::Bytes,
+    units::{Bytes, Timestamp},
     worker::{
         confine::Groups,
         preflight::{Found, MachineFacts, Severity, preflight},
@@ -74,7 +74,8 @@ pub(super) fn run(global: &Global, args: &CheckArgs) -> ExitCode {
 /// What the device has, and what costs memory or speed there. `read` is a file of the live machine, whose disk is measured.
 fn audit_alone(sheet: &mut Sheet, root: &ProbeRoot, read: Option<&Path>) -> u8 {
     sheet.section("machine", "this machine");
-    for line in Capabilities::probe(root).lines() {
+    let found = if root.is_live() { Capabilities::probe(root) } else { Capabilities::of_copy(root) };
+    for line in found.lines() {
         sheet.line(&line);
     }
     print_disk(sheet, read);
@@ -220,15 +221,19 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> u8 {
         Some(Served { name: &llm.name, milli_tokens_per_s })
     });
     print_audit(sheet, &root, served.as_ref());
-    let reading = match Sampler::open(&root, None).and_then(|mut sampler| sampler.read()) {
-        Ok(reading) => reading,
+    let read = Sampler::open(&root, None).and_then(|mut sampler| {
+        let reading = sampler.read()?;
+        Ok((sampler.machine(&reading), reading))
+    });
+    let (machine, reading) = match read {
+        Ok(read) => read,
         Err(error) => {
             explain(&error, None);
             sheet.verdict("the memory of this machine cannot be read");
             return exit::FAILED;
         }
     };
-    let params = match config.params(reading.meminfo.total) {
+    let params = match config.params(&machine) {
         Ok(params) => Some(params),
         Err(faults) => {
             eprintln!("error: cannot use `{}` on this machine", path.display());
@@ -257,6 +262,24 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> u8 {
             severity: Severity::Warning,
             text: format!("`{key}: {address}` is reachable from other machines, without a password"),
             remedy: "listen on 127.0.0.1, or keep others out by a firewall".to_owned(),
+        });
+    }
+    for (key, address) in config.listeners().into_iter().filter(|(_, address)| !is_here(address.ip())) {
+        found.push(Found {
+            worker: None,
+            rule: "address_absent",
+            severity: Severity::Warning,
+            text: format!("`{key}: {address}` is not an address of this machine now"),
+            remedy: "it is served as soon as the machine has it; `ip address` shows those that it has".to_owned(),
+        });
+    }
+    for obstacle in obstacles(&config) {
+        found.push(Found {
+            worker: None,
+            rule: "cannot_start",
+            severity: if obstacle.is_sure { Severity::Fault } else { Severity::Warning },
+            text: obstacle.text,
+            remedy: obstacle.remedy,
         });
     }
     print_found(sheet, &found);
@@ -350,7 +373,9 @@ fn models_beside(path: &Path) -> Option<String> {
 fn print_budget(sheet: &mut Sheet, params: &Params, reading: &Reading) {
     sheet.section("budget", "budget");
     let mut row = |name: &str, bytes: Bytes, note: &str| sheet.row(name, bytes, note);
-    row("memory", params.budget.total, "");
+    let limited = params.machine.limited_by.as_ref().filter(|_| params.budget.total == params.machine.total);
+    let limited = limited.map(|group| format!("limit of the control group `{group}`"));
+    row("memory", params.budget.total, limited.as_deref().unwrap_or_default());
     row("reserve", params.budget.reserve, "never handed out");
     row("budget", params.budget.bytes(), "memory minus reserve");
     row("available now", reading.meminfo.available_low(), "MemAvailable minus CmaFree");
@@ -358,7 +383,10 @@ fn print_budget(sheet: &mut Sheet, params: &Params, reading: &Reading) {
     if reading.pool.is_some() {
         row("nvmap page pool", pool, "to be had by the next GPU allocation");
     }
-    let available = reading.meminfo.available_low().saturating_add(pool);
+    if let Some(group) = reading.group {
+        row("left in the group", group.left, "the least of all limits, with page cache that can be dropped");
+    }
+    let available = reading.sample(Timestamp::START).available();
     if params.budget.bytes() > available {
         let short = params.budget.bytes().saturating_sub(available);
         row("used by others", short, "of the budget, now: it counts as unaccounted as far as it stays");
@@ -386,6 +414,10 @@ fn print_peaks(sheet: &mut Sheet, config: &Config) {
                     &format!("seen in {}", counted(usize::try_from(peak.lives).unwrap_or(usize::MAX), "run")),
                 );
             }
+        }
+        // The supervisor's own user reads them.
+        Err(error) if error.is_denied() => {
+            sheet.line("learned peaks: only root and the supervisor's user may read them")
         }
         Err(error) => explain(&error, Some(error.hint())),
     }

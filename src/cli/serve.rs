@@ -12,6 +12,8 @@ use std::{
     time::Duration,
 };
 
+use nix::sys::stat::{self, Mode};
+
 use super::{config_file::ConfigFile, exit};
 use crate::{
     config::{self, Config},
@@ -40,6 +42,9 @@ const SHUTDOWN_MAX: Duration = Duration::from_secs(1);
 /// Runs the daemon until a signal ends it.
 #[must_use]
 pub(super) fn run(args: &ServeArgs) -> ExitCode {
+    // Nothing that is made here or by workers may be written to by other users, whatever the shell or the container says.
+    let umask = Mode::S_IWGRP | Mode::S_IWOTH;
+    stat::umask(stat::umask(umask) | umask);
     // SAFETY: no descriptor has been opened yet, and no thread started.
     let sockets = unsafe { daemon::PassedSockets::take() };
     let file = args.config.path();
@@ -158,7 +163,7 @@ fn log_format(config: &Config) -> telemetry::LogFormat {
 
 /// Whether stderr is a stream of systemd's journal: `$JOURNAL_STREAM` has its device and inode (systemd.exec(5)).
 fn goes_to_the_journal() -> bool {
-    let Ok(stderr) = nix::sys::stat::fstat(io::stderr()) else {
+    let Ok(stderr) = stat::fstat(io::stderr()) else {
         return false;
     };
     std::env::var("JOURNAL_STREAM").is_ok_and(|stream| stream == format!("{}:{}", stderr.st_dev, stderr.st_ino))

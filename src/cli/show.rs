@@ -75,6 +75,10 @@ pub(super) fn status_text(status: &v1::GetStatusResponse) -> String {
             bytes(budget.unaccounted_bytes),
             bytes(budget.free_bytes),
         ));
+        if !status.limited_by.is_empty() {
+            let total = bytes(budget.total_bytes);
+            lines.push(format!("          limited to {total} by the control group `{}`", status.limited_by));
+        }
     }
     if let Some(pressure) = &status.pressure {
         let mut line = format!(
@@ -136,6 +140,11 @@ pub(super) fn status_text(status: &v1::GetStatusResponse) -> String {
     }
     for line in status.locked.iter().filter(|line| line.contains("may be paged out")) {
         shown.push_str(&wrapped(line));
+    }
+    for address in &status.absent_addresses {
+        shown.push_str(&wrapped(&format!(
+            "`{address}` is not an address of this machine; it is served as soon as the machine has it"
+        )));
     }
     if status.standby_missed > 0 {
         shown.push_str(&wrapped(&format!(

@@ -62,6 +62,8 @@ pub enum LoadErrorKind {
     Io(io::Error),
     /// It is longer than [`FILE_MAX`].
     TooLong,
+    /// It sets nothing: a write that was cut short, as a rule.
+    Empty,
     /// It is a model rather than a configuration.
     Model,
     /// Its values are nested deeper than 64 levels.
@@ -85,6 +87,10 @@ impl LoadErrorKind {
             ],
             Self::Io(_) => Vec::new(),
             Self::Exposed(_) => vec!["it must belong to the supervisor's user or root: `chmod 600 FILE`".to_owned()],
+            Self::Empty => vec![
+                "write what is to run, `llm: {path: …}` or `workers:`; for leases alone `budget: {scope: machine}`"
+                    .to_owned(),
+            ],
             Self::TooLong => vec!["is this the right file?".to_owned()],
             Self::Model => {
                 vec!["write `llm: {path: …}` with this path into a configuration, and check that one".to_owned()]
@@ -109,6 +115,7 @@ impl fmt::Display for LoadErrorKind {
         match self {
             Self::Io(error) => error.fmt(f),
             Self::Exposed(why) => f.write_str(why),
+            Self::Empty => f.write_str("it sets nothing"),
             Self::TooLong => write!(f, "it has more than {FILE_MAX}"),
             Self::Model => f.write_str("it is a GGUF model"),
             Self::TooDeep => write!(f, "its values are nested deeper than {DEPTH_MAX} levels"),
@@ -204,6 +211,10 @@ fn read(file: File) -> Result<String, LoadErrorKind> {
     }
     if bytes.len() > FILE_MAX.as_len() {
         return Err(LoadErrorKind::TooLong);
+    }
+    // Some editors begin a file with a byte order mark.
+    if let Some(marked) = bytes.strip_prefix("\u{feff}".as_bytes()) {
+        bytes = marked.to_vec();
     }
     String::from_utf8(bytes).map_err(|error| LoadErrorKind::NotUtf8(error.utf8_error().valid_up_to()))
 }

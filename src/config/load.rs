@@ -10,8 +10,14 @@ use super::{Config, LoadError, LoadErrorKind, error, raw, validate};
 /// When the file cannot be read, is not YAML, has an unknown key or a value of the wrong kind, or when any of its
 /// values is out of range; in the last case all faults are named.
 pub fn load(path: &Path) -> Result<Config, LoadError> {
-    let text = error::read_limited(path).map_err(|kind| LoadError::new(path, kind))?;
-    Config::parse(&text).map_err(|kind| LoadError::new(path, kind))
+    let read = || {
+        let text = error::read_limited(path)?;
+        if raw::sets_nothing(&text) {
+            return Err(LoadErrorKind::Empty);
+        }
+        Config::parse(&text)
+    };
+    read().map_err(|kind| LoadError::new(path, kind))
 }
 
 impl Config {

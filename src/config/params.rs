@@ -5,29 +5,36 @@ use std::time::Duration;
 use super::{Config, Fault, LeaseHolder, Watermark, WorkerConfig, confinement::before_llm};
 use crate::{
     policy::params::{
-        EngineParams, LeaseParams, ParamFault, Params, PressureParams, RestParams, ShedParams, StartParams,
-        WorkerParams,
+        EngineParams, LeaseParams, MachineMemory, ParamFault, Params, PressureParams, RestParams, ShedParams,
+        StartParams, WorkerParams,
     },
     units::Bytes,
 };
 
 impl Config {
-    /// The settings of policy, where `budget.total` is not set for a machine with `machine_total`.
+    /// The settings of policy for a `machine`, all of which is the budget's where `budget.total` is not set.
     ///
-    /// [`Config::parse`] has asked already where `budget.total` is set.
+    /// # Errors
+    /// A total that the machine does not have, and what [`Config::params_within`] finds.
+    pub fn params(&self, machine: &MachineMemory) -> Result<Params, Vec<Fault>> {
+        if let Some(total) = self.budget.total.filter(|total| *total > machine.total) {
+            let hint = match machine.limited_by {
+                None => "leave `budget.total` out, so that it is what the machine has, or lower it",
+                Some(_) => "leave `budget.total` out, so that it follows the limit; or lower it, or raise the limit",
+            };
+            let problem = format!("`{total}` is above the {machine}");
+            return Err(vec![Fault::new("budget.total".to_owned(), problem, Some(hint.to_owned()))]);
+        }
+        self.params_within(machine)
+    }
+
+    /// The settings of policy for a machine that may have less than `budget.total`: a limit may be lowered at any time.
     ///
     /// # Errors
     /// What cannot work with a budget of that size, all at once: a reserve or watermarks that leave nothing, workers
     /// that can never be granted what they need.
-    pub fn params(&self, machine_total: Bytes) -> Result<Params, Vec<Fault>> {
-        let total = self.budget.total.unwrap_or(machine_total);
-        if total > machine_total && machine_total > Bytes::ZERO {
-            return Err(vec![Fault::new(
-                "budget.total".to_owned(),
-                format!("`{total}` is above the {machine_total} that this machine has"),
-                Some("leave `budget.total` out, so that it is what the machine has, or lower it".to_owned()),
-            )]);
-        }
+    pub fn params_within(&self, machine: &MachineMemory) -> Result<Params, Vec<Fault>> {
+        let total = self.budget.total.map_or(machine.total, |total| total.min(machine.total));
         let reserve = self.budget.reserve_of(total);
         let defaults = Params::for_budget(total, reserve, self.budget.scope);
         let budget = defaults.budget.bytes();
@@ -79,6 +86,7 @@ impl Config {
                 .zip(&self.workers)
                 .map(|(start_order, config)| worker(config, start_order, &before_llm))
                 .collect(),
+            machine: machine.clone(),
             ..defaults
         };
         match params.validate() {

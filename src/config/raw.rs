@@ -114,6 +114,12 @@ pub(super) fn position(text: &str, path: &str) -> Option<(usize, usize)> {
     })
 }
 
+/// Whether a file has no key at all.
+pub(super) fn sets_nothing(text: &str) -> bool {
+    let is_mark = |line: &str| matches!(line.trim(), "---" | "..." | "{}" | "null" | "~");
+    text.lines().all(|line| is_blank(line) || is_mark(line))
+}
+
 /// Comments and white space alone.
 fn is_blank(text: &str) -> bool {
     text.lines().all(|line| line.trim().is_empty() || line.trim_start().starts_with('#'))

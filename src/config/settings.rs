@@ -449,17 +449,25 @@ pub struct WyomingConfig {
 }
 
 impl Config {
-    /// The listeners that other machines reach and that ask for no key, each with its setting.
+    /// The addresses of TCP that are listened on, each with its setting.
     #[must_use]
-    pub fn open_listeners(&self) -> Vec<(&'static str, SocketAddr)> {
-        let http = self.http.listen.filter(|_| self.http.keys_file.is_none());
-        let http = http.map(|address| ("http.listen", address));
+    pub fn listeners(&self) -> Vec<(&'static str, SocketAddr)> {
+        let http = self.http.listen.map(|address| ("http.listen", address));
+        let grpc = self.grpc.tcp.as_ref().map(|tcp| ("grpc.tcp", tcp.listen));
         let wyoming = self.wyoming.listen.iter().filter_map(|listen| match listen {
             WyomingListen::Tcp(address) => Some(("wyoming.listen", *address)),
             WyomingListen::Unix(_) => None,
         });
-        let all = http.into_iter().chain(wyoming);
-        all.filter(|(_, address)| !address.ip().to_canonical().is_loopback()).collect()
+        http.into_iter().chain(wyoming).chain(grpc).collect()
+    }
+
+    /// The listeners that other machines reach and that ask for no key, each with its setting.
+    #[must_use]
+    pub fn open_listeners(&self) -> Vec<(&'static str, SocketAddr)> {
+        let keyed = |key: &str| key == "grpc.tcp" || (key == "http.listen" && self.http.keys_file.is_some());
+        let mut listeners = self.listeners();
+        listeners.retain(|(key, address)| !keyed(key) && !address.ip().to_canonical().is_loopback());
+        listeners
     }
 }
 

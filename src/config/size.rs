@@ -122,6 +122,7 @@ pub fn parse_duration(text: &str) -> Result<Duration, SizeError> {
     let text = text.trim();
     let mut rest = text;
     let mut total: u64 = 0;
+    let mut larger = u64::MAX;
     if rest.is_empty() {
         return Err(SizeError::Empty(DURATION));
     }
@@ -150,6 +151,11 @@ pub fn parse_duration(text: &str) -> Result<Duration, SizeError> {
                 });
             }
         };
+        // `1s1s` is a slip of the hand, and `30s 1m` too.
+        if scale >= larger {
+            return Err(SizeError::Malformed(text.to_owned(), DURATION));
+        }
+        larger = scale;
         let (nanos, fraction) = scaled(number, scale).ok_or_else(|| SizeError::TooLarge(text.to_owned(), DURATION))?;
         if fraction {
             return Err(SizeError::Fraction(text.to_owned(), DURATION, "nanoseconds"));
@@ -347,6 +353,14 @@ mod tests {
         ] {
             assert_eq!(parse_duration(text), Ok(Duration::from_millis(millis)), "{text}");
         }
+    }
+
+    #[test]
+    fn units_of_a_duration_come_once_and_fall() {
+        for text in ["1s1s", "1s 1s", "30s 1m", "1m 30s 30s", "1m1min", "1ms 1h"] {
+            assert!(matches!(parse_duration(text), Err(SizeError::Malformed(..))), "{text}");
+        }
+        assert_eq!(parse_duration("1d 2h 3m 4s 5ms 6us"), Ok(Duration::from_micros(93_784_005_006)));
     }
 
     #[test]

@@ -3,7 +3,10 @@
 use std::path::Path;
 
 use super::*;
-use crate::{policy::lease::Class, units::Bytes};
+use crate::{
+    policy::{lease::Class, params::MachineMemory},
+    units::Bytes,
+};
 
 const EXAMPLE: &str = include_str!("../../deploy/cotenant.yaml");
 
@@ -42,11 +45,29 @@ fn an_empty_file_gives_the_defaults_and_the_example_says_the_same() {
     assert_eq!(Config::parse("---\n").unwrap(), defaults);
     let example = Config::parse(EXAMPLE).unwrap();
     // Watermarks are written out in the example and left to policy otherwise: compare what follows from them.
-    let total = Bytes::from_mib(15_656);
-    assert_eq!(example.params(total), defaults.params(total));
+    let total = MachineMemory::of(Bytes::from_mib(15_656));
+    assert_eq!(example.params(&total), defaults.params(&total));
     let same = Config { budget: defaults.budget.clone(), ..example };
     assert_eq!(same, defaults);
     insta::assert_debug_snapshot!(defaults);
+}
+
+#[test]
+fn a_file_that_sets_nothing_is_refused_and_one_may_begin_with_a_byte_order_mark() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("cotenant.yaml");
+    let load_text = |text: &str| {
+        std::fs::write(&path, text).unwrap();
+        load(&path)
+    };
+    for text in ["", "\n\n", "# llm: {path: /m.gguf}\n", "---\n", "{}\n", "\u{feff}", "\u{feff}---\n# nothing\n...\n"] {
+        let error = load_text(text).unwrap_err();
+        assert!(matches!(error.kind(), LoadErrorKind::Empty), "{text:?}: {error:?}");
+        assert!(error.report().contains("it sets nothing") && error.report().contains("hint: "), "{}", error.report());
+    }
+    for text in ["log: {filter: debug}\n", "\u{feff}log: {filter: debug}\n", "\u{feff}---\nlog:\n  filter: debug\n"] {
+        assert_eq!(load_text(text).unwrap().log.filter, "debug", "{text:?}");
+    }
 }
 
 #[test]
@@ -66,7 +87,7 @@ fn every_key_of_the_example_is_read_when_it_is_switched_on() {
     assert_eq!(config.budget.total, Some(Bytes::from_mib(15_656)));
     assert_eq!(config.workers.len(), 2);
     insta::assert_debug_snapshot!((&config.llm, &config.workers, &config.http.voices));
-    let params = config.params(Bytes::ZERO).unwrap();
+    let params = config.params(&MachineMemory::of(Bytes::from_mib(15_656))).unwrap();
     assert_eq!(params.workers[1].variants[1].peak, Bytes::from_mib(160));
     assert_eq!(params.workers[1].start.start_order, 1);
 }
@@ -191,8 +212,8 @@ workers:
     ));
     assert!(report("budget: {total: 100MiB, reserve: 100MiB}").contains("leaves nothing"));
     let config = Config::parse("workers: [{name: a, argv: [x], memory: {steady: 1GiB}}]").unwrap();
-    assert!(config.params(Bytes::from_gib(8)).is_ok());
-    assert_eq!(config.params(Bytes::from_gib(1)).unwrap_err()[0].path, "workers[0].memory.peak");
+    assert!(config.params(&MachineMemory::of(Bytes::from_gib(8))).is_ok());
+    assert_eq!(config.params(&MachineMemory::of(Bytes::from_gib(1))).unwrap_err()[0].path, "workers[0].memory.peak");
 }
 
 #[test]

@@ -21,7 +21,9 @@ use crate::{
         compute::{CudaKernels, CudaMemory, DeviceChoice, DeviceSettings},
         kv_type::KvType,
         lease::Class,
-        params::{ClassDeadlines, EngineParams, LeaseParams, PressureParams, ResidencyMode, Scope, ShedParams},
+        params::{
+            ClassDeadlines, EngineParams, LeaseParams, MachineMemory, PressureParams, ResidencyMode, Scope, ShedParams,
+        },
     },
     units::{Bytes, Layers, Tokens},
 };
@@ -58,7 +60,7 @@ pub(super) fn check(raw: RawConfig, text: &str) -> Result<Config, LoadErrorKind>
         faults.extend(unknown_models(&config));
         faults.extend(confinement::order_faults(&config));
         if let Some(total) = config.budget.total {
-            faults.extend(config.params(total).err().unwrap_or_default());
+            faults.extend(config.params(&MachineMemory::of(total)).err().unwrap_or_default());
         }
     }
     if faults.is_empty() {

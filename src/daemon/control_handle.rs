@@ -2,6 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    net::SocketAddr,
     sync::{
         Arc, Mutex, OnceLock, PoisonError,
         atomic::{AtomicU64, Ordering},
@@ -16,6 +17,7 @@ use tokio::sync::{
 };
 
 use super::{
+    bind,
     clock::MonotonicClock,
     control_loop::{Clock as _, Inbound},
     sequences::sequences,
@@ -69,6 +71,7 @@ pub struct ControlHandle {
     beat: AtomicU64,
     /// What is kept in memory whatever happens, and what is not.
     locked: Mutex<Vec<Locked>>,
+    listeners: OnceLock<Vec<(&'static str, SocketAddr)>>,
     /// What each worker is confined by since its last start.
     confinement: Mutex<BTreeMap<String, Vec<String>>>,
     /// Where each worker runs.
@@ -108,6 +111,7 @@ impl ControlHandle {
             work: watch::Sender::default(),
             beat: AtomicU64::new(0),
             locked: Mutex::default(),
+            listeners: OnceLock::new(),
             confinement: Mutex::default(),
             processes: Mutex::default(),
             engine: Mutex::default(),
@@ -154,6 +158,11 @@ impl ControlHandle {
     }
 
     /// Notes what became of the wish to keep something in memory.
+    /// Notes the configured addresses, for the status.
+    pub(super) fn note_listeners(&self, listeners: Vec<(&'static str, SocketAddr)>) {
+        let _ = self.listeners.set(listeners);
+    }
+
     pub(super) fn note_locked(&self, locked: Locked) {
         if locked.is_locked() {
             tracing::info!("{locked}");
@@ -334,6 +343,8 @@ impl Supervisor for ControlHandle {
     fn complete(&self, status: &mut v1::GetStatusResponse) {
         let locked = self.locked.lock().unwrap_or_else(PoisonError::into_inner).clone();
         status.locked = locked.iter().chain(&emergency::stacks()).map(ToString::to_string).collect();
+        let absent = self.listeners.get().into_iter().flatten().filter(|(_, address)| !bind::is_here(address.ip()));
+        status.absent_addresses = absent.map(|(key, address)| format!("{key}: {address}")).collect();
         status.next_shed = self.next_shed.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let counts = emergency::counts();
         (status.standby_served, status.standby_missed) = (counts.served, counts.missed);

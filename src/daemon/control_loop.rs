@@ -227,7 +227,7 @@ mod tests {
         config::{Config, LoadErrorKind},
         policy::{
             lease::{Class, LeaseRequest, LeaseView, Peer},
-            params::{EngineParams, Params, Scope},
+            params::{EngineParams, MachineMemory, Params, Scope},
             pressure::sample_with,
             residency::small_model,
         },
@@ -605,7 +605,8 @@ mod tests {
                     COMPANIONS.iter().filter(|(of, at, ..)| (of, at) == (&key.as_str(), end)).map(|row| (row.2, row.3)),
                 );
                 let name = format!("{key}: {value}");
-                let params = Config::parse(&document(&values)).map(|config| config.params(Bytes::from_gib(8)));
+                let params = Config::parse(&document(&values))
+                    .map(|config| config.params(&MachineMemory::of(Bytes::from_gib(8))));
                 match params {
                     Ok(Ok(params)) => {
                         if shed_and_grow(params) < 2 {

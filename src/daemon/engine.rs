@@ -288,10 +288,16 @@ impl EngineDriver {
     /// interrupted.
     pub(super) async fn stop(self, patience: Duration) {
         self.engine.handle().stop();
-        let ended = tokio::task::spawn_blocking(move || self.engine.join());
-        if tokio::time::timeout(patience, ended).await.is_err() {
-            tracing::warn!("the engine has not stopped within {patience:?}; leaving without it");
+        // Without a thread that waits for it: at the end of a machine's means there may be none.
+        let end = tokio::time::Instant::now() + patience;
+        while !self.engine.has_ended() {
+            if tokio::time::Instant::now() > end {
+                tracing::warn!("the engine has not stopped within {patience:?}; leaving without it");
+                return;
+            }
+            tokio::time::sleep(LOOK_EVERY).await;
         }
+        self.engine.join();
     }
 
     /// The way to the engine of the moment.
@@ -299,6 +305,9 @@ impl EngineDriver {
         self.current.clone()
     }
 }
+
+/// Between two looks whether the engine has ended.
+const LOOK_EVERY: Duration = Duration::from_millis(2);
 
 /// What clients read of the weights that answer: their number, and the type of the largest group of them.
 fn weights_of(tensors: &[TensorGroup]) -> Weights {

@@ -1,6 +1,6 @@
 //! Errors that keep the daemon from starting, or end it.
 
-use std::{io, path::PathBuf};
+use std::{error::Error, io, path::PathBuf};
 
 use crate::{
     config::LoadError,
@@ -92,7 +92,7 @@ pub enum RunError {
         folder: String,
     },
     /// Another supervisor has its sockets in the same folder.
-    #[error("cannot lock `{path}`, which the supervisor of this folder keeps locked")]
+    #[error("cannot lock `{path}`, which a supervisor of this folder keeps locked")]
     Place {
         /// The file.
         path: PathBuf,
@@ -129,7 +129,14 @@ impl RunError {
     /// The remedy.
     #[must_use]
     pub fn hint(&self) -> Option<String> {
+        if let Some(hint) = full(self) {
+            return Some(hint.to_owned());
+        }
         match self {
+            Self::Folder { path, source } if source.kind() == io::ErrorKind::NotADirectory => Some(format!(
+                "a file is in its place, or in that of a folder around it: remove it, or set another folder than {}",
+                path.display()
+            )),
             Self::Folder { path, .. } => Some(format!(
                 "create it for this user, or set `runtime_dir` and `state_dir` to folders that it may write ({})",
                 path.display()
@@ -144,9 +151,15 @@ impl RunError {
             }
             Self::Listen { .. } => Some("write an address of this machine that this user may listen on".into()),
             Self::Socket { source } => Some(source.hint().to_owned()),
-            Self::Running { pid, .. } => Some(format!(
-                "`cotenant status` shows it; stop it (kill {pid}), or set `runtime_dir` to another folder"
-            )),
+            Self::Running { pid, .. } => Some(match unit_of(*pid) {
+                Some(unit) => format!(
+                    "it is `{unit}` of systemd: `systemctl reload {unit}` has it read its configuration again, `systemctl stop \
+                     {unit}` ends it; to run another one, set `runtime_dir` to another folder"
+                ),
+                None => format!(
+                    "`cotenant status` shows it; stop it (kill {pid}), or set `runtime_dir` to another folder"
+                ),
+            }),
             Self::Place { source, .. } if source.kind() == io::ErrorKind::PermissionDenied => {
                 Some("remove it, or set `runtime_dir` to a folder that only this user may write to".into())
             }
@@ -158,6 +171,74 @@ impl RunError {
                 source: RemoteError::Certificates(_),
             } => Some("`cert` and `key` must belong together, and all three files be PEM".into()),
             Self::Remote { .. } | Self::Settings(_) | Self::Probe(_) | Self::Params(_) | Self::Journal { .. } | Self::System { .. } => None,
+        }
+    }
+}
+
+/// What to do where nothing can be written.
+fn full(error: &RunError) -> Option<&'static str> {
+    let mut cause: Option<&(dyn Error + 'static)> = Some(error);
+    while let Some(error) = cause {
+        match error.downcast_ref::<io::Error>().map(io::Error::kind) {
+            Some(io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) => {
+                return Some(
+                    "the file system is full (`df -h` and `df -i` show it): free some space, or set `runtime_dir` and \
+                     `state_dir` to folders on another one",
+                );
+            }
+            Some(io::ErrorKind::ReadOnlyFilesystem) => {
+                return Some(
+                    "the file system is read-only: set `runtime_dir` and `state_dir` to folders on another one, or mount it \
+                     writable",
+                );
+            }
+            _ => cause = error.source(),
+        }
+    }
+    None
+}
+
+/// The service of systemd that a process belongs to.
+fn unit_of(pid: u32) -> Option<String> {
+    let groups = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
+    groups.lines().find_map(|line| service_in(line.splitn(3, ':').nth(2)?))
+}
+
+/// The service that a group is of or below, and not only around.
+fn service_in(group: &str) -> Option<String> {
+    let of_systemd = |name: &&str| [".service", ".scope", ".slice"].iter().any(|kind| name.ends_with(kind));
+    let unit = group.split('/').rfind(of_systemd)?;
+    unit.ends_with(".service").then(|| unit.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_full_file_system_is_named_whatever_cannot_be_written() {
+        let full = || io::Error::from_raw_os_error(libc::ENOSPC);
+        let path = PathBuf::from("/run/cotenant/supervisor.lock");
+        for error in [
+            RunError::Place { path: path.clone(), source: full() },
+            RunError::Folder { path, source: full() },
+            RunError::Socket { source: BindError::System { address: "/run/x".to_owned(), source: full() } },
+        ] {
+            let hint = error.hint().unwrap();
+            assert!(hint.contains("the file system is full"), "{error}: {hint}");
+        }
+    }
+
+    #[test]
+    fn the_unit_of_a_process_is_the_innermost_one() {
+        for (group, unit) in [
+            ("/system.slice/cotenant.service", Some("cotenant.service")),
+            ("/system.slice/cotenant.service/.control", Some("cotenant.service")),
+            ("/user.slice/user-1000.slice/user@1000.service/app.slice/run-1.scope", None),
+            ("/user.slice/user-1000.slice/session-3.scope", None),
+            ("/", None),
+        ] {
+            assert_eq!(service_in(group).as_deref(), unit, "{group}");
         }
     }
 }

@@ -223,7 +223,7 @@ fn shed_by(reason: &PlanReason) -> Option<&'static str> {
 const fn word(reason: &ReclaimReason) -> &'static str {
     match reason {
         ReclaimReason::Operator { .. } => "operator",
-        ReclaimReason::Pressure { .. } => "pressure",
+        ReclaimReason::Pressure { .. } | ReclaimReason::OverBudget { .. } => "pressure",
         ReclaimReason::EngineFloor { .. } | ReclaimReason::Request { .. } => "lease",
     }
 }

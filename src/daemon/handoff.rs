@@ -20,7 +20,7 @@ use super::error::RunError;
 use crate::{
     causes::in_one_line,
     config::Config,
-    journal::{BookError, BookFile, SavedBook, open_own},
+    journal::{BookError, BookFile, FoundBook, SavedBook, open_own},
     policy::{
         arbiter::Arbiter,
         book::{AdoptedWorker, Book, BookedLease},
@@ -55,6 +55,8 @@ pub(super) struct Inheritance {
     /// The names of the runs whose leases go on, the last one first.
     pub(super) boot_ids: Vec<String>,
     book: Option<Book>,
+    /// Where the book is kept that could not be read.
+    lost: Option<String>,
     /// Tenants that are alive, of leases that go on and of those that have ended.
     pub(super) holders: Vec<(LeaseId, Arc<Process>)>,
 }
@@ -106,8 +108,17 @@ impl Handoff {
         let (file, found) = BookFile::open(&path).map_err(|source| RunError::Book { source })?;
         let kernel_boot_id = kernel_boot_id();
         let mut inheritance = Inheritance::default();
-        if let Some(found) = found.filter(|found| found.kernel_boot_id == kernel_boot_id) {
-            inheritance.take(found);
+        match found {
+            FoundBook::Whole(found) if found.kernel_boot_id == kernel_boot_id => inheritance.take(found),
+            FoundBook::Whole(_) | FoundBook::Nothing => {}
+            FoundBook::Damaged(kept) => {
+                tracing::warn!(
+                    hint = "tenants ask again by themselves; until then their memory counts as unaccounted",
+                    "the leases of the run before are lost: its book is damaged, and kept as `{}`",
+                    kept.display()
+                );
+                inheritance.lost = Some(kept.to_string_lossy().into_owned());
+            }
         }
         let mut boot_ids = vec![boot_id.to_owned()];
         boot_ids.extend(inheritance.boot_ids.iter().take(RUNS_FOLLOWED).cloned());
@@ -205,12 +216,11 @@ impl Inheritance {
         }
     }
 
-    /// The first event of this run; `None` when there is nothing to take over.
-    pub(super) fn event(self, adopted: Vec<AdoptedWorker>) -> Option<Event> {
-        if self.book.is_none() && adopted.is_empty() {
-            return None;
-        }
-        Some(Event::Recovered { book: self.book.unwrap_or_default(), adopted })
+    /// The first events of this run; none when there is nothing to take over, and nothing was lost.
+    pub(super) fn events(self, adopted: Vec<AdoptedWorker>) -> Vec<Event> {
+        let has_left = self.book.is_some() || !adopted.is_empty();
+        let recovered = has_left.then(|| Event::Recovered { book: self.book.unwrap_or_default(), adopted });
+        recovered.into_iter().chain(self.lost.map(|kept| Event::BookLost { kept })).collect()
     }
 }
 
@@ -233,7 +243,7 @@ fn lock(path: &Path) -> io::Result<File> {
 }
 
 /// The supervisor that has written itself into the locked file, where it is still there.
-fn living_owner(path: &Path) -> Option<u32> {
+pub(super) fn living_owner(path: &Path) -> Option<u32> {
     let text = std::fs::read_to_string(path).unwrap_or_default();
     let mut fields = text.split_ascii_whitespace();
     let pid = fields.next().and_then(|pid| pid.parse().ok());

@@ -8,15 +8,17 @@ use tokio_util::sync::CancellationToken;
 
 use super::{
     activation::{self, Address, PassedListener, PassedSocket, PassedSockets},
+    bind,
+    certificates::certificates_of,
     control_handle::ControlHandle,
     error::RunError,
+    folders::make_parent,
     parts::Parts,
-    socket_folder::make_parent,
     wyoming,
 };
 use crate::{
     causes::in_one_line,
-    config::{Config, GrpcLimits, RolesConfig, TcpConfig, load_private, load_text},
+    config::{Config, GrpcLimits, RolesConfig, TcpConfig},
     http::{self, Access, backend::Backends},
     policy::{
         health::Health,
@@ -29,7 +31,7 @@ use crate::{
         health,
         llm::{GenerateEvent, GenerateRequest, Generator},
         peer::Process,
-        remote::{Certificates, Remote},
+        remote::Remote,
         roles::Roles,
         server::{self, Server, Sockets},
         supervisor::Supervisor,
@@ -103,7 +105,7 @@ impl Bound {
             bound.names.push(format!("unix-abstract:{name}"));
         }
         if let Some(tcp) = &config.grpc.tcp {
-            let remote = remote_of(tcp, passed.of(activation::GRPC, config)).await?;
+            let remote = remote_of(tcp, passed.of(activation::GRPC, config))?;
             let address = remote.address().unwrap_or(tcp.listen);
             bound.names.push(format!("https://{address}"));
             bound.sockets.add_remote(remote);
@@ -118,10 +120,9 @@ impl Bound {
         }
         let is_ours = |address: &SocketAddr| !passed.hold(activation::HTTP, &Address::Tcp(*address));
         if let Some(address) = config.http.listen.filter(is_ours) {
-            let listener = TcpListener::bind(address)
-                .await
-                .map_err(|source| RunError::Listen { listener: format!("`http.listen: {address}`"), source })?;
-            bound.http.push(listener);
+            let listener = bind::listen("http.listen", address).and_then(TcpListener::from_std);
+            let failed = |source| RunError::Listen { listener: format!("`http.listen: {address}`"), source };
+            bound.http.push(listener.map_err(failed)?);
         }
         Ok(bound)
     }
@@ -260,24 +261,20 @@ async fn report_health(service: health::Health, control: Arc<ControlHandle>) {
 const HEALTH_EVERY: Duration = Duration::from_secs(1);
 
 /// The listener for other machines, on a socket of `passed` where there is one.
-async fn remote_of<'a>(tcp: &TcpConfig, passed: impl Iterator<Item = &'a PassedSocket>) -> Result<Remote, RunError> {
-    let certificates = Certificates {
-        certificate: load_text(&tcp.cert).map_err(RunError::Private)?,
-        key: load_private(&tcp.key).map_err(RunError::Private)?,
-        client_ca: load_text(&tcp.client_ca).map_err(RunError::Private)?,
-    };
+fn remote_of<'a>(tcp: &TcpConfig, passed: impl Iterator<Item = &'a PassedSocket>) -> Result<Remote, RunError> {
+    let certificates = certificates_of(tcp)?;
     let mut listeners = passed.filter_map(|socket| match &socket.listener {
         PassedListener::Tcp(listener) => Some(listener.try_clone()),
         PassedListener::Unix(_) => None,
     });
-    let remote = match listeners.next() {
-        Some(listener) => {
-            let listener = listener.map_err(|source| RunError::System { what: "a socket of systemd's", source })?;
-            Remote::on(listener, &certificates, tcp.role)
+    let listener = match listeners.next() {
+        Some(listener) => listener.map_err(|source| RunError::System { what: "a socket of systemd's", source })?,
+        None => {
+            let failed = |source| RunError::Listen { listener: format!("`grpc.tcp: {}`", tcp.listen), source };
+            bind::listen("grpc.tcp", tcp.listen).map_err(failed)?
         }
-        None => Remote::bind(tcp.listen, &certificates, tcp.role).await,
     };
-    remote.map_err(|source| RunError::Remote { source })
+    Remote::on(listener, &certificates, tcp.role).map_err(|source| RunError::Remote { source })
 }
 
 /// The roles of the configuration.
@@ -288,6 +285,11 @@ fn roles_of(config: &RolesConfig) -> Roles {
     roles.tenants.clone_from(&config.tenants);
     roles.viewers.clone_from(&config.viewers);
     roles.others = config.others;
+    // The socket lets its own group in, which nobody is in whom an administrator has not put there.
+    let own = nix::unistd::getegid().as_raw();
+    if own != 0 && config.others.is_none() {
+        roles.viewers.gids.push(own);
+    }
     roles
 }
 

@@ -6,6 +6,8 @@
 //! `listeners` serve clients, and `activation` takes what systemd listens on.
 
 mod activation;
+mod bind;
+mod certificates;
 mod chat;
 mod clock;
 mod control_handle;
@@ -16,6 +18,7 @@ mod device;
 mod engine;
 mod error;
 mod figures;
+mod folders;
 mod handoff;
 mod hang_detector;
 mod listeners;
@@ -33,7 +36,6 @@ mod sampling;
 mod sequences;
 mod shutdown;
 mod signals;
-mod socket_folder;
 mod startup_trim;
 mod status;
 mod voice;
@@ -42,11 +44,13 @@ mod workers;
 mod wyoming;
 
 pub use activation::PassedSockets;
+pub(crate) use bind::is_here;
 pub use clock::MonotonicClock;
 pub use control_handle::ControlHandle;
 pub use control_thread::ControlThread;
 pub(crate) use engine::{compute, sayable, threads};
 pub use error::RunError;
+pub(crate) use folders::obstacles;
 pub use peaks::{PeaksError, learned_peaks};
 pub use run::{Source, run};
 pub(crate) use workers::spec_of;

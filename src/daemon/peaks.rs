@@ -54,6 +54,12 @@ enum PeaksErrorKind {
 }
 
 impl PeaksError {
+    /// Whether they are there, and not for this user.
+    #[must_use]
+    pub fn is_denied(&self) -> bool {
+        matches!(&self.kind, PeaksErrorKind::Read(error) if error.kind() == io::ErrorKind::PermissionDenied)
+    }
+
     /// The remedy.
     #[must_use]
     pub const fn hint(&self) -> &'static str {

@@ -24,10 +24,10 @@ use crate::{
         denial::Denial,
         event::{Answer, ChangedKeys, Event},
         health::safe_profile,
+        params::MachineMemory,
     },
     rpc::supervisor::{SubmitError, Supervisor as _},
     telemetry::{LogError, LogFilter},
-    units::Bytes,
     worker::handle::WorkerHandle,
 };
 
@@ -38,9 +38,11 @@ const CALLS_MAX: usize = 4;
 pub(super) struct Reloader {
     pub(super) file: PathBuf,
     pub(super) log: LogFilter,
-    /// Memory of the machine, which the budget is a part of.
-    pub(super) machine: Bytes,
+    /// Memory of the machine, which the budget is a part of: it may change while the daemon runs.
+    pub(super) machine: watch::Receiver<MachineMemory>,
     pub(super) running: Config,
+    /// The clients with keys that are known now.
+    pub(super) clients: Option<Vec<ClientConfig>>,
     pub(super) control: Arc<ControlHandle>,
     pub(super) workers: BTreeMap<String, WorkerHandle>,
     pub(super) status: Arc<Status>,
@@ -86,7 +88,15 @@ impl Reloader {
     }
 
     async fn serve(mut self, mut calls: mpsc::Receiver<ReloadCall>) {
-        while let Some(caller) = calls.recv().await {
+        loop {
+            let caller = tokio::select! {
+                Ok(()) = self.machine.changed() => {
+                    self.resize().await;
+                    continue;
+                }
+                caller = calls.recv() => caller,
+            };
+            let Some(caller) = caller else { return };
             notify::reloading();
             let outcome = self.reload().await;
             notify::ready();
@@ -98,6 +108,14 @@ impl Reloader {
         }
     }
 
+    /// Has the budget follow the memory of the machine. Settings that do not work with it are the arbiter's to report.
+    async fn resize(&mut self) {
+        let machine = self.machine.borrow_and_update().clone();
+        let params = self.running.params_within(&machine).map(Box::new);
+        let params = params.map_err(|faults| faults.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "));
+        self.control.tell(Event::Resized { machine, params }).await;
+    }
+
     async fn reload(&mut self) -> Result<ChangedKeys, ReloadError> {
         let file = self.file.clone();
         let read = tokio::task::spawn_blocking(move || {
@@ -106,9 +124,14 @@ impl Reloader {
             Ok::<_, LoadError>((new, clients))
         });
         let (new, clients) = read.await.map_err(|_ending| ReloadError::Stopping)??;
-        let (next, changes) = reloaded(&self.running, &new);
+        let (next, mut changes) = reloaded(&self.running, &new);
+        let keys_file = "http.keys_file".to_owned();
+        if clients != self.clients && !changes.applied.contains(&keys_file) {
+            changes.applied.push(keys_file); // the same file with other contents
+        }
+        let machine = self.machine.borrow().clone();
         let params =
-            next.params(self.machine).map_err(|faults| ReloadError::Settings { file: self.file.clone(), faults })?;
+            next.params(&machine).map_err(|faults| ReloadError::Settings { file: self.file.clone(), faults })?;
         // A worker may start as soon as the arbiter has its settings.
         self.change_workers(&next);
         let ticket = self.control.ticket();
@@ -132,6 +155,7 @@ impl Reloader {
         }
         self.log.set(&next.log.filter)?;
         self.status.set_names(&next);
+        self.clients.clone_from(&clients);
         let access = access_of(&next, clients, &self.access.borrow());
         self.access.send_replace(Arc::new(access));
         if safe_profile(&self.control.state()).is_some() {

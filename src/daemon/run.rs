@@ -2,8 +2,7 @@
 
 use std::{
     fs, io,
-    os::unix::fs::MetadataExt as _,
-    path::{Path, PathBuf},
+    path::PathBuf,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -20,6 +19,7 @@ use super::{
     engine::{CurrentEngine, EngineDriver, start_engine},
     error::RunError,
     figures::Figures,
+    folders,
     handoff::{Handoff, Inheritance, Place},
     listeners::{Bound, Clients, Listeners},
     llm::Llm,
@@ -52,14 +52,13 @@ use crate::{
         arbiter::Arbiter,
         book::AdoptedWorker,
         event::Event,
-        params::{Params, Scope},
+        params::{MachineMemory, Params, Scope},
         peaks::Peaks,
     },
     probe::{ProbeRoot, Sampler, processes},
     rpc::{llm::Generator, server::BindError},
     speech::decoder::Decoder,
     telemetry::{self, Collector, LinesDropped, LogFilter, Metrics, OtlpProtocol, Tracer},
-    units::Bytes,
     worker::{
         adopt::{all_visible, survivors},
         orphans::end_orphans,
@@ -104,8 +103,8 @@ pub async fn run(
     let clock = MonotonicClock::start();
     let signals = Signals::install().map_err(|source| RunError::System { what: "signals", source })?;
     for (key, folder) in [("runtime_dir", &config.runtime_dir), ("state_dir", &config.state_dir)] {
-        make_folder(folder)?;
-        is_ours(key, folder)?;
+        folders::make(folder)?;
+        folders::is_ours(key, folder, &config)?;
     }
     let keys = clients_of_file(&config).map_err(RunError::Private)?;
     backend::cuda::keep_probe_in(&config.state_dir);
@@ -114,8 +113,9 @@ pub async fn run(
     // The machine, and the settings for it.
     let root = ProbeRoot::default();
     let mut sampler = open_sampler(&config, &root)?;
-    let machine = sampler.read()?.meminfo.total;
-    let params = params_for(&config, machine)?;
+    let reading = sampler.read()?;
+    let (machine, resized) = watch::channel(sampler.machine(&reading));
+    let params = params_for(&config, &machine.borrow())?;
     let arbiter = Arbiter::new(params.clone())?;
 
     // The instance. Where another supervisor runs this is where it ends, and nothing of that one has been touched. Where
@@ -134,6 +134,7 @@ pub async fn run(
     let runs = inheritance.boot_ids.clone();
     let (control, inbox) = ControlHandle::new(boot_id.clone(), runs, clock, EVENT_LOG_LINES);
     control.note_locked(set_aside);
+    control.note_listeners(config.listeners());
     let recorder = Recorder::open(&config, &control, &params)?;
     let metrics = Arc::new(Metrics::new());
     let (parts, losses) = Parts::new();
@@ -150,14 +151,15 @@ pub async fn run(
     let engine = llm.map(|llm| start_engine(llm, &control, &on_control)).transpose()?;
     let current = engine.as_ref().map(EngineDriver::current);
     let status = Arc::new(Status::new(&control, &metrics, &config, current.clone(), dropped, tracer.clone()));
-    let access = watch::Sender::new(Arc::new(access_of(&config, keys, &Access::default())));
+    let access = watch::Sender::new(Arc::new(access_of(&config, keys.clone(), &Access::default())));
     let shown = (&status, &metrics, &tracer);
     let clients = clients_of(&config, &control, &workers, current.as_ref(), shown, access.subscribe());
     let reloader = Reloader {
         file: absolute(&source.file),
         log: source.log,
-        machine,
+        machine: resized,
         running: config.clone(),
+        clients: keys,
         control: Arc::clone(&control),
         workers: workers.handles(),
         status,
@@ -179,12 +181,12 @@ pub async fn run(
     };
     let mut control_loop = ControlLoop::new(arbiter, clock, device);
     // Before anything else can be admitted: what holders of the earlier run hold, and what unmanaged processes use.
-    if let Some(event) = inheritance.event(adopted) {
+    for event in inheritance.events(adopted) {
         control_loop.handle(event);
     }
     let taken_at = clock.now(); // what is read may be as old as the beginning of the reading
     control_loop.handle(Event::Sampled(sampler.read()?.sample(taken_at)));
-    sampling::spawn(sampler, &root, interval, Arc::clone(&control), &parts);
+    sampling::spawn(sampler, &root, interval, machine, Arc::clone(&control), &parts);
 
     // The APIs.
     let listeners = Listeners::open(bound, &control, clients, &config, holders, (&parts, &on_control)).await?;
@@ -197,6 +199,7 @@ pub async fn run(
     tracing::info!(
         boot_id,
         budget = %control.state().memory.budget,
+        limited_by = control.state().machine.limited_by,
         grpc = listeners.grpc_address(),
         http = listeners.http_address(),
         wyoming = listeners.wyoming_address(),
@@ -280,10 +283,10 @@ fn open_sampler(config: &Config, root: &ProbeRoot) -> Result<Sampler, RunError> 
     Ok(Sampler::open(root, session)?)
 }
 
-/// The settings of policy for a machine with so much memory, with the peaks that earlier runs have learned.
-fn params_for(config: &Config, memory: Bytes) -> Result<Params, RunError> {
+/// The settings of policy for a machine, with the peaks that earlier runs have learned.
+fn params_for(config: &Config, machine: &MachineMemory) -> Result<Params, RunError> {
     let mut params = config
-        .params(memory)
+        .params(machine)
         .map_err(|faults| RunError::Settings(faults.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")))?;
     params.peaks = learned_peaks(&config.state_dir).unwrap_or_else(|error| {
         tracing::warn!(hint = error.hint(), "{}", in_one_line(&error));
@@ -340,28 +343,6 @@ async fn take_listeners(config: &Config, passed: &PassedSockets, has_place: bool
         }
         tokio::time::sleep(LISTENERS_LOOK_EVERY).await;
     }
-}
-
-fn make_folder(path: &Path) -> Result<(), RunError> {
-    fs::create_dir_all(path).map_err(|source| RunError::Folder { path: path.to_owned(), source })
-}
-
-/// Refuses a folder in which others could replace our files, locks and sockets.
-fn is_ours(key: &'static str, path: &Path) -> Result<(), RunError> {
-    let found = fs::metadata(path).map_err(|source| RunError::Folder { path: path.to_owned(), source })?;
-    let open = |why, remedy| RunError::Open { path: path.to_owned(), key, why, remedy };
-    if found.mode() & 0o002 != 0 {
-        let why = format!("every user may write to it (mode {:04o})", found.mode() & 0o7777);
-        return Err(open(why, format!("chmod o-w {}, or set `{key}` to a folder below it", path.display())));
-    }
-    let us = nix::unistd::geteuid().as_raw();
-    let owner = found.uid();
-    // The state may lie in a volume of another owner; sockets and locks are trusted for where they are.
-    if key == "runtime_dir" && ![us, 0].contains(&owner) {
-        let why = format!("it belongs to uid {owner}, and the supervisor runs as uid {us}");
-        return Err(open(why, format!("chown {us} {}, or set `{key}` to another folder", path.display())));
-    }
-    Ok(())
 }
 
 /// A name for this run that no other run has: the kernel's random UUID, or the time where that cannot be read.

@@ -13,6 +13,7 @@ use crate::{
     emergency,
     policy::{
         event::Event,
+        params::MachineMemory,
         pressure::{Sample, StallWatch},
     },
     probe::{
@@ -53,11 +54,12 @@ const fn watch_of(rung: PsiRung) -> StallWatch {
     }
 }
 
-/// Starts sampling, which goes on as long as the pace is held.
+/// Starts sampling, which goes on as long as the pace is held; `machine` follows the memory that the machine has.
 pub(super) fn spawn(
     mut sampler: Sampler,
     root: &ProbeRoot,
     mut wanted: watch::Receiver<Duration>,
+    machine: watch::Sender<MachineMemory>,
     control: Arc<ControlHandle>,
     parts: &Parts,
 ) {
@@ -93,6 +95,9 @@ pub(super) fn spawn(
             match reading {
                 Ok(reading) => {
                     failing = false;
+                    if sampler.has_changed(&reading, &machine.borrow()) {
+                        machine.send_replace(sampler.machine(&reading));
+                    }
                     let sample = Sample {
                         own_used: control.own_use(),
                         stall_watch: Some(watch_of(ticker.rung())),

@@ -16,7 +16,7 @@ use std::{
 
 use nix::sys::mman::{self, MapFlags, ProtFlags};
 
-use crate::units::Bytes;
+use crate::units::{Bytes, page};
 
 /// Anonymous memory of whole pages, dropped by `munmap`.
 ///
@@ -62,7 +62,7 @@ impl Mapping {
 
     /// Maps whole pages; where they are as many as a huge page has, from the start of one.
     fn aligned(bytes: Bytes, protection: ProtFlags) -> io::Result<Self> {
-        let len = bytes.round_up(PAGE).as_len().max(PAGE.as_len());
+        let len = bytes.round_up(page()).as_len().max(page().as_len());
         let huge = HUGE_PAGE.as_len();
         let wanted = if len >= huge { len.saturating_add(huge) } else { len };
         let length = NonZeroUsize::new(wanted).ok_or(io::ErrorKind::InvalidInput)?;
@@ -110,7 +110,7 @@ impl Mapping {
     fn resident_in(&self, offset: usize, len: usize) -> Bytes {
         self.range(offset, len)
             .and_then(|start| resident_pages(start.as_ptr(), len))
-            .map_or(Bytes::ZERO, |pages| PAGE.saturating_mul(pages))
+            .map_or(Bytes::ZERO, |pages| page().saturating_mul(pages))
     }
 
     /// Unmaps it; whether the kernel has done so.
@@ -184,7 +184,7 @@ impl Mapping {
         let Some(start) = self.range(offset, len) else {
             return;
         };
-        for page in (0..len).step_by(PAGE.as_len()) {
+        for page in (0..len).step_by(page().as_len()) {
             // A zero that the compiler sees makes a read of it, for which the kernel finds no memory.
             // SAFETY: inside our own mapping; a write that leaves the byte as it is.
             unsafe { AtomicU8::from_ptr(start.add(page).as_ptr()) }.fetch_or(black_box(0), Ordering::Relaxed);
@@ -344,11 +344,11 @@ impl Drop for Mapping {
 fn resident_pages(address: *const u8, len: usize) -> Option<u64> {
     let mut pages = 0u64;
     let mut flags = [0u8; 4096];
-    let step = flags.len() * PAGE.as_len();
+    let step = flags.len() * page().as_len();
     let mut done = 0;
     while done < len {
         let part = step.min(len - done);
-        let count = part.div_ceil(PAGE.as_len());
+        let count = part.div_ceil(page().as_len());
         // SAFETY: `mincore` writes one byte for each page of the part, at most `flags.len()` of them; the addresses are
         // only looked up, never read.
         let result =
@@ -365,14 +365,14 @@ fn resident_pages(address: *const u8, len: usize) -> Option<u64> {
 /// Resident set of this process as `/proc/self/statm` has it; zero when it cannot be read.
 #[must_use]
 pub fn process_resident() -> Bytes {
-    PAGE.saturating_mul(number_of_statm(1).unwrap_or(0))
+    page().saturating_mul(number_of_statm(1).unwrap_or(0))
 }
 
 /// How much of [`process_resident`] are pages of files: text and constants of the program and its libraries, which the
 /// page cache has once for all processes.
 #[must_use]
 pub fn process_file_resident() -> Bytes {
-    PAGE.saturating_mul(number_of_statm(2).unwrap_or(0))
+    page().saturating_mul(number_of_statm(2).unwrap_or(0))
 }
 
 /// One number of `/proc/self/statm`, read without allocating: it is on the shed path.
@@ -392,9 +392,7 @@ pub fn trim_heap() {
     }
 }
 
-/// Page size of x86-64, and of arm64 as JetPack and Debian build their kernels.
-pub const PAGE: Bytes = Bytes::from_kib(4);
-/// Size of a huge page with 4 KiB base pages, on both architectures.
+/// Size of a huge page with 4 KiB base pages, on both architectures; a multiple of any base page.
 pub const HUGE_PAGE: Bytes = Bytes::from_mib(2);
 
 #[cfg(test)]
@@ -410,7 +408,7 @@ mod tests {
             assert_eq!(SharedMapping::from(mapping).release(), Bytes::from_mib(mib));
             // Nothing is mapped there, unless another test thread was given the address meanwhile.
             if let Some(pages) = resident_pages(address, len) {
-                assert!(PAGE.saturating_mul(pages) <= Bytes::from_mib(mib));
+                assert!(page().saturating_mul(pages) <= Bytes::from_mib(mib));
             }
         }
     }
@@ -426,9 +424,9 @@ mod tests {
     #[test]
     fn a_range_outside_is_refused() {
         let mapping = Mapping::new(Bytes::new(1), Backing::OnTouch).unwrap();
-        assert_eq!(mapping.bytes(), PAGE);
-        assert!(mapping.range(0, 4096).is_some());
-        assert!(mapping.range(4095, 2).is_none());
+        assert_eq!(mapping.bytes(), page());
+        assert!(mapping.range(0, page().as_len()).is_some());
+        assert!(mapping.range(page().as_len() - 1, 2).is_none());
         assert!(mapping.range(usize::MAX, 2).is_none());
     }
 }

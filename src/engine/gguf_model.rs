@@ -30,7 +30,7 @@ use crate::{
         residency::{EnginePlan, ModelShape},
         streaming::Calibration,
     },
-    units::{Bytes, Tokens},
+    units::{Bytes, Tokens, page},
 };
 
 /// A GGUF model and its tokenizer, whose tables are some 33 MiB for 152 000 tokens.
@@ -125,7 +125,7 @@ impl GgufModel {
 
 /// What the tokenizer of a header holds once it is made, of [`TextSide::bytes_max`].
 fn tables_bytes(header: &Header) -> Bytes {
-    Tokenizer::heap_bytes(header).round_up(Bytes::from_kib(4))
+    Tokenizer::heap_bytes(header).round_up(page())
 }
 
 fn with_text(shape: ModelShape, text_bytes: Bytes) -> ModelShape {

@@ -313,9 +313,12 @@ pub const KV_BLOCK_TOKENS: Tokens = Tokens::new(64);
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::{
-        arena::{HUGE_PAGE, PAGE},
-        backend::{Part, cpu::Cpu, offset_in_block},
+    use crate::{
+        engine::{
+            arena::HUGE_PAGE,
+            backend::{Part, cpu::Cpu, offset_in_block},
+        },
+        units::page,
     };
 
     fn shape(head_dim: u32, granule: Bytes) -> KvShape {
@@ -334,7 +337,7 @@ mod tests {
     #[test]
     fn capacity_becomes_memory_when_it_is_used_and_goes_back_to_the_kernel() {
         // Blocks of 96 KiB and of 768 KiB: the latter in huge pages, of which 2 2/3 blocks fill one.
-        for shape in [shape(64, PAGE), shape(512, HUGE_PAGE)] {
+        for shape in [shape(64, page()), shape(512, HUGE_PAGE)] {
             let mut backend = Cpu::new(1).unwrap();
             let mut cache = KvCache::new(&backend, shape, 4096, Backing::OnTouch).unwrap();
             let resized = cache.resize(&mut backend, Tokens::new(1000), 0).unwrap();
@@ -366,7 +369,7 @@ mod tests {
 
     #[test]
     fn capacity_that_is_memory_at_once_is_all_there_and_all_freed() {
-        for shape in [shape(64, PAGE), shape(512, HUGE_PAGE)] {
+        for shape in [shape(64, page()), shape(512, HUGE_PAGE)] {
             let mut backend = Cpu::new(1).unwrap();
             let mut cache = KvCache::new(&backend, shape, 4096, Backing::Now).unwrap();
             cache.resize(&mut backend, Tokens::new(512), 0).unwrap();
@@ -392,7 +395,7 @@ mod tests {
 
     #[test]
     fn a_smaller_type_gives_pages_back_at_once_and_a_larger_one_touches_what_is_used() {
-        for (shape, granule) in [(shape(64, PAGE), PAGE), (shape(512, HUGE_PAGE), HUGE_PAGE)] {
+        for (shape, granule) in [(shape(64, page()), page()), (shape(512, HUGE_PAGE), HUGE_PAGE)] {
             let mut backend = Cpu::new(2).unwrap();
             let mut cache = KvCache::new(&backend, shape, 4096, Backing::OnTouch).unwrap();
             cache.resize(&mut backend, Tokens::new(1024), 0).unwrap();
@@ -431,7 +434,7 @@ mod tests {
     #[test]
     fn no_capacity_is_beyond_what_the_model_was_made_for() {
         let mut backend = Cpu::new(1).unwrap();
-        let mut cache = KvCache::new(&backend, shape(64, PAGE), 200, Backing::OnTouch).unwrap();
+        let mut cache = KvCache::new(&backend, shape(64, page()), 200, Backing::OnTouch).unwrap();
         cache.resize(&mut backend, Tokens::new(100_000), 0).unwrap();
         assert_eq!(cache.capacity(), Tokens::new(256));
         assert_eq!(cache.planned(Tokens::new(100_000), 0), Tokens::new(256));

@@ -7,8 +7,8 @@ use std::{io, num::NonZeroUsize, ptr::NonNull};
 
 use nix::sys::mman::{self, MapFlags, ProtFlags};
 
-use super::arena::{HUGE_PAGE, PAGE, SharedMapping};
-use crate::units::Bytes;
+use super::arena::{HUGE_PAGE, SharedMapping};
+use crate::units::{Bytes, page};
 
 /// Address space of which the first part is memory.
 #[derive(Debug)]
@@ -27,7 +27,7 @@ impl Reserve {
     /// # Errors
     /// When the kernel has no address space.
     pub fn new(bytes: Bytes, granule: Bytes) -> io::Result<Self> {
-        let granule = if granule == HUGE_PAGE { HUGE_PAGE } else { PAGE };
+        let granule = if granule == HUGE_PAGE { HUGE_PAGE } else { page() };
         Ok(Self { space: SharedMapping::inaccessible(bytes.round_up(granule))?, open: 0, granule: granule.as_len() })
     }
 
@@ -110,7 +110,7 @@ mod tests {
 
     #[test]
     fn opening_takes_no_memory_and_closing_gives_all_of_it_back() {
-        for granule in [PAGE, HUGE_PAGE] {
+        for granule in [page(), HUGE_PAGE] {
             let mut reserve = Reserve::new(Bytes::from_mib(64), granule).unwrap();
             assert!(reserve.range(0, 1).is_none(), "nothing is open");
             reserve.set_open(Bytes::from_mib(16)).unwrap();
@@ -138,7 +138,7 @@ mod tests {
 
     #[test]
     fn more_than_was_reserved_is_refused_and_changes_nothing() {
-        let mut reserve = Reserve::new(Bytes::from_mib(1), PAGE).unwrap();
+        let mut reserve = Reserve::new(Bytes::from_mib(1), page()).unwrap();
         reserve.set_open(Bytes::from_kib(8)).unwrap();
         assert!(reserve.set_open(Bytes::from_mib(2)).is_err());
         assert_eq!(Bytes::of_len(reserve.open), Bytes::from_kib(8));

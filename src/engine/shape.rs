@@ -5,7 +5,7 @@ use std::{ops::Range, sync::Arc};
 use candle_core::quantized::GgmlDType;
 
 use super::{
-    arena::{HUGE_PAGE, PAGE},
+    arena::HUGE_PAGE,
     gguf::{Header, TensorInfo},
     kv::KV_BLOCK_TOKENS,
     reader::Extent,
@@ -16,7 +16,7 @@ use crate::{
         kv_type::KvType,
         residency::{KvShape, LayerKind, LayerShape, ModelShape},
     },
-    units::{Bytes, Tokens},
+    units::{Bytes, Tokens, page},
 };
 
 /// The layout of a model.
@@ -190,14 +190,14 @@ impl Layout {
             name,
             architecture: header.architecture().to_owned(),
             layers,
-            fixed_bytes: self.fixed.bytes.saturating_add(header.heap_bytes().round_up(PAGE)),
+            fixed_bytes: self.fixed.bytes.saturating_add(header.heap_bytes().round_up(page())),
             state_bytes: state,
             kv: kv_shape(spec),
             context_max: Tokens::new(spec.context_max),
             workspace_fixed_bytes: Bytes::of_len((spec.vocabulary + FLAGS) * 4)
-                .round_up(PAGE)
-                .saturating_add(scratch.round_up(PAGE))
-                .saturating_add(PAGE.saturating_mul(WORKSPACE_BUFFERS)),
+                .round_up(page())
+                .saturating_add(scratch.round_up(page()))
+                .saturating_add(page().saturating_mul(WORKSPACE_BUFFERS)),
             workspace_bytes_per_token: self.widths.bytes().saturating_add(activations),
             ring_bytes: self.ring,
         }
@@ -288,7 +288,7 @@ fn head_tiles(spec: &Spec, least: usize) -> Vec<Vec<Slab>> {
 impl PartLayout {
     fn of(layer: Option<usize>, number: usize, mut slabs: Vec<Slab>, piece_bytes: usize) -> Self {
         // Between rows of the head lies what is left away on purpose.
-        let gap_max = if layer.is_some() { GAP_MAX } else { PAGE.get() };
+        let gap_max = if layer.is_some() { GAP_MAX } else { page().get() };
         let mut runs: Vec<(Extent, usize)> = Vec::new();
         let mut arena = 0usize;
         let mut order: Vec<&mut Slab> = slabs.iter_mut().collect();
@@ -360,7 +360,7 @@ impl FixedLayout {
         let output_norm = place(&spec.output_norm);
         let output_bias = spec.output_bias.as_ref().map(&mut place);
         let rope_factors = spec.rope_factors.as_ref().map(&mut place);
-        Self { vectors, output_norm, output_bias, rope_factors, bytes: Bytes::of_len(next * 4).round_up(PAGE) }
+        Self { vectors, output_norm, output_bias, rope_factors, bytes: Bytes::of_len(next * 4).round_up(page()) }
     }
 }
 
@@ -402,16 +402,21 @@ impl Widths {
 /// What the KV cache of `spec` occupies for each token.
 #[must_use]
 pub fn kv_shape(spec: &Spec) -> KvShape {
+    kv_shape_with(spec, page())
+}
+
+/// The same where the kernel has pages of this size.
+fn kv_shape_with(spec: &Spec, page: Bytes) -> KvShape {
     let mut shape = KvShape {
         attention_layers: narrow(spec.attention_layers()),
         kv_heads: narrow(spec.attention.kv_heads),
         head_dim: narrow(spec.attention.head_dim),
         element_bytes: 2,
-        granule: PAGE,
+        granule: page,
         block_tokens: KV_BLOCK_TOKENS,
     };
     // Blocks are whole pages, so that the plan and the kernel count alike; heads are multiples of 8 elements.
-    if !shape.block_bytes(KvType::F16).get().is_multiple_of(PAGE.get()) {
+    if !shape.block_bytes(KvType::F16).get().is_multiple_of(page.get()) {
         shape.block_tokens = Tokens::new(2 * KV_BLOCK_TOKENS.get());
     }
     if shape.block_bytes(KvType::F16) >= HUGE_FROM {
@@ -425,7 +430,7 @@ pub fn kv_shape(spec: &Spec) -> KvShape {
 pub fn state_bytes(spec: &Spec) -> Bytes {
     let layers = spec.layers.iter().filter(|layer| layer.kind == LayerKind::Recurrent).count();
     spec.recurrent.map_or(Bytes::ZERO, |recurrent| {
-        Bytes::of_len(layers * (recurrent.state_len() + recurrent.conv_len()) * 4).round_up(PAGE)
+        Bytes::of_len(layers * (recurrent.state_len() + recurrent.conv_len()) * 4).round_up(page())
     })
 }
 
@@ -564,15 +569,28 @@ mod tests {
     }
 
     #[test]
+    fn blocks_of_the_cache_are_whole_pages_of_any_kernel_or_are_rounded_to_them() {
+        let (spec, ..) = layout(&Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 1));
+        for page in [4, 16, 64].map(Bytes::from_kib) {
+            let shape = kv_shape_with(&spec, page);
+            assert!(shape.granule >= page && shape.granule.get().is_multiple_of(page.get()));
+            for tokens in [1, 64, 65, 1000] {
+                let bytes = shape.capacity_bytes(Tokens::new(tokens), KvType::F16);
+                assert!(bytes > Bytes::ZERO && bytes.get().is_multiple_of(page.get()), "{tokens}: {bytes}");
+            }
+        }
+    }
+
+    #[test]
     fn arenas_hold_little_more_than_the_matrices() {
         let (_, layout, ..) = layout(&Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 1));
         for part in &layout.parts {
             let bytes: Bytes = part.slabs.iter().map(|slab| Bytes::of_len(slab.extent.bytes)).sum();
-            assert!(part.arena >= bytes && part.arena <= bytes + Bytes::from_kib(8), "{}", part.arena);
+            assert!(part.arena >= bytes && part.arena <= bytes + page().saturating_mul(2), "{}", part.arena);
             for slab in &part.slabs {
                 let start = Bytes::of_len(slab.offset);
                 assert!(start + Bytes::of_len(slab.extent.bytes) <= part.arena);
-                assert_eq!(start.get() % PAGE.get(), slab.extent.offset % PAGE.get());
+                assert_eq!(start.get() % page().get(), slab.extent.offset % page().get());
             }
         }
     }

@@ -142,6 +142,12 @@ impl Engine {
         self.handle.clone()
     }
 
+    /// Whether its thread has ended.
+    #[must_use]
+    pub fn has_ended(&self) -> bool {
+        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
     /// Waits until the thread has ended; ask it to [`stop`](EngineHandle::stop) or [`drain`](EngineHandle::drain)
     /// before. Blocks: not for asynchronous code, which awaits [`EngineEvent::Stopped`].
     pub fn join(mut self) {

@@ -32,6 +32,17 @@ pub struct SavedBook {
     pub book: Book,
 }
 
+/// What a run finds of the one before it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum FoundBook {
+    /// There was no run before it.
+    Nothing,
+    /// The last book that was written whole.
+    Whole(SavedBook),
+    /// Books were written, and none can be read: leases of the run before are lost. The file is kept under this path.
+    Damaged(PathBuf),
+}
+
 /// The file.
 #[derive(Debug)]
 pub struct BookFile {
@@ -53,15 +64,16 @@ pub struct BookError {
 }
 
 impl BookFile {
-    /// Opens the file, and reads what an earlier run has left; `None` when there is nothing, or nothing whole.
+    /// Opens the file, and reads what an earlier run has left. A file without a whole book makes room for a new one.
     ///
     /// # Errors
-    /// When the file cannot be opened or read.
-    pub fn open(path: &Path) -> Result<(Self, Option<SavedBook>), BookError> {
+    /// When the file cannot be opened, read or renamed.
+    pub fn open(path: &Path) -> Result<(Self, FoundBook), BookError> {
         let failed = |act, source| BookError { act, path: path.to_owned(), source };
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(true).truncate(false).mode(FILE_MODE);
-        let file = open_own(path, &mut options).map_err(|source| failed("open", source))?;
+        let mut open = || open_own(path, &mut options).map_err(|source| failed("open", source));
+        let file = open()?;
         let mut book = Self { path: path.to_owned(), file, sequence: 0, buffer: Vec::new() };
         let mut newest: Option<(u64, SavedBook)> = None;
         for place in 0..PLACES {
@@ -73,7 +85,17 @@ impl BookFile {
                 }
             }
         }
-        Ok((book, newest.map(|(_, saved)| saved)))
+        if let Some((_, saved)) = newest {
+            return Ok((book, FoundBook::Whole(saved)));
+        }
+        let written = book.file.metadata().map_err(|source| failed("read", source))?.len();
+        if written == 0 {
+            return Ok((book, FoundBook::Nothing));
+        }
+        let kept = path.with_extension("damaged");
+        std::fs::rename(path, &kept).map_err(|source| failed("set aside", source))?;
+        book.file = open()?;
+        Ok((book, FoundBook::Damaged(kept)))
     }
 
     /// Writes a book in place of the one before the last. When it returns, the book outlives this process.
@@ -189,12 +211,12 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("book");
         let (mut file, nothing) = BookFile::open(&path).unwrap();
-        assert_eq!(nothing, None);
+        assert_eq!(nothing, FoundBook::Nothing);
         // Longer and shorter ones in turn.
         for lease in [1, 9, 2, 8, 3] {
             file.write(&saved(lease)).unwrap();
             let (again, found) = BookFile::open(&path).unwrap();
-            assert_eq!(found, Some(saved(lease)));
+            assert_eq!(found, FoundBook::Whole(saved(lease)));
             file = again;
         }
     }
@@ -224,19 +246,25 @@ mod tests {
                 file.write_all_at(&after[place..cut], place as u64).unwrap();
             }
             let (_, found) = BookFile::open(&torn_path).unwrap();
-            assert_eq!(found, Some(saved(2)), "cut after {} bytes", cut - place);
+            assert_eq!(found, FoundBook::Whole(saved(2)), "cut after {} bytes", cut - place);
         }
     }
 
     #[test]
-    fn garbage_is_no_book_and_is_written_over() {
+    fn a_damaged_book_is_said_to_be_one_and_kept_aside() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("book");
-        std::fs::write(&path, [0xff; 100]).unwrap();
-        let (mut file, found) = BookFile::open(&path).unwrap();
-        assert_eq!(found, None);
-        file.write(&saved(4)).unwrap();
-        assert_eq!(BookFile::open(&path).unwrap().1, Some(saved(4)));
+        let kept = folder.path().join("book.damaged");
+        let garbage = [[0xff; 100].as_slice(), b"x", &[0; 64]];
+        for garbage in garbage {
+            std::fs::write(&path, garbage).unwrap();
+            let (mut file, found) = BookFile::open(&path).unwrap();
+            assert_eq!(found, FoundBook::Damaged(kept.clone()));
+            assert_eq!(std::fs::read(&kept).unwrap(), garbage);
+            file.write(&saved(4)).unwrap();
+            assert_eq!(BookFile::open(&path).unwrap().1, FoundBook::Whole(saved(4)));
+            std::fs::remove_file(&path).unwrap();
+        }
         assert!(BookFile::open(folder.path()).unwrap_err().to_string().starts_with("cannot open the book"));
     }
 }

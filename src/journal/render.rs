@@ -25,7 +25,12 @@ use crate::{
 pub fn render(entry: &JournalEntry) -> String {
     match &entry.content {
         Content::Start(start) => {
-            format!("supervisor {} started with a budget of {}", start.version, start.params.budget.bytes())
+            let (params, version) = (&start.params, &start.version);
+            let budget = params.budget.bytes();
+            match &params.machine.limited_by {
+                Some(_) => format!("supervisor {version} started with a budget of {budget}, of the {}", params.machine),
+                None => format!("supervisor {version} started with a budget of {budget}"),
+            }
         }
         Content::Event(event) => render_event(event),
         Content::Action(action) => render_action(action),
@@ -152,12 +157,19 @@ fn render_event(event: &Event) -> String {
             counted(book.leases.len(), "lease"),
             counted(adopted.len(), "living worker")
         ),
+        Event::BookLost { kept } => {
+            format!("the leases of the run before are lost: its book is damaged, and kept as `{kept}`")
+        }
         Event::DrainRequested => "a drain is requested".to_owned(),
         Event::DrainCancelled => "an operator ends the drain".to_owned(),
         Event::OperatorLoad { .. } => "an operator wants the model loaded".to_owned(),
         Event::Reconfigured { params, changes, .. } => {
             format!("configuration read again, budget {}: {changes}", params.budget.bytes())
         }
+        Event::Resized { machine, params: Ok(params) } => {
+            format!("the budget is {} now, of the {machine}", params.budget.bytes())
+        }
+        Event::Resized { machine, params: Err(reason) } => format!("no budget follows from the {machine}: {reason}"),
         Event::DeadlineReached => "a deadline has come".to_owned(),
     }
 }

@@ -277,7 +277,11 @@ fn take(cx: &mut Context<'_>, event: Event) {
             // By shorter settings some may be over already.
             serve_deadlines(cx);
         }
-        Event::DeadlineReached => {}
+        Event::Resized { machine, params } => {
+            operator::take_resized(cx, machine, params);
+            serve_deadlines(cx);
+        }
+        Event::BookLost { .. } | Event::DeadlineReached => {}
     }
 }
 
@@ -285,9 +289,11 @@ fn follow_up(cx: &mut Context<'_>) {
     worker_events::start_in_order(cx);
     growth_orders::load_engine(cx);
     serve::serve_queue(cx);
+    reclaim_orders::come_within_budget(cx);
     reclaim_orders::relieve_pressure(cx);
     growth_orders::grow_back(cx);
     worker_events::serve_rests(cx);
+    cx.state.ledger.lower_ceiling();
 }
 
 /// A sample of the machine: headroom, level, and what the kernel keeps.

@@ -12,6 +12,7 @@ use super::{
     growth_wait::GrowthWait,
     lease::{Class, LeaseName, TargetAnswer},
     page_pool::Release,
+    params::MachineMemory,
     pressure_level::PressureLevel,
     reason::{IgnoredPressure, PlanSize, ReclaimReason},
     reboot::RebootReason,
@@ -70,7 +71,9 @@ impl Decision {
                     | Worker::IgnoresPressure(_)
                     | Worker::NotSmaller { .. }
             ),
-            Self::Memory(decision) => matches!(decision, MemoryDecision::RebootAdvised(_)),
+            Self::Memory(decision) => {
+                matches!(decision, MemoryDecision::RebootAdvised(_) | MemoryDecision::TooSmall { .. })
+            }
             Self::Admission(_) | Self::Growth(_) => false,
         }
     }
@@ -477,4 +480,7 @@ pub enum MemoryDecision {
     RebootAdvised(RebootReason),
     /// The machine has not been in that state for as long.
     RebootNotAdvised(RebootReason),
+    /// The machine, or a control group around the supervisor, has too little memory now for what runs, or for the
+    /// configuration.
+    TooSmall { machine: MachineMemory, budget: Bytes, reason: String },
 }

@@ -15,7 +15,7 @@ use super::{
     denial::Denial,
     kv_type::KvType,
     lease::{LeaseId, LeaseName, LeaseRequest, LeaseView, Peer, TargetAnswer, Ticket},
-    params::Params,
+    params::{MachineMemory, Params},
     peaks::Peaks,
     pressure::{PressureLevel, Sample},
     reason::{LevelReason, PlanReason, ReclaimReason, StopReason},
@@ -205,6 +205,12 @@ pub enum Event {
         /// Its workers that are alive.
         adopted: Vec<AdoptedWorker>,
     },
+    /// The leases of the run before this one cannot be read: their memory counts as unaccounted until their holders ask
+    /// again. A reader of before does not know it.
+    BookLost {
+        /// Where the damaged file is kept.
+        kept: String,
+    },
     /// Nothing new is admitted from now on; what runs may finish.
     DrainRequested,
     /// An operator ends a drain: requests are admitted again. A reader of before does not know it.
@@ -219,6 +225,14 @@ pub enum Event {
         params: Box<Params>,
         /// Keys of the file that have changed.
         changes: ChangedKeys,
+    },
+    /// The machine, or a control group around the supervisor, has more or less memory than before. A reader of before does not
+    /// know it.
+    Resized {
+        /// What it has now.
+        machine: MachineMemory,
+        /// The settings for it, or why there are none.
+        params: Result<Box<Params>, String>,
     },
     /// The time of `next_deadline` has come.
     DeadlineReached,

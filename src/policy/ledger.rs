@@ -33,6 +33,9 @@ pub struct OverCommit {
 pub struct Ledger {
     budget: Bytes,
     reserve: Bytes,
+    /// What was held when the budget was lowered below it, or has been since: it can only become less.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    ceiling: Option<Bytes>,
     #[serde(with = "crate::policy::pairs")]
     entries: BTreeMap<LeaseId, Entry>,
     measured: BTreeMap<String, Measurement>,
@@ -75,6 +78,7 @@ impl Ledger {
         Self {
             budget,
             reserve,
+            ceiling: None,
             entries: BTreeMap::new(),
             measured: BTreeMap::new(),
             scope: None,
@@ -83,10 +87,25 @@ impl Ledger {
         }
     }
 
-    /// Changes the budget; it must not be below what is held.
-    pub(super) const fn set_budget(&mut self, budget: Bytes, reserve: Bytes) {
+    /// Changes the budget. Where that is below what is held, nothing is free until enough was given back.
+    pub(super) fn set_budget(&mut self, budget: Bytes, reserve: Bytes) {
         self.budget = budget;
         self.reserve = reserve;
+        self.ceiling = Some(self.held());
+        self.lower_ceiling();
+    }
+
+    /// What is held beyond the budget, since that was lowered.
+    #[must_use]
+    pub fn over_budget(&self) -> Bytes {
+        self.held().saturating_sub(self.budget)
+    }
+
+    /// Notes what was given back since the budget was lowered below what is held.
+    pub(super) fn lower_ceiling(&mut self) {
+        let Some(ceiling) = self.ceiling else { return };
+        let held = self.held();
+        self.ceiling = (held > self.budget).then_some(held.min(ceiling));
     }
 
     /// Books a new lease.
@@ -301,10 +320,10 @@ impl Ledger {
         self.measured.values().map(|measured| measured.used).chain(unmeasured).fold(Bytes::ZERO, Bytes::saturating_add)
     }
 
-    /// Whether the book is right: what is held never exceeds the budget.
+    /// Whether the book is right: what is held never exceeds the budget, or what was held when that was lowered.
     #[must_use]
     pub fn is_conserved(&self) -> bool {
-        self.held() <= self.budget
+        self.held() <= self.ceiling.unwrap_or(self.budget)
     }
 
     /// A lease that is in this book and not among `leases`, or the reverse.

@@ -30,6 +30,37 @@ pub struct Params {
     /// What was learned of holders in earlier runs.
     #[serde(default)]
     pub peaks: Peaks,
+    /// The memory that the budget is a part of.
+    #[serde(default)]
+    pub machine: MachineMemory,
+}
+
+/// Memory that a budget can be a part of: that of the machine, or the limit of a control group around the supervisor.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MachineMemory {
+    /// `MemTotal`, or the limit where that is lower.
+    pub total: Bytes,
+    /// Path of the control group whose limit that is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limited_by: Option<String>,
+}
+
+impl MachineMemory {
+    /// All memory of a machine without a limit.
+    #[must_use]
+    pub const fn of(total: Bytes) -> Self {
+        Self { total, limited_by: None }
+    }
+}
+
+/// `15656 MiB that this machine has`, `900 MiB that the control group `/box` allows`.
+impl fmt::Display for MachineMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.limited_by {
+            None => write!(f, "{} that this machine has", self.total),
+            Some(group) => write!(f, "{} that the control group `{group}` allows", self.total),
+        }
+    }
 }
 
 /// Whose use counts against the budget.
@@ -480,6 +511,7 @@ impl Params {
             engine: None,
             workers: Vec::new(),
             peaks: Peaks::default(),
+            machine: MachineMemory::of(total),
         }
     }
 

@@ -79,9 +79,9 @@ impl GpuUse {
 /// full, however much the machine has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupRoom {
-    /// The limit of the group with the least left.
+    /// The tightest limit.
     pub limit: Bytes,
-    /// What it does not use, and page cache that it can drop.
+    /// The least that a group has left: what it does not use of its limit, and page cache that it can drop.
     pub left: Bytes,
 }
 
@@ -136,7 +136,7 @@ pub struct MemoryReading {
     pub mem_available: Bytes,
     /// `MemFree`.
     pub mem_free: Bytes,
-    /// The control group around us that has the least left.
+    /// What the control groups around us allow.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub group: Option<GroupRoom>,
 }

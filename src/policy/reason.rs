@@ -37,6 +37,11 @@ pub enum ReclaimReason {
     Operator {
         asked: Bytes,
     },
+    /// More is held than the budget, since that was lowered.
+    OverBudget {
+        over: Bytes,
+        budget: Bytes,
+    },
     /// Headroom below the watermark; `missing` more are to come back for a headroom of `wanted`.
     Pressure {
         level: PressureLevel,

@@ -54,6 +54,17 @@ pub(super) fn for_operator(state: &State, bytes: Bytes, reason: ReclaimReason) -
     weigh(state, &state.engine_candidates(purpose), bytes, purpose, reason)
 }
 
+/// What has to be given back since the budget was lowered below what is held: all of it, or as much as there is.
+pub(super) fn over_budget(state: &State) -> Option<Reclaim> {
+    let (over, budget) = (state.ledger.over_budget(), state.ledger.budget());
+    let missing = over.saturating_sub(state.coming_back());
+    if missing == Bytes::ZERO {
+        return None;
+    }
+    let purpose = Purpose::Request(Class::AudioRealtime);
+    weigh(state, &state.candidates(purpose), missing, purpose, ReclaimReason::OverBudget { over, budget })
+}
+
 /// The shed while the headroom is below the upper watermark; `relieved_at` is when something was shed last.
 pub(super) fn under_pressure(state: &State, relieved_at: Option<Timestamp>) -> Relief {
     let level = state.pressure.level();

@@ -10,6 +10,7 @@ use super::{
     growth_wait::GrowthWait,
     lease::LeaseView,
     page_pool::Release,
+    params::MachineMemory,
     peaks::Peaks,
     pressure::{PressureLevel, Sample},
     reboot::RebootReason,
@@ -180,6 +181,9 @@ pub struct Snapshot {
     pub memory: MemoryView,
     #[serde(flatten)]
     pub pressure: PressureView,
+    /// The memory that the budget is a part of.
+    #[serde(flatten)]
+    pub machine: MachineMemory,
     /// All leases; those that have ended, as [`LeaseState::Gone`](super::lease::LeaseState::Gone) with nothing held, while
     /// their holders are measured to use memory; and requests that wait.
     pub leases: Vec<LeaseView>,

@@ -71,23 +71,31 @@ impl State {
     /// start.
     ///
     /// # Errors
-    /// The first setting that cannot be; nothing is changed.
-    pub(super) fn reconfigure(&mut self, mut params: Params) -> Result<(), ParamFault> {
-        params.engine.clone_from(&self.params.engine);
-        params.budget.scope = self.params.budget.scope;
-        params.peaks.clone_from(&self.params.peaks);
-        if let Some(fault) = params.validate().err().and_then(|error| error.faults.into_iter().next()) {
-            return Err(fault);
-        }
+    /// The first setting that cannot be, such as a budget below what is held; nothing is changed.
+    pub(super) fn reconfigure(&mut self, params: Params) -> Result<(), ParamFault> {
         let (budget, held) = (params.budget.bytes(), self.ledger.held());
-        if held > budget {
+        if held > budget && budget < self.ledger.budget() {
             return Err(ParamFault {
                 setting: "budget".to_owned(),
                 value: budget.to_string(),
                 problem: format!("is below the {held} that is held; shed the LLM or stop workers first, or restart"),
             });
         }
-        self.ledger.set_budget(budget, params.budget.reserve);
+        self.resize(params)
+    }
+
+    /// The same for a budget that became smaller without being asked: what is held beyond it has to be given back.
+    ///
+    /// # Errors
+    /// The first setting that cannot be; nothing is changed.
+    pub(super) fn resize(&mut self, mut params: Params) -> Result<(), ParamFault> {
+        params.engine.clone_from(&self.params.engine);
+        params.budget.scope = self.params.budget.scope;
+        params.peaks.clone_from(&self.params.peaks);
+        if let Some(fault) = params.validate().err().and_then(|error| error.faults.into_iter().next()) {
+            return Err(fault);
+        }
+        self.ledger.set_budget(params.budget.bytes(), params.budget.reserve);
         self.pressure.set_params(params.pressure);
         self.leases.set_params(params.shed, params.pressure.sample_max);
         self.queue.set_limits(params.lease);

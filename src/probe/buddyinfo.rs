@@ -7,7 +7,7 @@ use super::{
     ProbeRoot,
     source::{lines, number, read_optional, words},
 };
-use crate::units::Bytes;
+use crate::units::{Bytes, page};
 
 /// The largest free blocks, all zones together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,15 +39,18 @@ impl FreeBlocks {
                 *count = count.saturating_add(number(word).unwrap_or(0));
             }
         }
+        Self::largest(&by_order, page())
+    }
+
+    /// The largest of blocks that are counted for each power of two pages.
+    fn largest(by_order: &[u64], page: Bytes) -> Option<Self> {
         let order = by_order.iter().rposition(|count| *count > 0)?;
-        Some(Self { count: by_order.get(order).copied()?, size: Bytes::new(PAGE << order) })
+        Some(Self { count: by_order.get(order).copied()?, size: page.saturating_mul(1 << order) })
     }
 }
 
 /// More than any kernel has; those of JetPack have 11.
 const ORDERS: usize = 32;
-/// Bytes of a page; JetPack kernels use 4 KiB.
-const PAGE: u64 = 4096;
 
 #[cfg(test)]
 mod tests {
@@ -68,6 +71,14 @@ mod tests {
         #[test]
         fn parsing_returns_for_any_bytes(bytes in "(Node 0, zone [A-Z]{0,3}( [0-9x]{1,21}){0,40}\n?){0,3}") {
             let _ = FreeBlocks::parse(bytes.as_bytes());
+        }
+    }
+
+    #[test]
+    fn blocks_are_as_large_as_the_pages_of_the_kernel_make_them() {
+        for kib in [4, 16, 64] {
+            let found = FreeBlocks::largest(&[9, 0, 0, 2, 0], Bytes::from_kib(kib)).unwrap();
+            assert_eq!((found.count, found.size), (2, Bytes::from_kib(8 * kib)));
         }
     }
 }

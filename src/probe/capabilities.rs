@@ -5,7 +5,7 @@ use std::fmt;
 use super::{
     ProbeError, ProbeRoot,
     board::{Board, L4tRelease},
-    cgroup::{Cgroup, CgroupVersion},
+    cgroup::{Cgroup, CgroupVersion, GroupWatch},
     meminfo::Meminfo,
     nvmap::{self, Nvmap},
     processes::ProcessMemory,
@@ -79,6 +79,46 @@ impl Capabilities {
         found
     }
 
+    /// What the files of another machine in a folder say. Nothing is said of what was not copied, and of what only a process there
+    /// could find: its rights, its control group, whether a pressure trigger can be armed.
+    #[must_use]
+    pub fn of_copy(root: &ProbeRoot) -> Self {
+        let board = Board::read(root);
+        let meminfo = Meminfo::read(root);
+        let mut found = Self::default();
+        if let Ok(info) = &meminfo {
+            let detail = format!("{} in all, {} available", info.total, info.available);
+            found.add(
+                "memory",
+                Presence::Present,
+                detail,
+                "the budget is about all of it unless `budget.total` says otherwise",
+            );
+            found.cma(&meminfo);
+        }
+        let mut unknown = Vec::new();
+        let mut look = |name, is_there: bool, look: &mut dyn FnMut(&mut Self)| {
+            if is_there { look(&mut found) } else { unknown.push(name) }
+        };
+        look("psi", root.proc("pressure/memory").is_file(), &mut |found| {
+            found.add(
+                "psi",
+                Presence::Present,
+                "counted",
+                "whether a trigger can be armed shows on the machine itself",
+            );
+        });
+        look("vmstat", root.proc("vmstat").is_file(), &mut |found| found.vmstat(root));
+        look("nvmap", root.sys("kernel/debug").is_dir(), &mut |found| found.nvmap(root, &board));
+        look("swap", root.proc("swaps").is_file(), &mut |found| found.swap(root, meminfo.as_ref().ok()));
+        let knows_board = board.l4t.is_some() || board.model.is_some() || !board.compatible.is_empty();
+        look("board", knows_board, &mut |found| found.board(&board));
+        if !unknown.is_empty() {
+            found.warnings.push(format!("not in this folder, so that nothing is known of it: {}", unknown.join(", ")));
+        }
+        found
+    }
+
     /// A line for each, for people: `psi: trigger, 2 s window; …`.
     #[must_use]
     pub fn lines(&self) -> Vec<String> {
@@ -104,26 +144,23 @@ impl Capabilities {
 
     fn memory(&mut self, root: &ProbeRoot, meminfo: &Result<Meminfo, ProbeError>) {
         match meminfo {
-            Ok(info) => {
-                let limit = Cgroup::own(root).and_then(|group| group.tightest_limit());
-                match limit.filter(|limit| *limit < info.total) {
-                    Some(limit) => self.add(
-                        "memory",
-                        Presence::Limited,
-                        format!(
-                            "{} in all, {} available; our control group may use {limit}",
-                            info.total, info.available
-                        ),
-                        format!("the budget is about {limit} unless `budget.total` says otherwise"),
+            Ok(info) => match limit(root).filter(|(limit, _)| *limit < info.total) {
+                Some((limit, group)) => self.add(
+                    "memory",
+                    Presence::Limited,
+                    format!(
+                        "{} in all, {} available; limited to {limit} by the control group `{group}`",
+                        info.total, info.available
                     ),
-                    None => self.add(
-                        "memory",
-                        Presence::Present,
-                        format!("{} in all, {} available", info.total, info.available),
-                        "the budget is about all of it unless `budget.total` says otherwise",
-                    ),
-                }
-            }
+                    format!("the budget is about {limit} unless `budget.total` says otherwise"),
+                ),
+                None => self.add(
+                    "memory",
+                    Presence::Present,
+                    format!("{} in all, {} available", info.total, info.available),
+                    "the budget is about all of it unless `budget.total` says otherwise",
+                ),
+            },
             Err(error) => {
                 let cause = std::error::Error::source(error).map_or_else(String::new, |cause| format!(": {cause}"));
                 self.add("memory", Presence::Absent, format!("{error}{cause}"), "the supervisor cannot run");
@@ -222,8 +259,8 @@ impl Capabilities {
             CgroupVersion::V1 => 1,
             CgroupVersion::V2 => 2,
         };
-        let limit = match group.tightest_limit() {
-            Some(limit) => format!("limit {limit}"),
+        let limit = match limit(root) {
+            Some((limit, group)) => format!("limit {limit} of `{group}`"),
             None => "no limit".to_owned(),
         };
         self.add(
@@ -351,15 +388,11 @@ impl Capabilities {
     }
 }
 
-/// All memory that a budget may be about: what the machine has, or the lowest limit of a control group around us when
-/// that is lower.
-///
-/// # Errors
-/// When `/proc/meminfo` cannot be read.
-pub fn machine_total(root: &ProbeRoot) -> Result<Bytes, ProbeError> {
-    let total = Meminfo::read(root)?.total;
-    let limit = Cgroup::own(root).and_then(|group| group.tightest_limit());
-    Ok(limit.map_or(total, |limit| limit.min(total)))
+/// The tightest limit of the control groups around us, and the path of the group.
+fn limit(root: &ProbeRoot) -> Option<(Bytes, String)> {
+    let mut groups = GroupWatch::open(root);
+    let limit = groups.read()?.limit;
+    Some((limit, groups.tightest()?.to_owned()))
 }
 
 /// The effective capabilities of this process, as a set of bits.

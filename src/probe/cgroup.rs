@@ -1,8 +1,15 @@
 //! Control groups, version 1 and 2; GPU memory of a Jetson does not count in them.
 //!
-//! GPU memory of a Jetson is not in it.
+//! A group is found by the mounts that this process sees: a container may mount its own group, or any folder of the
+//! hierarchy, anywhere. A limit of a group binds all groups below it, so that the tightest one rules; of those around the
+//! topmost group that can be seen, version 1 shows the lowest limit (`hierarchical_memory_limit`), and version 2 nothing.
 
-use std::path::{Path, PathBuf};
+use std::{
+    collections::VecDeque,
+    fs,
+    path::{Path, PathBuf},
+    process,
+};
 
 use super::{
     ProbeRoot,
@@ -22,8 +29,7 @@ pub enum CgroupVersion {
 /// A group with a memory controller.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cgroup {
-    version: CgroupVersion,
-    mount: PathBuf,
+    mount: Mount,
     folder: PathBuf,
 }
 
@@ -41,22 +47,26 @@ pub struct CgroupMemory {
 }
 
 impl Cgroup {
-    /// The group of this process; `None` when no memory controller is mounted, as in many containers.
+    /// The group that charges the memory of this process: its own, or the closest around it that has the memory controller.
+    /// `None` when no memory controller is mounted, as in many containers.
     #[must_use]
     pub fn own(root: &ProbeRoot) -> Option<Self> {
-        Self::at(root, &root.proc("self/cgroup"))
+        let Place { mount, folder } = Place::of(root, &root.proc("self/cgroup"), process::id())?;
+        let folder = mount.around(&folder).find(|folder| has_controller(mount.version, folder))?.to_owned();
+        Some(Self { mount, folder })
     }
 
-    /// The group of a process.
+    /// The group of a process, if it has the memory controller itself.
     #[must_use]
     pub fn of(root: &ProbeRoot, pid: u32) -> Option<Self> {
-        Self::at(root, &root.process(pid).join("cgroup"))
+        let Place { mount, folder } = Place::of(root, &root.process(pid).join("cgroup"), pid)?;
+        has_controller(mount.version, &folder).then_some(Self { mount, folder })
     }
 
     /// Its interface.
     #[must_use]
     pub fn version(&self) -> CgroupVersion {
-        self.version
+        self.mount.version
     }
 
     /// Its folder.
@@ -68,36 +78,137 @@ impl Cgroup {
     /// What it uses and may use now.
     #[must_use]
     pub fn memory(&self) -> CgroupMemory {
-        read_memory(self.version, &self.folder)
+        read_memory(self.mount.version, &self.folder)
     }
 
-    /// The lowest limit of the group and of those around it; `None` without any.
-    #[must_use]
-    pub fn tightest_limit(&self) -> Option<Bytes> {
-        self.around().filter_map(|folder| read_memory(self.version, folder).limit).min()
+    /// The group itself and those around it whose limits bind it, inside out.
+    fn around(&self) -> Vec<&Path> {
+        let mut around = Vec::new();
+        for folder in self.mount.around(&self.folder) {
+            // Before Linux 5.11 a group of version 1 could count without those below it.
+            let counts_alone = self.mount.version == CgroupVersion::V1
+                && !around.is_empty()
+                && read_number(&folder.join("memory.use_hierarchy")) == Some(0);
+            if counts_alone {
+                break;
+            }
+            around.push(folder);
+        }
+        around
+    }
+}
+
+/// A mounted hierarchy of groups.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Mount {
+    version: CgroupVersion,
+    /// Where it is.
+    point: PathBuf,
+    /// The group that is seen there.
+    shows: String,
+}
+
+impl Mount {
+    /// The mounts that may have the memory controller: those that this process sees, or where they are by custom.
+    fn all(root: &ProbeRoot) -> Vec<Self> {
+        let listed = read_optional(&root.proc("self/mountinfo")).unwrap_or_default();
+        let base = root.sys.parent().unwrap_or(Path::new("/"));
+        let mut mounts: Vec<Self> = lines(&listed).filter_map(|(_, line)| Self::parse(line, base)).collect();
+        if mounts.is_empty() {
+            let custom = [
+                (CgroupVersion::V2, "fs/cgroup"),
+                (CgroupVersion::V2, "fs/cgroup/unified"),
+                (CgroupVersion::V1, "fs/cgroup/memory"),
+            ];
+            let at = |(version, path)| Self { version, point: root.sys(path), shows: "/".to_owned() };
+            mounts.extend(custom.map(at));
+        }
+        mounts
     }
 
-    /// The group itself and those around it, inside out.
-    fn around(&self) -> impl Iterator<Item = &Path> {
-        self.folder.ancestors().take_while(|folder| folder.starts_with(&self.mount))
+    /// A line of `/proc/self/mountinfo` (proc_pid_mountinfo(5)) about a hierarchy that may have the memory controller.
+    fn parse(line: &[u8], base: &Path) -> Option<Self> {
+        let line = std::str::from_utf8(line).ok()?;
+        let (place, kind) = line.split_once(" - ")?;
+        let mut place = place.split(' ').skip(3);
+        let (shows, point) = (place.next()?, place.next()?);
+        let mut kind = kind.split(' ');
+        let version = match kind.next()? {
+            "cgroup2" => CgroupVersion::V2,
+            "cgroup" if kind.nth(1)?.split(',').any(|option| option == "memory") => CgroupVersion::V1,
+            _ => return None,
+        };
+        Some(Self { version, point: base.join(point.trim_start_matches('/')), shows: shows.to_owned() })
     }
 
-    fn at(root: &ProbeRoot, membership: &Path) -> Option<Self> {
+    /// A folder and those around it, inside out.
+    fn around<'a>(&self, folder: &'a Path) -> impl Iterator<Item = &'a Path> {
+        folder.ancestors().take_while(|around| around.starts_with(&self.point))
+    }
+
+    /// The folder of a group, if its path leads into what is seen here.
+    fn folder(&self, group: &str) -> Option<PathBuf> {
+        if climbs(&self.shows) || climbs(group) {
+            return None;
+        }
+        let below = Path::new(group).strip_prefix(&self.shows).ok()?;
+        Some(self.point.join(below)).filter(|folder| folder.is_dir())
+    }
+
+    /// The folder whose group has this process: the way to find it where its path means another root.
+    fn folder_with(&self, pid: u32) -> Option<PathBuf> {
+        let mut waiting = VecDeque::from([self.point.clone()]);
+        for _ in 0..SEARCHED_MAX {
+            let folder = waiting.pop_front()?;
+            let members = read_optional(&folder.join("cgroup.procs")).unwrap_or_default();
+            if lines(&members).any(|(_, line)| number(line) == Some(u64::from(pid))) {
+                return Some(folder);
+            }
+            for entry in fs::read_dir(&folder).into_iter().flatten().flatten() {
+                if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                    waiting.push_back(entry.path());
+                }
+            }
+        }
+        None
+    }
+
+    /// How the group of a folder is called, as `/proc/<pid>/cgroup` has it.
+    fn name_of(&self, folder: &Path) -> String {
+        let below = folder.strip_prefix(&self.point).unwrap_or(Path::new(""));
+        Path::new(&self.shows).components().chain(below.components()).collect::<PathBuf>().display().to_string()
+    }
+}
+
+/// Whether a path leads out of the root that it is seen from.
+fn climbs(path: &str) -> bool {
+    path.split('/').any(|part| part == "..")
+}
+
+/// Where the memory of a process may be charged.
+struct Place {
+    mount: Mount,
+    folder: PathBuf,
+}
+
+impl Place {
+    fn of(root: &ProbeRoot, membership: &Path, pid: u32) -> Option<Self> {
         let membership = Membership::read(membership)?;
-        let mounts = [
-            (CgroupVersion::V2, "fs/cgroup", membership.v2.as_deref()),
-            (CgroupVersion::V2, "fs/cgroup/unified", membership.v2.as_deref()),
-            (CgroupVersion::V1, "fs/cgroup/memory", membership.v1_memory.as_deref()),
-        ];
-        mounts.into_iter().find_map(|(version, mount, path)| {
-            let mount = root.sys(mount);
-            let folder = mount.join(path?.trim_start_matches('/'));
-            // In a container the path may be the host's while the mount shows the container's group at its top.
-            [folder, mount.clone()].into_iter().find(|folder| has_controller(version, folder)).map(|folder| Self {
-                version,
-                mount,
-                folder,
-            })
+        Mount::all(root).into_iter().find_map(|mount| {
+            let path = match mount.version {
+                CgroupVersion::V2 => membership.v2.as_deref(),
+                CgroupVersion::V1 => membership.v1_memory.as_deref(),
+            }?;
+            // The unified hierarchy may be there without the controller.
+            let has = |folder: &Path| mount.around(folder).any(|folder| has_controller(mount.version, folder));
+            let folder = match mount.folder(path) {
+                Some(folder) => has(&folder).then_some(folder),
+                None if !has(&mount.point) => None,
+                // As a last resort the top: in a container it is the container's group, unless this process has left it.
+                None => mount.folder_with(pid).or_else(|| (!climbs(path)).then(|| mount.point.clone())),
+            };
+            let folder = folder?;
+            Some(Self { mount, folder })
         })
     }
 }
@@ -110,58 +221,113 @@ pub fn path_of(root: &ProbeRoot, process: &str) -> Option<String> {
     membership.v1_memory.or(membership.v2)
 }
 
-/// The room in the control groups around this process, with their files kept open: a sample reads them, and a limit may
-/// be set or raised at any time.
+/// The limits of the control groups around this process, with their files kept open: a sample reads them. A limit may be
+/// set, raised or lowered at any time, and this process may be moved to another group.
 #[derive(Debug)]
 pub(super) struct GroupWatch {
+    root: ProbeRoot,
+    membership: Option<Source>,
+    /// The membership for which the groups were opened.
+    member_of: Vec<u8>,
     groups: Vec<WatchedGroup>,
+    /// The group whose limit was the tightest at the last reading.
+    tightest: Option<usize>,
 }
 
 #[derive(Debug)]
 struct WatchedGroup {
-    limit: Source,
-    used: Source,
-    stat: Source,
-    /// Keys of page cache in `stat`, with what is below the group.
-    cache: [&'static [u8]; 2],
+    name: String,
+    limits: Vec<Source>,
+    used: Option<Source>,
+    stat: Option<Source>,
+    version: CgroupVersion,
+    /// Whether its statistics tell of limits that cannot be seen otherwise.
+    is_top: bool,
 }
 
 impl GroupWatch {
     /// Opens the groups around this process; none where no memory controller is mounted.
     pub(super) fn open(root: &ProbeRoot) -> Self {
-        let Some(group) = Cgroup::own(root) else { return Self { groups: Vec::new() } };
-        let (limit, used, cache): (_, _, [&[u8]; 2]) = match group.version {
-            CgroupVersion::V1 => {
-                ("memory.limit_in_bytes", "memory.usage_in_bytes", [b"total_inactive_file", b"total_active_file"])
-            }
-            CgroupVersion::V2 => ("memory.max", "memory.current", [b"inactive_file", b"active_file"]),
-        };
-        let open = |folder: &Path| {
-            Some(WatchedGroup {
-                limit: Source::open_optional(folder.join(limit))?,
-                used: Source::open_optional(folder.join(used))?,
-                stat: Source::open_optional(folder.join("memory.stat"))?,
-                cache,
-            })
-        };
-        Self { groups: group.around().filter_map(open).collect() }
+        let membership = Source::open_optional(root.proc("self/cgroup"));
+        let mut watch =
+            Self { root: root.clone(), membership, member_of: Vec::new(), groups: Vec::new(), tightest: None };
+        watch.follow();
+        watch
     }
 
-    /// The group that has the least left now; `None` where none has a limit.
+    /// The tightest limit now, and the least that a group has left; `None` where none has a limit.
     pub(super) fn read(&mut self) -> Option<GroupRoom> {
-        self.groups.iter_mut().filter_map(WatchedGroup::read).min_by_key(|room| room.left)
+        self.follow();
+        self.tightest = None;
+        let mut room: Option<GroupRoom> = None;
+        for (index, group) in self.groups.iter_mut().enumerate() {
+            let Some(own) = group.read() else { continue };
+            if room.is_none_or(|room| own.limit < room.limit) {
+                self.tightest = Some(index);
+            }
+            room = Some(
+                room.map_or(own, |room| GroupRoom { limit: room.limit.min(own.limit), left: room.left.min(own.left) }),
+            );
+        }
+        room
+    }
+
+    /// Path of the group whose limit was the tightest at the last reading.
+    pub(super) fn tightest(&self) -> Option<&str> {
+        self.groups.get(self.tightest?).map(|group| group.name.as_str())
+    }
+
+    /// Opens the groups when this process is in others than before.
+    fn follow(&mut self) {
+        let Some(Ok(now)) = self.membership.as_mut().map(Source::read) else { return };
+        if now == self.member_of {
+            return;
+        }
+        self.member_of = now.to_owned();
+        let group = Cgroup::own(&self.root);
+        self.groups = group.as_ref().map_or_else(Vec::new, |group| {
+            let around = group.around();
+            let top = around.last().copied();
+            around.iter().map(|folder| WatchedGroup::open(&group.mount, folder, top == Some(folder))).collect()
+        });
     }
 }
 
 impl WatchedGroup {
+    fn open(mount: &Mount, folder: &Path, is_top: bool) -> Self {
+        let (limits, used): (&[&str], _) = match mount.version {
+            CgroupVersion::V1 => (&["memory.limit_in_bytes"], "memory.usage_in_bytes"),
+            // Above `memory.high` every allocation is made to wait until something was reclaimed: that is no room either.
+            CgroupVersion::V2 => (&["memory.max", "memory.high"], "memory.current"),
+        };
+        Self {
+            name: mount.name_of(folder),
+            limits: limits.iter().filter_map(|file| Source::open_optional(folder.join(file))).collect(),
+            used: Source::open_optional(folder.join(used)),
+            stat: Source::open_optional(folder.join("memory.stat")),
+            version: mount.version,
+            is_top,
+        }
+    }
+
     fn read(&mut self) -> Option<GroupRoom> {
         let bytes = |source: &mut Source| number(source.read().ok()?.trim_ascii()).map(Bytes::new);
         // `max` is no number.
-        let limit = bytes(&mut self.limit).filter(|limit| *limit < V1_UNLIMITED)?;
-        let used = bytes(&mut self.used)?;
-        // Reclaimed before the group kills, as `MemAvailable` counts it for the machine.
-        let stat = self.stat.read().ok()?;
-        let cache: Bytes = self.cache.iter().filter_map(|key| value_of(stat, key)).map(Bytes::new).sum();
+        let own = self.limits.iter_mut().filter_map(bytes).min();
+        let shows_more = self.is_top && self.version == CgroupVersion::V1;
+        if own.is_none() && !shows_more {
+            return None;
+        }
+        let stat = self.stat.as_mut().and_then(|stat| stat.read().ok()).unwrap_or_default();
+        let around = value_of(stat, b"hierarchical_memory_limit").map(Bytes::new).filter(|_| shows_more);
+        let limit = own.into_iter().chain(around).filter(|limit| *limit < V1_UNLIMITED).min()?;
+        // Reclaimed before the group kills, as `MemAvailable` counts it for the machine; with what is below the group.
+        let cache: [&[u8]; 2] = match self.version {
+            CgroupVersion::V1 => [b"total_inactive_file", b"total_active_file"],
+            CgroupVersion::V2 => [b"inactive_file", b"active_file"],
+        };
+        let cache: Bytes = cache.iter().filter_map(|key| value_of(stat, key)).map(Bytes::new).sum();
+        let used = self.used.as_mut().and_then(bytes).unwrap_or_default();
         Some(GroupRoom { limit, left: limit.saturating_sub(used.saturating_sub(cache)) })
     }
 }
@@ -185,10 +351,7 @@ impl Membership {
             let (Some(_), Some(controllers), Some(path)) = (fields.next(), fields.next(), fields.next()) else {
                 continue;
             };
-            let path = || {
-                let path = String::from_utf8_lossy(path).into_owned();
-                (!path.split('/').any(|part| part == "..")).then_some(path)
-            };
+            let path = || Some(String::from_utf8_lossy(path).into_owned());
             if controllers.is_empty() {
                 membership.v2 = path();
             } else if controllers.split(|b| *b == b',').any(|name| name == b"memory") {
@@ -239,6 +402,9 @@ fn value_of(text: &[u8], key: &[u8]) -> Option<u64> {
 /// Version 1 writes "no limit" as 2^63 rounded down to a page; no machine has 2^60 bytes.
 const V1_UNLIMITED: Bytes = Bytes::new(1 << 60);
 
+/// Groups that are searched for a process: more than a machine with some hundred containers has (our choice).
+const SEARCHED_MAX: usize = 4096;
+
 #[cfg(test)]
 mod tests {
     use std::fs;
@@ -276,7 +442,7 @@ mod tests {
         let memory = group.memory();
         assert_eq!((memory.used, memory.limit), (Some(Bytes::from_mib(1)), None));
         assert_eq!((memory.oom_kills, memory.limit_hits), (Some(2), Some(7)));
-        assert_eq!(group.tightest_limit(), Some(Bytes::new(4_194_304_000)));
+        assert_eq!(limit(&root), Some((Bytes::new(4_194_304_000), "/system.slice".to_owned())));
     }
 
     #[test]
@@ -298,13 +464,140 @@ mod tests {
         let memory = group.memory();
         assert_eq!((memory.used, memory.limit), (Some(Bytes::new(1024)), None));
         assert_eq!((memory.oom_kills, memory.limit_hits), (Some(5), Some(9)));
-        assert_eq!(group.tightest_limit(), Some(Bytes::from_mib(256)));
+        assert_eq!(limit(&root), Some((Bytes::from_mib(256), "/a".to_owned())));
+    }
+
+    /// The tightest limit, and whose it is.
+    fn limit(root: &ProbeRoot) -> Option<(Bytes, String)> {
+        let mut watch = GroupWatch::open(root);
+        let room = watch.read()?;
+        Some((room.limit, watch.tightest().unwrap().to_owned()))
     }
 
     #[test]
     fn in_a_container_the_mount_itself_is_the_group() {
         let (_folder, root) = tree("0::/docker/0123\n", &[("memory.stat", ""), ("memory.max", "1073741824\n")]);
-        assert_eq!(Cgroup::own(&root).unwrap().tightest_limit(), Some(Bytes::from_gib(1)));
+        assert_eq!(limit(&root), Some((Bytes::from_gib(1), "/".to_owned())));
+    }
+
+    /// A line of `/proc/self/mountinfo`.
+    fn mounted(shows: &str, point: &str, kind: &str, options: &str) -> String {
+        format!("31 23 0:27 {shows} {point} rw,nosuid,nodev,noexec,relatime shared:9 - {kind} cgroup {options}\n")
+    }
+
+    #[test]
+    fn a_container_that_is_shown_the_paths_of_the_host_finds_its_groups_by_its_mounts() {
+        // Docker with version 1: each hierarchy shows the container's group, and `/proc` the host's paths.
+        let (_folder, root) = tree(
+            "4:memory:/docker/0123/init\n0::/docker/0123\n",
+            &[
+                ("memory/memory.usage_in_bytes", "1048576\n"),
+                ("memory/memory.limit_in_bytes", "1073741824\n"),
+                ("memory/memory.stat", "hierarchical_memory_limit 943718400\n"),
+                ("memory/init/memory.usage_in_bytes", "1048576\n"),
+                ("memory/init/memory.limit_in_bytes", "9223372036854771712\n"),
+                ("memory/init/memory.stat", "hierarchical_memory_limit 943718400\n"),
+            ],
+        );
+        let mounts = mounted("/docker/0123", "/sys/fs/cgroup/memory", "cgroup", "rw,memory")
+            + &mounted("/docker/0123", "/sys/fs/cgroup/cpu,cpuacct", "cgroup", "rw,cpu,cpuacct");
+        fs::write(root.proc("self/mountinfo"), mounts).unwrap();
+        // A group around the container, which cannot be seen, has less than the container.
+        assert_eq!(limit(&root), Some((Bytes::from_mib(900), "/docker/0123".to_owned())));
+        let write = |file: &str, text: &str| fs::write(root.sys("fs/cgroup/memory").join(file), text).unwrap();
+        write("init/memory.limit_in_bytes", "536870912\n");
+        assert_eq!(limit(&root), Some((Bytes::from_mib(512), "/docker/0123/init".to_owned())));
+    }
+
+    #[test]
+    fn a_hierarchy_is_found_at_any_mount_point() {
+        let (folder, root) = tree("2:cpuset,memory:/box\n", &[]);
+        let place = folder.path().join("dev/memcg/box");
+        fs::create_dir_all(&place).unwrap();
+        fs::write(place.join("memory.usage_in_bytes"), "4096\n").unwrap();
+        fs::write(place.join("memory.limit_in_bytes"), "268435456\n").unwrap();
+        fs::write(root.proc("self/mountinfo"), mounted("/", "/dev/memcg", "cgroup", "rw,cpuset,memory")).unwrap();
+        assert_eq!(limit(&root), Some((Bytes::from_mib(256), "/box".to_owned())));
+    }
+
+    #[test]
+    fn in_a_namespace_of_its_own_with_the_hosts_mounts_the_group_is_the_one_that_has_this_process() {
+        let own = format!("7\n{}\n", process::id());
+        let (_folder, root) = tree(
+            "0::/\n",
+            &[
+                ("memory.stat", "anon 1\n"),
+                ("cgroup.procs", "1\n"),
+                ("a.slice/memory.stat", "anon 1\n"),
+                ("a.slice/memory.max", "536870912\n"),
+                ("a.slice/b/cgroup.procs", &own),
+                ("other/cgroup.procs", "9\n"),
+                ("other/memory.max", "1048576\n"),
+                ("other/memory.stat", "anon 1\n"),
+            ],
+        );
+        fs::write(root.proc("self/mountinfo"), mounted("/../..", "/sys/fs/cgroup", "cgroup2", "rw")).unwrap();
+        assert_eq!(limit(&root).map(|(limit, _)| limit), Some(Bytes::from_mib(512)));
+    }
+
+    #[test]
+    fn a_group_without_the_controller_is_bound_by_those_around_it_and_high_is_a_limit_too() {
+        let (_folder, root) = tree(
+            "0::/user.slice/app.slice/run\n",
+            &[
+                ("memory.stat", "anon 1\n"),
+                ("user.slice/memory.stat", "anon 1\n"),
+                ("user.slice/memory.max", "1073741824\n"),
+                ("user.slice/memory.high", "943718400\n"),
+                ("user.slice/memory.current", "104857600\n"),
+                ("user.slice/app.slice/run/cgroup.procs", ""),
+            ],
+        );
+        assert_eq!(limit(&root), Some((Bytes::from_mib(900), "/user.slice".to_owned())));
+        assert_eq!(GroupWatch::open(&root).read().map(|room| room.left), Some(Bytes::from_mib(800)));
+        assert_eq!(Cgroup::of(&root, 1), None, "what others use there is not its own use");
+    }
+
+    #[test]
+    fn the_tightest_limit_and_the_least_room_may_be_those_of_two_groups_and_a_move_is_followed() {
+        let (_folder, root) = tree(
+            "0::/a/b\n",
+            &[
+                ("memory.stat", ""),
+                ("a/memory.stat", ""),
+                ("a/memory.max", "2147483648\n"),
+                ("a/memory.current", "2042626048\n"),
+                ("a/b/memory.stat", ""),
+                ("a/b/memory.max", "943718400\n"),
+                ("a/b/memory.current", "104857600\n"),
+                ("c/memory.stat", ""),
+                ("c/memory.max", "314572800\n"),
+                ("c/memory.current", "0\n"),
+            ],
+        );
+        let mut watch = GroupWatch::open(&root);
+        let room = |limit, left| Some(GroupRoom { limit: Bytes::from_mib(limit), left: Bytes::from_mib(left) });
+        assert_eq!(watch.read(), room(900, 100));
+        assert_eq!(watch.tightest(), Some("/a/b"));
+        fs::write(root.proc("self/cgroup"), "0::/c\n").unwrap();
+        assert_eq!(watch.read(), room(300, 300));
+        assert_eq!(watch.tightest(), Some("/c"));
+    }
+
+    #[test]
+    fn before_hierarchies_were_the_rule_a_group_of_version_1_was_not_bound_by_its_parent() {
+        let (_folder, root) = tree(
+            "4:memory:/a/b\n",
+            &[
+                ("memory/a/memory.limit_in_bytes", "1048576\n"),
+                ("memory/a/memory.usage_in_bytes", "0\n"),
+                ("memory/a/memory.use_hierarchy", "0\n"),
+                ("memory/a/b/memory.limit_in_bytes", "268435456\n"),
+                ("memory/a/b/memory.usage_in_bytes", "0\n"),
+                ("memory/a/b/memory.use_hierarchy", "0\n"),
+            ],
+        );
+        assert_eq!(limit(&root), Some((Bytes::from_mib(256), "/a/b".to_owned())));
     }
 
     #[test]
@@ -368,7 +661,7 @@ mod tests {
     proptest! {
         #[test]
         fn parsing_returns_for_any_bytes(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
-            let _ = (Membership::parse(&bytes), value_of(&bytes, b"oom_kill"));
+            let _ = (Membership::parse(&bytes), value_of(&bytes, b"oom_kill"), Mount::parse(&bytes, Path::new("/")));
         }
     }
 }

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use procfs::process::{FDTarget, LimitValue};
 
-use crate::units::Bytes;
+use crate::units::{Bytes, page};
 
 /// The host in a few words.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -106,7 +106,7 @@ pub fn holders_of(device: &Path) -> Vec<Neighbour> {
             let stat = holds.then(|| process.stat().ok())??;
             Some(Neighbour {
                 pid: u32::try_from(stat.pid).ok()?,
-                resident: Bytes::new(stat.rss.saturating_mul(procfs::page_size())),
+                resident: page().saturating_mul(stat.rss),
                 name: stat.comm,
             })
         })

@@ -14,7 +14,7 @@ use super::{
     ProbeRoot,
     source::{lines, number, read_number, read_optional, words},
 };
-use crate::units::Bytes;
+use crate::units::{Bytes, page};
 
 /// Pages that nvmap keeps for the next GPU allocation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -29,7 +29,7 @@ impl PagePool {
     /// All that can be had from it.
     #[must_use]
     pub fn bytes(&self) -> Bytes {
-        Bytes::new(self.available_pages.saturating_add(self.to_zero_pages)).saturating_mul(PAGE)
+        page().saturating_mul(self.available_pages.saturating_add(self.to_zero_pages))
     }
 }
 
@@ -145,7 +145,7 @@ pub fn may_empty_pool(root: &ProbeRoot) -> bool {
 pub fn empty_pool(root: &ProbeRoot, bytes: Bytes) -> io::Result<()> {
     let mut file = OpenOptions::new().write(true).open(root.sys(SHRINK))?;
     // The parameter is an `int`.
-    let pages = (bytes.get() / PAGE).min(i32::MAX as u64);
+    let pages = (bytes.get() / page().get()).min(i32::MAX as u64);
     file.write_all(pages.to_string().as_bytes())
 }
 
@@ -165,9 +165,6 @@ fn kib(word: &[u8]) -> Option<Bytes> {
     let digits = word.strip_suffix(b"K").or_else(|| word.strip_suffix(b"KB"))?;
     number(digits).map(Bytes::from_kib)
 }
-
-/// Bytes of a page; JetPack kernels use 4 KiB.
-const PAGE: u64 = 4096;
 
 #[cfg(test)]
 mod tests {

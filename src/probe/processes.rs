@@ -13,7 +13,7 @@ use std::{
 };
 
 use super::source::{lines, number, read_bytes, words};
-use crate::units::Bytes;
+use crate::units::{Bytes, page};
 
 /// Identity and family of a process, from `/proc/<pid>/stat`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,7 +104,7 @@ impl ProcessMemory {
 pub fn resident(proc: &Path, pid: u32) -> Option<Bytes> {
     let text = read_bytes(&file(proc, pid, "statm")).ok()?;
     let pages = words(text.trim_ascii()).nth(1).and_then(number)?;
-    Some(Bytes::new(pages).saturating_mul(page_bytes()))
+    Some(Bytes::new(pages).saturating_mul(page().get()))
 }
 
 /// The largest resident set size that a process has had, shared pages in full (`VmHWM`).
@@ -307,11 +307,6 @@ pub(super) fn is_gone(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(libc::ESRCH)
 }
 
-/// Bytes of a page on this machine.
-pub(super) fn page_bytes() -> u64 {
-    sysconf(nix::unistd::SysconfVar::PAGE_SIZE).unwrap_or(4096)
-}
-
 fn sysconf(variable: nix::unistd::SysconfVar) -> Option<u64> {
     u64::try_from(nix::unistd::sysconf(variable).ok()??).ok()
 }
@@ -442,7 +437,7 @@ mod tests {
 
     #[test]
     fn a_sum_takes_rss_where_pss_may_not_be_read_and_leaves_out_what_has_ended() {
-        let pages = (Bytes::from_mib(3).get() / page_bytes()).to_string();
+        let pages = (Bytes::from_mib(3).get() / page().get()).to_string();
         let statm = format!("9999 {pages} 1 1 0 1 0\n");
         let folder = proc(&[
             (70, "smaps_rollup", ROLLUP),

@@ -34,6 +34,12 @@ impl ProbeRoot {
         Self { proc, sys, dev, etc, var, lib }
     }
 
+    /// Whether it is the machine itself, and not a copy of some of its files.
+    #[must_use]
+    pub fn is_live(&self) -> bool {
+        self.proc == Path::new("/proc")
+    }
+
     /// A path below `/proc`.
     #[must_use]
     pub fn proc(&self, path: impl AsRef<Path>) -> PathBuf {

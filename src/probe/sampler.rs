@@ -22,7 +22,10 @@ use super::{
     vmstat::Vmstat,
 };
 use crate::{
-    policy::pressure::{GpuReading, GpuUse, GroupRoom, KernelCounters, MemoryReading, Sample, StallReading},
+    policy::{
+        params::MachineMemory,
+        pressure::{GpuReading, GpuUse, GroupRoom, KernelCounters, MemoryReading, Sample, StallReading},
+    },
     units::{Bytes, Timestamp},
 };
 
@@ -31,7 +34,7 @@ use crate::{
 pub struct Reading {
     /// Memory.
     pub meminfo: Meminfo,
-    /// The control group around us with the least left.
+    /// What the control groups around us allow, where one has a limit.
     pub group: Option<GroupRoom>,
     /// Counters of reclaim.
     pub vmstat: Option<Vmstat>,
@@ -52,6 +55,12 @@ pub struct Reading {
 }
 
 impl Reading {
+    /// `MemTotal`, or the tightest limit of a control group around us.
+    #[must_use]
+    pub fn total(&self) -> Bytes {
+        self.group.map_or(self.meminfo.total, |group| group.limit.min(self.meminfo.total))
+    }
+
     /// In the words of policy.
     #[must_use]
     pub fn sample(&self, taken_at: Timestamp) -> Sample {
@@ -198,6 +207,22 @@ impl Sampler {
             gpu: GpuCounter::open(root),
             orphans: Orphans { nvmap: Nvmap::find(root), last: None },
         })
+    }
+
+    /// The memory that a budget can be a part of, by this reading, which is the last one.
+    #[must_use]
+    pub fn machine(&self, reading: &Reading) -> MachineMemory {
+        MachineMemory { total: reading.total(), limited_by: self.limited_by(reading).map(str::to_owned) }
+    }
+
+    /// Whether that differs from `known`, for less than it takes to make it.
+    #[must_use]
+    pub fn has_changed(&self, reading: &Reading, known: &MachineMemory) -> bool {
+        reading.total() != known.total || self.limited_by(reading) != known.limited_by.as_deref()
+    }
+
+    fn limited_by(&self, reading: &Reading) -> Option<&str> {
+        self.groups.tightest().filter(|_| reading.total() < reading.meminfo.total)
     }
 
     /// Whether each reading lists all processes.

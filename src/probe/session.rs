@@ -21,10 +21,10 @@ use std::{
 
 use super::{
     ProbeError, ProbeRoot,
-    processes::{MemorySum, ProcessMemory, ProcessStat, is_gone, page_bytes},
+    processes::{MemorySum, ProcessMemory, ProcessStat, is_gone},
     source::{number, words},
 };
-use crate::units::Bytes;
+use crate::units::{Bytes, page};
 
 /// Reads a session, its descendants, and some other processes with theirs.
 #[derive(Debug)]
@@ -79,7 +79,7 @@ impl SessionReader {
             members: Vec::with_capacity(LISTED),
             path: String::with_capacity(128),
             text: vec![0; TEXT],
-            page: page_bytes(),
+            page: page().get(),
         })
     }
 
@@ -336,7 +336,7 @@ mod tests {
         }
 
         fn rss(&self, pid: u32, mib: u64) -> &Self {
-            let text = format!("1 {} 0 0 0 0 0", (mib << 20) / page_bytes());
+            let text = format!("1 {} 0 0 0 0 0", (mib << 20) / page().get());
             fs::write(self.folder(pid).join("statm"), text).unwrap();
             self
         }

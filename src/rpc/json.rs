@@ -117,6 +117,8 @@ pub fn status(status: &v1::GetStatusResponse) -> Value {
         locked = (!status.locked.is_empty()).then_some(&status.locked),
         standby_served, standby_missed, next_shed,
         reboot_advised = (!status.reboot_advised.is_empty()).then_some(&status.reboot_advised),
+        absent_addresses = (!status.absent_addresses.is_empty()).then_some(&status.absent_addresses),
+        limited_by = (!status.limited_by.is_empty()).then_some(&status.limited_by),
     )
 }
 
@@ -129,6 +131,7 @@ fn budget_json(budget: &v1::Budget) -> Value {
         "unaccountedBytes": budget.unaccounted_bytes,
         "supervisorBytes": budget.supervisor_bytes,
         "freeBytes": budget.free_bytes,
+        "totalBytes": budget.total_bytes,
     })
 }
 

@@ -36,6 +36,17 @@ pub struct Certificates {
     pub client_ca: String,
 }
 
+impl Certificates {
+    /// Whether they can be used together.
+    ///
+    /// # Errors
+    ///
+    /// When they cannot.
+    pub fn check(&self) -> Result<(), RemoteError> {
+        tls_of(self).map(|_tls| ())
+    }
+}
+
 /// The listener cannot be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum RemoteError {
@@ -54,18 +65,7 @@ pub enum RemoteError {
 }
 
 impl Remote {
-    /// Listens on `address`; a client whose certificate `certificates` trust has `role`.
-    ///
-    /// # Errors
-    ///
-    /// When the certificates do not fit together, or the address cannot be had.
-    pub async fn bind(address: SocketAddr, certificates: &Certificates, role: Role) -> Result<Self, RemoteError> {
-        let tls = tls_of(certificates)?;
-        let listener = TcpListener::bind(address).await.map_err(|source| RemoteError::Listen { address, source })?;
-        Ok(Self { listener, tls, role })
-    }
-
-    /// Serves a socket that is open already.
+    /// Serves a socket that listens; a client whose certificate `certificates` trust has `role`.
     ///
     /// # Errors
     ///

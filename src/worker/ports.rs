@@ -2,7 +2,7 @@
 
 use std::{
     collections::BTreeSet,
-    io,
+    fmt, io,
     net::{Ipv4Addr, TcpListener},
     sync::{Mutex, PoisonError},
 };
@@ -47,11 +47,28 @@ pub(super) fn listener(port: u16) -> Option<String> {
         Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}
         _ => return None,
     }
-    Some(who_listens(port).unwrap_or_else(|| "a program that cannot be seen from here".to_owned()))
+    let owner = owner_of(port).map(|owner| owner.to_string());
+    Some(owner.unwrap_or_else(|| "a program that cannot be seen from here".to_owned()))
 }
 
-/// The process that listens on a port, as `name` (pid 12).
-fn who_listens(port: u16) -> Option<String> {
+/// A process that listens on a port; shown as `name` (pid 12).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PortOwner {
+    /// Its name.
+    pub name: String,
+    /// Its id.
+    pub pid: i32,
+}
+
+impl fmt::Display for PortOwner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "`{}` (pid {})", self.name, self.pid)
+    }
+}
+
+/// The process that listens on a port, where it can be seen.
+#[must_use]
+pub fn owner_of(port: u16) -> Option<PortOwner> {
     let sockets = procfs::net::tcp().unwrap_or_default();
     let sockets = sockets.into_iter().chain(procfs::net::tcp6().unwrap_or_default());
     let inodes: BTreeSet<u64> = sockets
@@ -67,7 +84,7 @@ fn who_listens(port: u16) -> Option<String> {
     };
     let owner = procfs::process::all_processes().ok()?.flatten().find(has_it)?;
     let name = owner.stat().ok()?.comm;
-    Some(format!("`{name}` (pid {})", owner.pid()))
+    Some(PortOwner { name, pid: owner.pid() })
 }
 
 fn claim(port: u16) -> bool {

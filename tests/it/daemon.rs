@@ -1,5 +1,6 @@
 //! The whole program as a user runs it: a child process on a folder of its own, real models, workers and memory.
 
+mod absent;
 mod activation;
 mod bad_input;
 mod behind;
@@ -12,6 +13,7 @@ mod gpu;
 mod hold;
 mod installation;
 mod life;
+mod limit;
 mod memory;
 mod models;
 mod neighbour;

@@ -94,7 +94,7 @@ impl Workbench<'_> {
             let budget = room.budget(step);
             let started = Instant::now();
             change(self, budget)?;
-            let taken = room.full.saturating_sub(budget).max(arena::PAGE);
+            let taken = room.full.saturating_sub(budget).max(cotenant::units::page());
             thread::scope(|scope| {
                 // Its memory goes back when it has been touched and the tokens are done.
                 let neighbour = scope.spawn(move || Mapping::new(taken, Backing::Now));

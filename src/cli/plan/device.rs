@@ -11,7 +11,7 @@ use crate::{
     },
     config::parse_size,
     policy::{speed::Speed, streaming::Calibration},
-    probe::{ProbeRoot, Sampler, capabilities},
+    probe::{ProbeRoot, Sampler},
     units::Bytes,
 };
 
@@ -192,9 +192,8 @@ impl Device {
         let kept = Coefficients::read(kept)?;
         let root = ProbeRoot::default();
         let cannot = |error| CliError::failed("cannot read the memory of this machine", error);
-        let memory = capabilities::machine_total(&root).map_err(cannot)?;
-        let reading = Sampler::open(&root, None).and_then(|mut sampler| sampler.read());
-        let cma = reading.map_or(None, |reading| reading.meminfo.cma_total);
+        let reading = Sampler::open(&root, None).and_then(|mut sampler| sampler.read()).map_err(cannot)?;
+        let (memory, cma) = (reading.total(), reading.meminfo.cma_total);
         let per_s = |ns_per_mib: u64| 1_000_000_000 / ns_per_mib.max(1);
         let field = Speed::FIELD;
         let assumed = Rates::within(per_s(field.decode_ns_per_mib), per_s(field.read_ns_per_mib), UNMEASURED_PERCENT);

@@ -44,7 +44,7 @@ use crate::{
     },
     policy::{
         kv_type::KvType,
-        params::{EngineParams, Params, ResidencyMode, Scope, WorkerParams},
+        params::{EngineParams, MachineMemory, Params, ResidencyMode, Scope, WorkerParams},
     },
     units::{Bytes, Tokens},
 };
@@ -165,7 +165,7 @@ fn inspect(
 /// Parameters of the policy from arguments and configuration.
 fn stack(args: &PlanArgs, config: Option<&Config>, device: &Device) -> Result<Stack, CliError> {
     let mut params = match config {
-        Some(config) => config.params(device.memory).map_err(|faults| {
+        Some(config) => config.params(&MachineMemory::of(device.memory)).map_err(|faults| {
             let faults: Vec<_> = faults.iter().map(ToString::to_string).collect();
             CliError::plain(
                 format!("cannot use the configuration on {}: {}", device.name, faults.join("; ")),

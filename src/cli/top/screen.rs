@@ -481,7 +481,7 @@ mod tests {
                 used_bytes: 230 << 20,
                 unaccounted_bytes: 14 << 20,
                 free_bytes: 42 << 20,
-                supervisor_bytes: None,
+                ..Budget::default()
             }),
             pressure: Some(Pressure {
                 level: PressureLevel::Elevated.into(),

@@ -12,10 +12,11 @@ use crate::{
     config::{Config, WyomingListen},
     daemon::{
         activation::{self, Address, PassedListener, PassedSockets},
+        bind,
         control_handle::ControlHandle,
         error::RunError,
+        folders::make_parent,
         parts::Parts,
-        socket_folder::make_parent,
     },
     speech::{
         client::Endpoint,
@@ -49,17 +50,21 @@ impl Bound {
         }
         let is_ours = |listen: &&WyomingListen| !passed.hold(activation::WYOMING, &Address::from(*listen));
         for listen in config.wyoming.listen.iter().filter(is_ours) {
-            let endpoint = match listen {
-                WyomingListen::Tcp(address) => Endpoint::Tcp(address.to_string()),
+            let (endpoint, server) = match listen {
+                WyomingListen::Tcp(address) => {
+                    let listener = bind::listen("wyoming.listen", *address);
+                    let server = listener.and_then(|listener| Server::on_tcp(listener, limits));
+                    (Endpoint::Tcp(address.to_string()), server)
+                }
                 WyomingListen::Unix(path) => {
                     make_parent(path)?;
-                    Endpoint::Unix(path.clone())
+                    let endpoint = Endpoint::Unix(path.clone());
+                    let server = Server::bind(&endpoint, limits).await;
+                    (endpoint, server)
                 }
             };
-            let server = Server::bind(&endpoint, limits)
-                .await
-                .map_err(|source| RunError::Listen { listener: format!("`wyoming.listen: {endpoint}`"), source })?;
-            servers.push(server);
+            let failed = |source| RunError::Listen { listener: format!("`wyoming.listen: {endpoint}`"), source };
+            servers.push(server.map_err(failed)?);
         }
         Ok(Self(servers))
     }

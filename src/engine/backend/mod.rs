@@ -9,11 +9,14 @@ use std::{io, ops::Range, sync::Arc};
 use candle_core::quantized::GgmlDType;
 
 use super::{
-    arena::{Backing, PAGE},
+    arena::Backing,
     error::LoadErrorKind,
     spec::{AttentionSpec, Spec},
 };
-use crate::{policy::residency::KvShape, units::Bytes};
+use crate::{
+    policy::residency::KvShape,
+    units::{Bytes, page},
+};
 
 mod choice;
 pub mod cpu;
@@ -45,7 +48,7 @@ pub trait Device: Send + Sync {
 
     /// Memory that comes and goes part by part does so in pieces of this size at least.
     fn granule(&self) -> Bytes {
-        PAGE
+        page()
     }
 
     /// What a ring of so many bytes takes, with what it is staged in.

@@ -14,14 +14,14 @@ use std::{
 
 use crate::{
     engine::{
-        arena::{Backing, Mapping, PAGE, SharedMapping},
+        arena::{Backing, Mapping, SharedMapping},
         backend::Buffer,
         disk::{DiskTimeout, Retained, Stalled},
         error::ReadError,
         reader::{Extent, PATIENCE_STEP, READERS, ReadProgress, Source, WeightFile, read_staged},
         shape::PartLayout,
     },
-    units::Bytes,
+    units::{Bytes, page},
 };
 
 /// A part that is being read.
@@ -215,7 +215,7 @@ impl Shared {
         let device = arena.device().ok_or_else(no_place)?;
         let staging = match staging {
             Some(staging) => staging,
-            None => staging.insert(device.page_locked(READ_ROOM).map_err(|error| refused(&error.to_string()))?),
+            None => staging.insert(device.page_locked(read_room()).map_err(|error| refused(&error.to_string()))?),
         };
         let bytes = staging.bytes().as_len();
         let place = staging.range(0, bytes).ok_or_else(no_place)?;
@@ -285,7 +285,7 @@ impl Shared {
 /// # Errors
 /// When there is no memory, or the file cannot be read.
 pub fn raw_read(file: &WeightFile, parts: &[&PartLayout]) -> io::Result<Duration> {
-    let buffers = (0..GROWERS).map(|_| Mapping::new(READ_ROOM, Backing::Now).map(SharedMapping::from));
+    let buffers = (0..GROWERS).map(|_| Mapping::new(read_room(), Backing::Now).map(SharedMapping::from));
     let buffers = Mutex::new(buffers.collect::<io::Result<Vec<_>>>()?);
     let buffers = || buffers.lock().unwrap_or_else(PoisonError::into_inner);
     let steps: Vec<Step> = parts.iter().flat_map(|part| steps_of(part)).collect();
@@ -351,7 +351,9 @@ pub const GROWERS: usize = 4;
 /// The most that one read call asks for; larger ones reach no higher rate. A multiple of the page size.
 const READ_MAX: u64 = 4 << 20;
 /// Room for one with the pages that it begins and ends in.
-const READ_ROOM: Bytes = Bytes::new(READ_MAX + 2 * PAGE.get());
+fn read_room() -> Bytes {
+    Bytes::new(READ_MAX).saturating_add(page().saturating_mul(2))
+}
 /// How often it is looked whether threads have begun.
 const LOOK_LEAST: Duration = Duration::from_millis(1);
 /// When it has taken so long, growing gives way to whatever else is wanted; and when nothing has come for so long then, the

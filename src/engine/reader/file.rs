@@ -19,12 +19,11 @@ use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use super::progress::{ReadProgress, ReadSize};
 use crate::{
     engine::{
-        arena::PAGE,
         disk::{DiskWatch, Head},
         error::{LoadErrorKind, ReadError},
         gguf::{OpenFile, Part},
     },
-    units::Bytes,
+    units::{Bytes, page},
 };
 
 /// A part of the file, and what it is for.
@@ -41,8 +40,8 @@ pub struct Extent {
 impl Extent {
     /// Where the aligned superset starts in the file.
     #[must_use]
-    pub const fn aligned_offset(&self) -> u64 {
-        self.offset - self.offset % PAGE.get()
+    pub fn aligned_offset(&self) -> u64 {
+        self.offset - self.offset % page().get()
     }
 
     /// How far the first wanted byte is into the aligned superset.
@@ -54,7 +53,7 @@ impl Extent {
     /// Length of the aligned superset.
     #[must_use]
     pub fn aligned_bytes(&self) -> usize {
-        (self.lead() + self.bytes).next_multiple_of(PAGE.as_len())
+        (self.lead() + self.bytes).next_multiple_of(page().as_len())
     }
 
     /// The error of a read of it from the file at `path`, which is empty where the file is not the cause.
@@ -354,7 +353,7 @@ impl PartFile {
 
     /// A hash of pages that lie evenly spread in the file.
     fn samples(&self) -> io::Result<u64> {
-        let (mut hash, mut page) = (DefaultHasher::new(), vec![0; PAGE.as_len()]);
+        let (mut hash, mut page) = (DefaultHasher::new(), vec![0; SAMPLE_BYTES]);
         for number in 0..SAMPLES {
             let place = self.bytes / SAMPLES * number;
             let most = usize::try_from(self.bytes - place).unwrap_or(usize::MAX).min(page.len());
@@ -439,7 +438,7 @@ impl PartFile {
                     size.learn(count, asked.elapsed());
                     progress.note();
                     // A direct read that stopped inside a page cannot go on as one.
-                    if direct && !done.is_multiple_of(PAGE.as_len()) {
+                    if direct && !done.is_multiple_of(page().as_len()) {
                         file = &self.buffered;
                         direct = false;
                     }
@@ -463,6 +462,8 @@ impl PartFile {
 const READS_MAX: usize = 3;
 /// Pages of a file that are sampled: a few ms of reading. Our choice.
 const SAMPLES: u64 = 32;
+/// Bytes of each.
+const SAMPLE_BYTES: usize = 4096;
 /// A file that has not been written to for so long, since it was first found to be another one, is complete. Our choice:
 /// programs that copy and fetch files write to them several times in a second.
 const WRITTEN_AFTER: Duration = Duration::from_secs(2);

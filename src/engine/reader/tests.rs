@@ -7,11 +7,14 @@ use std::{
 };
 
 use super::*;
-use crate::engine::{
-    arena::{Backing, DeviceMemory, Mapping, PAGE},
-    backend::{Backend as _, cpu::Cpu},
-    gguf::Part,
-    reader::WeightFile,
+use crate::{
+    engine::{
+        arena::{Backing, DeviceMemory, Mapping},
+        backend::{Backend as _, cpu::Cpu},
+        gguf::Part,
+        reader::WeightFile,
+    },
+    units::page,
 };
 
 fn file(len: usize) -> (tempfile::NamedTempFile, Vec<u8>) {
@@ -98,7 +101,7 @@ fn a_piece_is_brought_to_a_device_in_as_many_reads_as_its_staging_takes() {
     let (source, progress) = (open(file.path()), ReadProgress::new());
     for (offset, len, pages) in [(17, 5000, 1), (4096, 4096, 1), (4095, 2, 1), (50_001, 30_000, 2), (9, 99_991, 3)] {
         let extent = Extent { what: "piece".into(), offset, bytes: len };
-        let staging = Mapping::new(PAGE.saturating_mul(pages), Backing::Now).unwrap();
+        let staging = Mapping::new(page().saturating_mul(pages), Backing::Now).unwrap();
         let place = (staging.range(0, 1).unwrap(), staging.bytes().as_len());
         let device = Remote(Mutex::new(vec![0; 8192 + extent.aligned_bytes()]));
         // SAFETY: all of a mapping of our own.
@@ -314,7 +317,7 @@ fn a_large_read_is_made_in_several_and_ends_early_when_it_is_given_up() {
     let error = unsafe { source.read(&extent, target, &progress) }.unwrap_err();
     assert_eq!(error.problem, "it is not wanted any more");
     let done = memory.bytes_mut().iter().zip(&bytes).take_while(|(one, other)| one == other).count();
-    assert!(PAGE.as_len() <= done && done < bytes.len(), "{done}");
+    assert!(page().as_len() <= done && done < bytes.len(), "{done}");
     progress.take_up();
     // SAFETY: as before.
     unsafe { source.read(&extent, target, &progress) }.unwrap();

@@ -266,6 +266,11 @@ fn memory(decision: &MemoryDecision) -> String {
             format!("released {bytes}: {to_pool} to the GPU's page pool, {to_os} to the OS")
         }
         MemoryDecision::RebootAdvised(reason) => format!("reboot advised: {reason}"),
+        MemoryDecision::TooSmall { machine, budget, reason } => {
+            format!(
+                "the {machine} are too little, the budget is {budget}: {reason}; raise the limit or stop what needs it"
+            )
+        }
         MemoryDecision::RebootNotAdvised(reason) => format!("reboot no longer advised; it was since {reason}"),
     }
 }

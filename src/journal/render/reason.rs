@@ -30,6 +30,9 @@ impl Display for ReclaimReason {
                 write!(f, "the engine needs {missing} more for its floor of {floor}, {free} is free")
             }
             Self::Operator { asked } => write!(f, "an operator asked for {asked}"),
+            Self::OverBudget { over, budget } => {
+                write!(f, "{over} more is held than the budget, which was lowered to {budget}")
+            }
             Self::Pressure { level, headroom, watermark, missing, wanted } => write!(
                 f,
                 "{level}: headroom {headroom} is below {watermark}, {missing} more are to come back for {wanted}"

@@ -5,7 +5,7 @@ use std::mem;
 use super::{context::Context, engine_orders, growth_orders, reclaim_orders, serve};
 use crate::{
     policy::{
-        decision::AdmissionDecision,
+        decision::{AdmissionDecision, MemoryDecision},
         denial::{Denial, Problem},
         engine_control::{PlanKind, WaitingOperator, Wish, bytes_in},
         event::{Action, ChangedKeys, Done},
@@ -13,7 +13,7 @@ use crate::{
         growth_wait::GrowthWait,
         kv_type::KvType,
         lease::{Class, Ticket},
-        params::{ENGINE_TENANT, Params},
+        params::{ENGINE_TENANT, MachineMemory, Params},
         reason::{PlanChange, PlanReason, ReclaimReason},
         reclaim,
         residency::EnginePlan,
@@ -95,12 +95,38 @@ pub(super) fn take_kv_type(cx: &mut Context<'_>, ticket: Ticket, kind: KvType) {
 
 /// Goes on with other settings, or with none of them changed.
 pub(super) fn take_reconfigured(cx: &mut Context<'_>, ticket: Ticket, params: Params, changes: ChangedKeys) {
+    let was_too_large = cx.state.floor_out_of_reach().is_some();
     match cx.state.reconfigure(params) {
-        Ok(()) => cx.done(ticket, Done::Reconfigured(changes)),
+        Ok(()) => {
+            load_what_fits_now(cx, was_too_large);
+            cx.done(ticket, Done::Reconfigured(changes));
+        }
         Err(fault) => {
             let denial = Denial::invalid("operator", &fault.setting, &fault.value, Problem::Text(fault.problem));
             cx.deny(ticket, denial);
         }
+    }
+}
+
+/// Goes on with the budget of a machine, or of a control group, that has become larger or smaller. Where there is none, what
+/// runs keeps its settings, and pressure decides by what is left.
+pub(super) fn take_resized(cx: &mut Context<'_>, machine: MachineMemory, params: Result<Box<Params>, String>) {
+    let was_too_large = cx.state.floor_out_of_reach().is_some();
+    let resized = params.and_then(|params| {
+        let mut params = *params;
+        params.machine = machine.clone();
+        cx.state.resize(params).map_err(|fault| fault.to_string())
+    });
+    if let Err(reason) = resized {
+        cx.state.params.machine = machine.clone();
+        let budget = cx.state.ledger.budget();
+        return cx.decide(MemoryDecision::TooSmall { machine, budget, reason });
+    }
+    load_what_fits_now(cx, was_too_large);
+    let (budget, floor) = (cx.state.ledger.budget(), cx.state.engine.keeps().unwrap_or(Bytes::ZERO));
+    if floor > budget {
+        let reason = format!("the LLM keeps its floor of {floor}");
+        cx.decide(MemoryDecision::TooSmall { machine, budget, reason });
     }
 }
 
@@ -122,6 +148,14 @@ pub(super) fn take_regrow(cx: &mut Context<'_>, ticket: Ticket) {
             cx.done(ticket, Done::GrowsWhenSampled);
         }
         Err(wait) => cx.deny(ticket, Denial::NotGrowing { wait }),
+    }
+}
+
+/// Has a model read again whose floor exceeded the budget before that became larger.
+fn load_what_fits_now(cx: &mut Context<'_>, was_too_large: bool) {
+    if was_too_large && cx.state.engine.lease.is_none() && cx.state.floor_out_of_reach().is_none() {
+        cx.state.engine.read_again();
+        cx.out.push(Action::InspectModel);
     }
 }
 

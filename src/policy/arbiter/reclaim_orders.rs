@@ -28,6 +28,16 @@ pub(super) fn reclaim_for(cx: &mut Context<'_>, class: Class, missing: Bytes, re
     reclaim.map(|reclaim| carry_out(cx, reclaim)).is_some()
 }
 
+/// Asks back what is held beyond a budget that was lowered, one round for each settle time.
+pub(super) fn come_within_budget(cx: &mut Context<'_>) {
+    let settle = cx.state.params.shed.settle;
+    let settling = cx.record.relieved_at.is_some_and(|at| cx.state.now < at + settle);
+    if let Some(reclaim) = (!settling).then(|| reclaim::over_budget(cx.state)).flatten() {
+        carry_out(cx, reclaim);
+        cx.record.relieved_at = Some(cx.state.now);
+    }
+}
+
 /// Sheds while the headroom is below the upper watermark.
 pub(super) fn relieve_pressure(cx: &mut Context<'_>) {
     let urgency = match reclaim::under_pressure(cx.state, cx.record.relieved_at) {

@@ -97,6 +97,7 @@ pub(super) fn snapshot(state: &State, machine: &Machine, stats: Stats) -> Snapsh
         draining: state.draining,
         totals: Totals { sheds: stats.sheds, shed_bytes: stats.shed_bytes, regrown_bytes: stats.regrown_bytes },
         last_release: machine.page_pool.last_release,
+        machine: state.params.machine.clone(),
         reboot: machine.reboot.reasons().collect(),
     }
 }

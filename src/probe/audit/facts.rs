@@ -16,7 +16,7 @@ use crate::{
         meminfo::Meminfo,
         source::{number, read_number, read_optional, words},
     },
-    units::Bytes,
+    units::{Bytes, page},
 };
 
 /// One finding.
@@ -89,7 +89,8 @@ impl std::fmt::Display for Version {
         let expected = self.expected.as_deref().unwrap_or("not known here");
         match (&self.found, self.belongs) {
             (Some(found), Some(true)) => write!(f, "{}: {found}, compatible ({expected})", self.name),
-            (Some(found), _) => write!(f, "{}: {found}, not compatible ({expected})", self.name),
+            (Some(found), Some(false)) => write!(f, "{}: {found}, not compatible ({expected})", self.name),
+            (Some(found), None) => write!(f, "{}: {found} ({expected})", self.name),
             (None, _) => write!(f, "{}: not installed; {expected} belongs here", self.name),
         }
     }
@@ -213,7 +214,7 @@ fn processes(root: &ProbeRoot) -> Vec<Process> {
             let name = text_of(&entry.path().join("comm"))?;
             let statm = read_optional(&entry.path().join("statm"));
             let pages = statm.and_then(|text| words(text.trim_ascii()).nth(1).and_then(number));
-            Some(Process { name, resident: Bytes::from_kib(4).saturating_mul(pages.unwrap_or(0)) })
+            Some(Process { name, resident: page().saturating_mul(pages.unwrap_or(0)) })
         })
         .collect()
 }

@@ -36,13 +36,41 @@ fn power_mode(facts: &Facts<'_>) -> Option<Found> {
         })
         .collect();
     let (_, name) = names.iter().find(|(id, _)| *id == mode)?;
-    (!name.starts_with("MAXN")).then_some(())?;
-    // 15W of an Orin NX: 4 of 8 cores, GPU at 612 of 918 MHz.
+    // An Orin Nano without super mode has no MAXN: its largest is 15W.
+    let watts = |name: &str| name.split('W').next()?.parse::<u64>().ok();
+    let rank = |name: &str| if name.starts_with("MAXN") { u64::MAX } else { watts(name).unwrap_or(0) };
+    let (_, most) = names.iter().max_by_key(|(_, name)| rank(name))?;
+    (rank(name) < rank(most)).then_some(())?;
+    // 15W of an Orin NX: 4 of 8 cores, GPU at 612 of 918 MHz. What other modes of other modules cost, their clocks say.
+    let is_measured = Module::of(facts) == Some(Module::OrinNx) && *name == "15W";
     warning(
-        format!("power mode is {name}, not MAXN"),
-        Cost::Speed(33),
-        "`nvpmodel -m 0` (or the MAXN mode of this image) where power and cooling allow",
+        format!("power mode is {name}, not {}", if most.starts_with("MAXN") { "MAXN" } else { *most }),
+        if is_measured { Cost::Speed(33) } else { Cost::Risk },
+        "`nvpmodel -q --verbose` lists the modes, `nvpmodel -m ID` sets one; where power and cooling allow",
     )
+}
+
+/// A module whose figures are known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Module {
+    OrinNx,
+    OrinNano,
+}
+
+impl Module {
+    fn of(facts: &Facts<'_>) -> Option<Self> {
+        let is = |names: &[&str]| {
+            let known = &facts.board.compatible;
+            known.iter().any(|known| names.iter().any(|name| known.contains(name)))
+        };
+        if is(&["p3767-0000", "p3767-0001", "p3767-0002"]) {
+            Some(Self::OrinNx)
+        } else if is(&["p3767-0003", "p3767-0004", "p3767-0005"]) {
+            Some(Self::OrinNano)
+        } else {
+            None
+        }
+    }
 }
 
 fn cores_offline(facts: &Facts<'_>) -> Option<Found> {
@@ -52,7 +80,7 @@ fn cores_offline(facts: &Facts<'_>) -> Option<Found> {
     warning(
         format!("{online} of {present} cores are online"),
         Cost::Speed(percent),
-        "choose a power mode with all cores: `nvpmodel -m 0`",
+        "choose a power mode with all cores: `nvpmodel -q --verbose` lists them",
     )
 }
 
@@ -72,7 +100,7 @@ fn cpu_clock(facts: &Facts<'_>) -> Option<Found> {
     warning(
         format!("the CPU may run at {} of {} MHz", limit / 1000, most / 1000),
         Cost::Speed(percent),
-        "choose power mode MAXN, then `jetson_clocks`",
+        "choose the power mode with the highest limit (`nvpmodel -q --verbose`), then `jetson_clocks`",
     )
 }
 
@@ -99,7 +127,7 @@ fn gpu_clock(facts: &Facts<'_>) -> Option<Found> {
     warning(
         format!("the GPU may run at {} of {} MHz", limit / 1_000_000, most / 1_000_000),
         Cost::Speed(percent),
-        "choose power mode MAXN; 25W of an Orin NX caps the GPU below it",
+        "choose the power mode with the highest limit (`nvpmodel -q --verbose`), then `jetson_clocks`",
     )
 }
 
@@ -149,7 +177,7 @@ fn thermal_unreadable(facts: &Facts<'_>) -> Option<Found> {
         let text = facts.sys(&format!("class/thermal/{zone}/temp"));
         text.is_some_and(|text| text.parse::<i64>().is_ok())
     };
-    (!zones.iter().any(|zone| readable(&zone))).then_some(())?;
+    (!zones.is_empty() && !zones.iter().any(|zone| readable(&zone))).then_some(())?;
     note(
         format!("none of {} thermal zones can be read: throttling shows as slow answers only", zones.len()),
         Cost::Risk,
@@ -165,13 +193,19 @@ const MARGIN: i64 = 5000;
 
 fn super_mode(facts: &Facts<'_>) -> Option<Found> {
     let board = &facts.board;
-    let is_orin_small = board.compatible.iter().any(|name| name.contains("p3767"));
     let l4t = board.l4t.filter(|l4t| l4t.major == 36 && l4t.minor >= 4)?;
-    (is_orin_small && !board.is_super()).then_some(())?;
+    (!board.is_super()).then_some(())?;
+    // By NVIDIA's data sheets: the GPU of an Orin NX; the memory of an Orin Nano, which bounds an answer.
+    let (cost, remedy) = match Module::of(facts)? {
+        Module::OrinNx => (21, "flash with the `-super` configuration: GPU 1173 instead of 918 MHz"),
+        Module::OrinNano => {
+            (33, "flash with the `-super` configuration: memory 102 instead of 68 GB/s, GPU 1020 instead of 625 MHz")
+        }
+    };
     note(
         format!("L4T {l4t} has a super mode for this module, and the device tree is not of it"),
-        Cost::Speed(21),
-        "flash with the `-super` configuration: GPU 1173 instead of 918 MHz on an Orin NX",
+        Cost::Speed(cost),
+        remedy,
     )
 }
 
@@ -185,7 +219,14 @@ fn disks(facts: &Facts<'_>) -> Vec<String> {
 fn disk_kind(facts: &Facts<'_>) -> Option<Found> {
     let disks = disks(facts);
     (!disks.is_empty() && !disks.iter().any(|name| name.starts_with("nvme"))).then_some(())?;
-    let rotates = |name: &&String| facts.sys(&format!("block/{name}/queue/rotational")).as_deref() == Some("1");
+    // A disk of a virtual machine says so as a rule, whatever is behind it.
+    let is_virtual = |name: &str| {
+        let model = facts.sys(&format!("block/{name}/device/model")).unwrap_or_default().to_lowercase();
+        name.starts_with("vd") || ["qemu", "virtual", "vbox"].iter().any(|maker| model.contains(maker))
+    };
+    let rotates = |name: &&String| {
+        facts.sys(&format!("block/{name}/queue/rotational")).as_deref() == Some("1") && !is_virtual(name)
+    };
     if let Some(card) = disks.iter().find(|name| name.starts_with("mmcblk")) {
         return warning(
             format!("{card} is a card or eMMC, and there is no NVMe: some 0.1 to 0.3 GiB/s instead of 2"),

@@ -110,12 +110,12 @@ fn l4t_package(facts: &Facts<'_>) -> Option<Found> {
 pub(super) fn versions(facts: &Facts<'_>) -> Vec<Version> {
     let Some(l4t) = facts.board.l4t else { return Vec::new() };
     let release = Release::of(l4t);
-    let fault = l4t.warning().is_some();
     let mut versions = vec![Version {
         name: "L4T",
         found: Some(l4t.to_string()),
         expected: release.map(|release| format!("JetPack {}", release.jetpack)),
-        belongs: Some(release.is_some() && !fault),
+        // A known fault of it is a finding of its own.
+        belongs: release.is_some().then_some(true),
     }];
     let Some(release) = release else { return versions };
     let kernel = facts.proc("sys/kernel/osrelease");
@@ -136,6 +136,9 @@ pub(super) fn versions(facts: &Facts<'_>) -> Vec<Version> {
         let found = installed.map(|(_, version)| version).min_by_key(belongs);
         versions.push(Version::judged(name, found.cloned(), expected, starts));
     }
+    // Without the list of packages, what is not found may be installed.
+    let lists_packages = facts.root.var("lib/dpkg/status").is_file();
+    versions.retain(|version| version.found.is_some() || (lists_packages && version.name != "kernel"));
     versions
 }
 

@@ -57,6 +57,8 @@ pub(super) struct Installation {
     pub(super) environment: Vec<(String, String)>,
     /// Sockets that daemons get as systemd passes them, with their names.
     pub(super) passed: Vec<(&'static str, OwnedFd)>,
+    /// `cgroup.procs` of the control group in which daemons and commands run.
+    pub(super) group: Option<PathBuf>,
 }
 
 /// A daemon that runs.
@@ -146,6 +148,7 @@ impl Installation {
             neighbour: None,
             environment: Vec::new(),
             passed: Vec::new(),
+            group: None,
         };
         installation.configure(sections);
         installation
@@ -260,6 +263,7 @@ impl Installation {
                 nix::unistd::setsid().map(drop).map_err(std::io::Error::from)
             });
         }
+        self.join_group(&mut command);
         let child = command.spawn().unwrap();
         self.sessions.lock().unwrap().push(child.id());
         child
@@ -299,12 +303,26 @@ impl Installation {
 
     /// Runs the program as a client of the daemon in this installation.
     pub(super) fn run(&self, arguments: &[&str]) -> Output {
-        Command::new(&self.program)
+        let mut command = Command::new(&self.program);
+        command
             .args(arguments)
             .env("COTENANT_ENDPOINT", format!("unix://{}", self.socket().display()))
-            .current_dir(self.folder.path())
-            .output()
-            .unwrap()
+            .current_dir(self.folder.path());
+        self.join_group(&mut command);
+        command.output().unwrap()
+    }
+
+    /// Has what is started begin in the control group.
+    fn join_group(&self, command: &mut Command) {
+        let Some(group) = &self.group else { return };
+        let procs = fs::OpenOptions::new().write(true).open(group).unwrap();
+        // SAFETY: a system call on a descriptor that stays open; `0` stands for the process that writes.
+        unsafe {
+            command.pre_exec(move || match libc::write(procs.as_raw_fd(), c"0".as_ptr().cast(), 1) {
+                1 => Ok(()),
+                _ => Err(std::io::Error::last_os_error()),
+            });
+        }
     }
 
     /// The same; it must succeed. Returns what it printed.

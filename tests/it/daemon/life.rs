@@ -443,7 +443,8 @@ async fn api_keys_are_read_again_and_never_shown() {
     assert!(!installation.events().contains("an operator allows"), "{}", installation.events());
 
     write("clients: [{name: kitchen, key: second-key-of-kitchen}]\n", 0o600);
-    installation.tell(&["reload"]);
+    assert_eq!(installation.tell(&["reload"]), "applied: http.keys_file\n");
+    assert_eq!(installation.tell(&["reload"]), "nothing has changed\n");
     assert_eq!(ask("first-key-of-kitchen", body).await.status, 401);
     assert_eq!(ask("second-key-of-kitchen", body).await.status, 200);
     write("clients: [{name: kitchen, key: third-key-of-kitchen}]\n", 0o640);

@@ -6,6 +6,7 @@ use cotenant::{
     probe::{
         ProbeRoot,
         audit::{self, Cost, Finding, Severity},
+        capabilities::Capabilities,
         sandbox::Sandbox,
     },
     units::Bytes,
@@ -75,7 +76,10 @@ fn a_stock_orin_nx_has_what_memory_audits_name_with_figures() {
         .with("proc/sys/vm/overcommit_memory", "2\n")
         .with("proc/sys/vm/nr_hugepages", "100\n")
         .with("proc/sys/vm/min_free_kbytes", "999999\n")
-        .with("proc/sys/vm/swappiness", "150\n");
+        .with("proc/sys/vm/swappiness", "150\n")
+        .with("proc/vmstat", "oom_kill 0\n")
+        .with("sys/fs/cgroup/cgroup.procs", "1\n")
+        .with("sys/kernel/debug/README", "not nvmap\n");
     assert_eq!(board.found("l4t_known_fault").severity, Severity::Warning);
     assert_eq!(board.found("desktop").cost, Cost::Memory(Bytes::from_mib(300)));
     assert_eq!(board.found("zram_store").cost, Cost::Memory(Bytes::new(1_048_576_000)));
@@ -195,7 +199,7 @@ fn versions_are_shown_beside_those_that_belong_to_the_l4t() {
     assert_eq!(
         shown,
         [
-            "L4T: 36.4.7, not compatible (JetPack 6)",
+            "L4T: 36.4.7, compatible (JetPack 6)",
             "kernel: 5.15.148-tegra, compatible (5.15)",
             "JetPack: 6.1+b123, compatible (6)",
             "CUDA: 12.6.68-1, compatible (12)",
@@ -204,6 +208,11 @@ fn versions_are_shown_beside_those_that_belong_to_the_l4t() {
         ]
     );
     assert_eq!(audit::versions(&Machine::new().root), []);
+    // Without the list of packages nothing is known of them.
+    let shown: Vec<String> = audit::versions(&orin_nx().root).iter().map(ToString::to_string).collect();
+    assert_eq!(shown, ["L4T: 36.4.7, compatible (JetPack 6)", "kernel: 5.15.148-tegra, compatible (5.15)"]);
+    let next = Machine::new().with("etc/nv_tegra_release", "# R40 (release), REVISION: 1.0, GCID: 1\n");
+    assert_eq!(audit::versions(&next.root)[0].to_string(), "L4T: 40.1.0 (not known here)");
 }
 
 #[test]
@@ -360,4 +369,47 @@ fn each_board_has_its_findings() {
         }
     }
     insta::assert_snapshot!("audit_of_each_board", shown);
+}
+
+#[test]
+fn what_was_not_copied_is_no_finding_and_neither_is_the_process_that_copied() {
+    let bare = orin_nx().with("proc/self/status", "Name:\tcp\nCapEff:\t0000000000000000\n");
+    let rules = bare.rules();
+    for rule in ["psi", "cgroup_memory", "nvmap_access", "thermal_unreadable", "rights"] {
+        assert!(!rules.contains(rule), "{rule} in {rules:?}");
+    }
+    let said = Capabilities::of_copy(&bare.root).lines().join("\n");
+    for word in ["CAP_SYS_RESOURCE", "smaps_rollup", "control group", "no trigger"] {
+        assert!(!said.contains(word), "{word}: {said}");
+    }
+    assert!(said.contains("nothing is known of it: psi, vmstat, nvmap"), "{said}");
+    // A file that was copied stays as it is: no trigger is written into it.
+    let counted = "some avg10=0.00 avg60=0.00 avg300=0.00 total=0\n";
+    let copied = orin_nx().with("proc/pressure/memory", counted);
+    assert!(Capabilities::of_copy(&copied.root).lines().iter().any(|line| line.starts_with("psi: counted")));
+    assert_eq!(std::fs::read_to_string(copied.root.proc("pressure/memory")).unwrap(), counted);
+}
+
+#[test]
+fn an_orin_nano_is_judged_by_its_own_figures_and_a_virtual_disk_does_not_rotate() {
+    let nano = |mode: u32| {
+        Machine::new()
+            .with_capture("proc/meminfo", "meminfo/orin-nano-8g_r36.4.x_5.15.148.txt")
+            .with("proc/device-tree/compatible", "nvidia,p3768-0000+p3767-0005\0nvidia,p3767-0005\0nvidia,tegra234\0")
+            .with("etc/nv_tegra_release", "# R36 (release), REVISION: 4.4, GCID: 1\n")
+            .with("etc/nvpmodel.conf", "< POWER_MODEL ID=0 NAME=15W >\n< POWER_MODEL ID=1 NAME=7W >\n")
+            .with("var/lib/nvpmodel/status", format!("pmode:{mode:04}\n").as_str())
+    };
+    assert!(!nano(0).rules().contains("power_mode"), "15W is the most that it has");
+    let low = nano(1);
+    assert_eq!(low.found("power_mode").text, "power mode is 7W, not 15W");
+    assert_eq!(low.found("power_mode").cost, Cost::Risk);
+    assert_eq!(low.found("super_mode").cost, Cost::Speed(33));
+    for (name, model, rotates) in [("vda", "", false), ("sda", "QEMU HARDDISK", false), ("sda", "ST2000DM008", true)] {
+        let machine = Machine::new()
+            .with_capture("proc/meminfo", "meminfo/orin-nano-8g_r36.4.x_5.15.148.txt")
+            .with(&format!("sys/block/{name}/queue/rotational"), "1\n")
+            .with(&format!("sys/block/{name}/device/model"), model);
+        assert_eq!(machine.rules().contains("disk_kind"), rotates, "{name} {model}");
+    }
 }

@@ -35,7 +35,7 @@ impl Checker for ShedBeforeKill {
                             waits && Some(lease.class) < class
                         })
                 }
-                ReclaimReason::EngineFloor { .. } => true,
+                ReclaimReason::EngineFloor { .. } | ReclaimReason::OverBudget { .. } => true,
                 ReclaimReason::Operator { .. } | ReclaimReason::Pressure { .. } => critical,
             };
             if !allowed {

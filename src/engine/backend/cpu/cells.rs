@@ -392,11 +392,8 @@ mod tests {
 
     use super::{super::test_numbers, *};
     use crate::{
-        engine::{
-            arena::PAGE,
-            backend::memory::{Access, Owner},
-        },
-        units::Bytes,
+        engine::backend::memory::{Access, Owner},
+        units::{Bytes, page},
     };
 
     fn numbers(len: usize, seed: u32) -> Vec<f32> {
@@ -494,7 +491,7 @@ mod tests {
                     let before = stored(Isa::detect(), from, dim, &source);
                     let expected = stored(Isa::detect(), to, dim, &read(Isa::detect(), from, dim, &before));
                     for threads in [1, 3] {
-                        let mut space = Reserve::new(Bytes::from_mib(1), PAGE).unwrap();
+                        let mut space = Reserve::new(Bytes::from_mib(1), page()).unwrap();
                         space.set_open(Bytes::from_mib(1)).unwrap();
                         let mut owner = Owner::new();
                         let space = owner.region(space);

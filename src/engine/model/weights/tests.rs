@@ -7,15 +7,17 @@ use std::{
 use candle_core::quantized::GgmlDType;
 
 use super::*;
-use crate::engine::{
-    arena::PAGE,
-    backend::cpu::Cpu,
-    error::ReadError,
-    gguf::Header,
-    reader::ReadProgress,
-    spec::Architecture,
-    synthetic::{Synthetic, TypeMix},
-    weights::Weights as _,
+use crate::{
+    engine::{
+        backend::cpu::Cpu,
+        error::ReadError,
+        gguf::Header,
+        reader::ReadProgress,
+        spec::Architecture,
+        synthetic::{Synthetic, TypeMix},
+        weights::Weights as _,
+    },
+    units::page,
 };
 
 /// A disk that answers on command.
@@ -63,7 +65,7 @@ impl Hanging {
         let gate = Arc::new(Gate { open: AtomicBool::new(false), asked: AtomicUsize::new(0) });
         let file: Arc<dyn Source> = Arc::<Gate>::clone(&gate);
         let backend = Cpu::new(1).unwrap();
-        let fixed = (backend.allocate(PAGE, Backing::Now).unwrap(), None);
+        let fixed = (backend.allocate(page(), Backing::Now).unwrap(), None);
         let weights = Weights::new(file, fixed, layout.parts.len(), (None, DiskTimeout::new(Duration::from_millis(1))));
         let mut hanging = Self { backend, weights, layout, gate };
         hanging.stream(0);
@@ -107,9 +109,9 @@ fn a_ring_that_a_hanging_read_keeps_is_on_the_book_until_it_returns() {
     let (asked, freed) = hanging.weights.stop_stream();
     assert_eq!((asked, freed), (hanging.layout.ring, Bytes::ZERO));
     assert_eq!((hanging.rings(), hanging.weights.rings_left.pieces()), (2, 2));
-    assert_eq!(hanging.weights.resident(), hanging.weights.ring_bytes() + PAGE);
+    assert_eq!(hanging.weights.resident(), hanging.weights.ring_bytes() + page());
     hanging.answer();
-    assert_eq!((hanging.weights.ring_bytes(), hanging.weights.resident()), (Bytes::ZERO, PAGE));
+    assert_eq!((hanging.weights.ring_bytes(), hanging.weights.resident()), (Bytes::ZERO, page()));
 }
 
 #[test]

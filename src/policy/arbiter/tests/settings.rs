@@ -1,7 +1,12 @@
 //! Tests of settings that change while the supervisor runs.
 
-use super::*;
-use crate::policy::{event::ChangedKeys, snapshot::WorkerState};
+use super::{revoke::applied, *};
+use crate::policy::{
+    decision::MemoryDecision,
+    event::ChangedKeys,
+    params::MachineMemory,
+    snapshot::{EngineState, WorkerState},
+};
 
 fn reconfigure(rig: &mut Rig, params: Params) -> Answer {
     let ticket = rig.ticket();
@@ -100,4 +105,97 @@ fn shorter_times_serve_what_has_become_due() {
         reconfigure(&mut rig, params());
         rig.pass(10_000);
     }
+}
+
+/// Settings for a machine with so much, of which a control group is the cause.
+fn within(total: u64) -> Event {
+    let machine = MachineMemory { total: mib(total), limited_by: Some("/box".to_owned()) };
+    let mut params = Params::for_budget(mib(total), Bytes::ZERO, Scope::Session);
+    params.pressure.dwell = ms(2000);
+    params.shed.minimum_reclaim = mib(20).min(mib(total / 4));
+    Event::Resized { machine, params: Ok(Box::new(params)) }
+}
+
+#[test]
+fn a_limit_that_is_lowered_makes_holders_come_within_the_budget_that_follows_from_it() {
+    let mut rig = Rig::with_engine_ready(params());
+    let full = rig.held("llm");
+    rig.request("camera", Class::Batch, 40, 100, 0);
+    assert_eq!(rig.granted().memory.held, mib(100));
+    let budget = (full + mib(60)).get() >> 20;
+    rig.wait(10).tell(within(budget));
+    assert_eq!(rig.snapshot().memory.budget, mib(budget));
+    assert_eq!(rig.snapshot().machine.limited_by.as_deref(), Some("/box"));
+    // More is held than the budget has: nothing is free, and the less urgent give.
+    assert_eq!(rig.snapshot().memory.free, Bytes::ZERO);
+    let asked = |rig: &Rig| {
+        rig.actions.iter().any(|action| matches!(action, Action::SetTarget { .. } | Action::ApplyPlan { .. }))
+    };
+    assert!(asked(&rig), "{:#?}", rig.actions);
+    let orders = rig.actions.clone();
+    rig.request("late", Class::Batch, 1, 1, 0);
+    assert!(matches!(rig.denial(), Denial::InsufficientMemory { budget: now, .. } if now == mib(budget)));
+    // What is asked once is not asked again before it had its time.
+    rig.wait(1).tell(Event::DeadlineReached);
+    assert!(!asked(&rig), "{:#?}", rig.actions);
+    rig.actions = orders;
+    for _ in 0..10 {
+        let target = rig.actions.iter().find_map(|action| match action {
+            Action::SetTarget { lease, nonce, bytes, .. } => Some((*lease, *nonce, *bytes)),
+            _ => None,
+        });
+        if rig.plan_asked().is_some() {
+            rig.engine_applies();
+        }
+        if let Some((lease, nonce, bytes)) = target {
+            rig.wait(10).tell(applied(lease, nonce));
+            rig.wait(10).measure("camera", bytes.get() >> 20);
+        }
+        if rig.snapshot().memory.held <= mib(budget) {
+            break;
+        }
+        rig.wait(300).tell(Event::DeadlineReached);
+    }
+    assert!(rig.snapshot().memory.held <= mib(budget), "{:#?}", rig.snapshot().memory);
+    // It is raised again.
+    rig.wait(10).tell(within(400));
+    assert_eq!(rig.snapshot().memory.budget, mib(400));
+}
+
+#[test]
+fn a_limit_below_the_floor_or_below_the_reserve_is_named_and_what_runs_stays() {
+    let mut rig = Rig::with_engine_ready(params());
+    rig.wait(10).tell(within(20));
+    assert!(
+        decided!(rig, Memory(MemoryDecision::TooSmall { reason, machine, .. })
+            if reason.contains("floor of 28 MiB") && machine.limited_by.as_deref() == Some("/box")),
+        "{:#?}",
+        rig.actions
+    );
+    for _ in 0..4 {
+        if rig.plan_asked().is_some() {
+            rig.engine_applies();
+        }
+        rig.wait(300).tell(Event::DeadlineReached);
+    }
+    assert_eq!(rig.held("llm"), mib(28), "it keeps its floor");
+    // No settings follow from it: those in force stay.
+    let machine = MachineMemory::of(mib(1));
+    let reason = "budget.reserve: leaves nothing".to_owned();
+    rig.wait(10).tell(Event::Resized { machine, params: Err(reason.clone()) });
+    assert!(decided!(rig, Memory(MemoryDecision::TooSmall { reason: said, .. }) if *said == reason));
+    assert_eq!(rig.snapshot().memory.budget, mib(20));
+}
+
+#[test]
+fn a_model_that_was_too_large_is_read_again_when_the_limit_is_raised() {
+    let mut rig = Rig::new(with_engine(Params { ..params() }));
+    rig.sample(0);
+    rig.tell(within(100));
+    rig.tell(Event::EngineInspected { shape: ModelShape { fixed_bytes: mib(200), ..shape() } });
+    assert_eq!(rig.snapshot().engine.state, EngineState::Failed);
+    rig.tell(within(120));
+    assert!(!rig.actions.contains(&Action::InspectModel));
+    rig.tell(within(400));
+    assert!(rig.actions.contains(&Action::InspectModel), "{:#?}", rig.actions);
 }

@@ -1,0 +1,98 @@
+//! TCP listeners on addresses that the machine may not have yet.
+//!
+//! At boot the network comes later than the supervisor, and an address of a wireless network may go and return. Linux lets a
+//! socket listen on an address that no interface has (`IP_FREEBIND`, ip(7)); it serves as soon as one has it.
+
+use std::{
+    io,
+    net::{IpAddr, SocketAddr, TcpListener, UdpSocket},
+    os::fd::{AsFd, AsRawFd as _},
+};
+
+use tokio::net::TcpSocket;
+
+/// Listens on an address, whether or not the machine has it now.
+///
+/// # Errors
+/// When it is in use, this user may not listen on it, or the kernel cannot listen on an address that is not there.
+pub(super) fn listen(key: &str, address: SocketAddr) -> io::Result<TcpListener> {
+    let open = || {
+        let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+        socket.set_reuseaddr(true)?;
+        Ok::<_, io::Error>(socket)
+    };
+    let mut socket = open()?;
+    match socket.bind(address) {
+        Err(error) if error.kind() == io::ErrorKind::AddrNotAvailable => {
+            socket = open()?;
+            // The first error names the cause where the kernel does not have the option.
+            bind_freely(&socket, address).map_err(|_without| error)?;
+            socket.bind(address)?;
+            tracing::warn!(
+                "`{key}: {address}` is not an address of this machine; it is served as soon as the machine has it"
+            );
+        }
+        bound => bound?,
+    }
+    socket.listen(BACKLOG)?.into_std()
+}
+
+/// Whether an interface has this address now.
+pub(crate) fn is_here(address: IpAddr) -> bool {
+    // No packet leaves, and no port of TCP is taken.
+    let bound = UdpSocket::bind((address, 0));
+    !bound.is_err_and(|error| error.kind() == io::ErrorKind::AddrNotAvailable)
+}
+
+fn bind_freely(socket: &impl AsFd, address: SocketAddr) -> io::Result<()> {
+    let (level, option) =
+        if address.is_ipv4() { (libc::SOL_IP, libc::IP_FREEBIND) } else { (libc::SOL_IPV6, libc::IPV6_FREEBIND) };
+    let on: libc::c_int = 1;
+    let length = libc::socklen_t::try_from(size_of_val(&on)).unwrap_or_default();
+    // SAFETY: the descriptor is open, and the kernel reads `length` bytes of `on`.
+    let set =
+        unsafe { libc::setsockopt(socket.as_fd().as_raw_fd(), level, option, std::ptr::from_ref(&on).cast(), length) };
+    if set == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Connections that may wait to be accepted; what the runtime's own listeners have.
+const BACKLOG: u32 = 1024;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Addresses for documentation (RFC 5737, RFC 3849), which no machine has.
+    const ABSENT: [&str; 2] = ["192.0.2.7:0", "[2001:db8::7]:0"];
+
+    #[tokio::test]
+    async fn an_address_that_no_interface_has_is_listened_on_and_told_apart() {
+        for address in ABSENT {
+            let address: SocketAddr = address.parse().unwrap();
+            let listener = match listen("http.listen", address) {
+                Ok(listener) => listener,
+                Err(error) if address.is_ipv6() && error.raw_os_error() == Some(libc::EAFNOSUPPORT) => {
+                    println!("left out: no IPv6 here: {error}");
+                    continue;
+                }
+                Err(error) => panic!("{address}: {error}"),
+            };
+            assert_eq!(listener.local_addr().unwrap().ip(), address.ip());
+            assert!(!is_here(address.ip()));
+            // A second listener on the same port is still refused.
+            let taken = listen("http.listen", listener.local_addr().unwrap()).unwrap_err();
+            assert_eq!(taken.kind(), io::ErrorKind::AddrInUse);
+        }
+    }
+
+    #[tokio::test]
+    async fn addresses_of_this_machine_are_here_and_a_port_in_use_is_an_error() {
+        for address in ["127.0.0.1:0", "0.0.0.0:0"] {
+            let address: SocketAddr = address.parse().unwrap();
+            let listener = listen("http.listen", address).unwrap();
+            assert!(is_here(address.ip()));
+            let taken = listen("http.listen", listener.local_addr().unwrap()).unwrap_err();
+            assert_eq!(taken.kind(), io::ErrorKind::AddrInUse);
+        }
+    }
+}

@@ -1,0 +1,248 @@
+//! Folders and sockets that the daemon needs: made, or refused with a remedy; and looked at without changing anything.
+
+use std::{
+    fs::{self, DirBuilder, Metadata},
+    io,
+    os::unix::fs::{DirBuilderExt as _, FileTypeExt as _, MetadataExt as _},
+    path::Path,
+};
+
+use super::{
+    certificates::certificates_of,
+    error::RunError,
+    handoff::{living_owner, successor_of},
+};
+use crate::{
+    causes::in_one_line,
+    config::{Config, WyomingListen},
+    rpc::server::BindError,
+    worker::ports,
+};
+
+/// Makes a folder that only its owner may write to, whatever the umask is; one that is there stays as it is.
+pub(super) fn make(path: &Path) -> Result<(), RunError> {
+    let made = DirBuilder::new().recursive(true).mode(FOLDER_MODE).create(path);
+    made.map_err(|source| RunError::Folder { path: path.to_owned(), source })
+}
+
+/// Makes the folder of a socket, closed to other users.
+pub(super) fn make_parent(path: &Path) -> Result<(), RunError> {
+    match path.parent() {
+        Some(folder) if !folder.as_os_str().is_empty() => DirBuilder::new()
+            .recursive(true)
+            .mode(0o750)
+            .create(folder)
+            .map_err(|source| RunError::Folder { path: folder.to_owned(), source }),
+        _ => Ok(()),
+    }
+}
+
+/// Refuses a folder in which others could replace our files, locks and sockets.
+pub(super) fn is_ours(key: &'static str, path: &Path, config: &Config) -> Result<(), RunError> {
+    let found = fs::metadata(path).map_err(|source| RunError::Folder { path: path.to_owned(), source })?;
+    is_closed(key, path, &found)?;
+    let us = nix::unistd::geteuid().as_raw();
+    let owner = found.uid();
+    // The state may lie in a volume of another owner; sockets and locks are trusted for where they are.
+    if key == "runtime_dir" && ![us, 0].contains(&owner) {
+        // It is the folder of the one that runs, as a rule.
+        let successor = successor_of(config);
+        if let Some(pid) = living_owner(&successor.lock) {
+            return Err(RunError::Running { pid, folder: successor.place });
+        }
+        return Err(RunError::Open {
+            path: path.to_owned(),
+            key,
+            why: format!("it belongs to uid {owner}, and the supervisor runs as uid {us}"),
+            remedy: format!(
+                "start it as uid {owner}, for example by its systemd unit, or set `{key}` to another folder"
+            ),
+        });
+    }
+    Ok(())
+}
+
+fn is_closed(key: &'static str, path: &Path, found: &Metadata) -> Result<(), RunError> {
+    if found.mode() & 0o002 == 0 {
+        return Ok(());
+    }
+    Err(RunError::Open {
+        path: path.to_owned(),
+        key,
+        why: format!("every user may write to it (mode {:04o})", found.mode() & 0o7777),
+        remedy: format!("chmod o-w {}, or set `{key}` to a folder below it", path.display()),
+    })
+}
+
+/// Something that keeps a daemon from starting.
+pub(crate) struct Obstacle {
+    /// What, with its cause.
+    pub(crate) text: String,
+    /// What can be done.
+    pub(crate) remedy: String,
+    /// Whether that is sure: what cannot be seen by this user may be as it should.
+    pub(crate) is_sure: bool,
+}
+
+impl From<RunError> for Obstacle {
+    fn from(error: RunError) -> Self {
+        let remedy = error.hint().unwrap_or_default();
+        Self { text: in_one_line(&error), remedy, is_sure: true }
+    }
+}
+
+/// What would keep the daemon from starting, as far as it can be seen without starting anything.
+pub(crate) fn obstacles(config: &Config) -> Vec<Obstacle> {
+    let mut found: Vec<Obstacle> = Vec::new();
+    for (key, folder) in [("runtime_dir", &config.runtime_dir), ("state_dir", &config.state_dir)] {
+        found.extend(could_be_folder(folder).err().map(Obstacle::from));
+        if let Ok(metadata) = fs::metadata(folder)
+            && metadata.is_dir()
+        {
+            found.extend(is_closed(key, folder, &metadata).err().map(Obstacle::from));
+        }
+    }
+    let wyoming = config.wyoming.listen.iter().filter_map(|listen| match listen {
+        WyomingListen::Unix(path) => Some(path),
+        WyomingListen::Tcp(_) => None,
+    });
+    for path in config.grpc.socket.iter().chain(wyoming) {
+        let is_other = fs::symlink_metadata(path).is_ok_and(|found| !found.file_type().is_socket());
+        if is_other {
+            let address = path.display().to_string();
+            found.push(RunError::Socket { source: BindError::NotASocket { address } }.into());
+        } else if let Some(parent) = path.parent() {
+            found.extend(could_be_folder(parent).err().map(Obstacle::from));
+        }
+    }
+    if let Some(journal) = &config.journal {
+        if journal.path.is_dir() {
+            found.push(Obstacle {
+                text: format!("cannot write the journal `{}`: it is a folder", journal.path.display()),
+                remedy: "set `journal.path` to a file".to_owned(),
+                is_sure: true,
+            });
+        } else if let Some(parent) = journal.path.parent() {
+            found.extend(could_be_folder(parent).err().map(Obstacle::from));
+        }
+    }
+    if let Some(tcp) = &config.grpc.tcp
+        && let Err(error) = certificates_of(tcp)
+    {
+        let is_sure = !is_denied(&error);
+        found.push(Obstacle { is_sure, ..Obstacle::from(error) });
+    }
+    found.extend(config.listeners().into_iter().filter_map(|(key, address)| taken(key, address)));
+    found
+}
+
+/// The listener that has an address, unless it is a supervisor's or systemd's.
+fn taken(key: &str, address: std::net::SocketAddr) -> Option<Obstacle> {
+    let bound = std::net::TcpListener::bind(address);
+    if address.port() == 0 || !bound.is_err_and(|error| error.kind() == io::ErrorKind::AddrInUse) {
+        return None;
+    }
+    let owner = ports::owner_of(address.port());
+    if owner.as_ref().is_some_and(|owner| owner.pid == 1 || owner.name == env!("CARGO_PKG_NAME")) {
+        return None;
+    }
+    let by = owner.as_ref().map_or_else(|| "a program that cannot be seen from here".to_owned(), ToString::to_string);
+    Some(Obstacle {
+        text: format!("`{key}: {address}` is taken by {by}"),
+        remedy: "end that program, unless it is a supervisor, or write another port".to_owned(),
+        is_sure: owner.is_some(),
+    })
+}
+
+/// Whether a path is a folder, or could be made one.
+fn could_be_folder(path: &Path) -> Result<(), RunError> {
+    let failed = |source| RunError::Folder { path: path.to_owned(), source };
+    for around in path.ancestors().filter(|around| !around.as_os_str().is_empty()) {
+        match fs::metadata(around) {
+            Ok(found) if found.is_dir() => return Ok(()),
+            Ok(_) => return Err(failed(io::ErrorKind::NotADirectory.into())),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => return Ok(()),
+            Err(error) => return Err(failed(error)),
+        }
+    }
+    Ok(())
+}
+
+/// Whether this user may not see what the cause is about.
+fn is_denied(error: &RunError) -> bool {
+    in_one_line(error).contains("Permission denied")
+}
+
+/// Others may reach what is readable by name in it: sockets of workers, the calibration.
+const FOLDER_MODE: u32 = 0o755;
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
+    use super::*;
+
+    fn config(text: &str) -> Config {
+        Config::parse(text).unwrap()
+    }
+
+    /// What would keep a daemon with these settings from starting.
+    fn said(text: &str) -> Vec<String> {
+        obstacles(&config(text)).into_iter().map(|found| found.text).collect()
+    }
+
+    #[test]
+    fn what_keeps_a_start_from_succeeding_is_found_without_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name).display().to_string();
+        let (file, sub) = (at("file"), at("sub"));
+        fs::write(&file, "x").unwrap();
+        fs::create_dir(&sub).unwrap();
+        let base =
+            format!("http: {{listen: none}}\ngrpc: {{abstract_name: none}}\nstate_dir: {sub}\nruntime_dir: {sub}\n");
+        assert_eq!(said(&base), [""; 0]);
+        let missing = base.replace(&format!("state_dir: {sub}"), &format!("state_dir: {}/a/b", at("new")));
+        assert_eq!(said(&missing), [""; 0], "it would be made");
+        for (with, named) in [
+            (base.replace(&format!("state_dir: {sub}"), &format!("state_dir: {file}")), "cannot create the folder"),
+            (
+                base.replace(&format!("runtime_dir: {sub}"), &format!("runtime_dir: {file}/x")),
+                "cannot create the folder",
+            ),
+            (base.replace("abstract_name: none", &format!("abstract_name: none, socket: {sub}")), "no socket is there"),
+            (
+                base.replace("abstract_name: none", &format!("abstract_name: none, socket: {file}")),
+                "no socket is there",
+            ),
+            (format!("{base}wyoming: {{listen: ['unix://{sub}']}}\n"), "no socket is there"),
+            (format!("{base}journal: {{path: {sub}}}\n"), "it is a folder"),
+        ] {
+            let said = said(&with);
+            assert!(said.iter().any(|text| text.contains(named)), "{with}{said:?}");
+        }
+        fs::set_permissions(&sub, fs::Permissions::from_mode(0o777)).unwrap();
+        assert!(said(&base).iter().any(|text| text.contains("every user may write to it (mode 0777)")));
+    }
+
+    #[test]
+    fn a_port_that_another_program_has_is_found_with_the_program() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let found = taken("http.listen", address).unwrap();
+        assert!(found.text.starts_with(&format!("`http.listen: {address}` is taken by ")), "{}", found.text);
+        assert!(found.is_sure && found.text.contains(&format!("(pid {})", std::process::id())), "{}", found.text);
+        drop(listener);
+    }
+
+    #[test]
+    fn folders_of_ours_are_closed_to_other_users_without_a_umask() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a/b");
+        // As with a umask of 0: the mode is written here, and not left over by it.
+        make(&path).unwrap();
+        let mode = fs::metadata(&path).unwrap().mode() & 0o777;
+        assert_eq!(mode & !FOLDER_MODE, 0, "{mode:o}");
+        is_ours("state_dir", &path, &config(&format!("runtime_dir: {}\n", path.display()))).unwrap();
+    }
+}
