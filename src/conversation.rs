@@ -150,9 +150,10 @@ pub enum AnswerPart {
 impl ToolCall {
     /// The arguments as templates want them: an object, or the text when it is none.
     pub(crate) fn arguments_value(&self) -> Value {
-        serde_json::from_str(&self.arguments)
-            .ok()
-            .filter(Value::is_object)
+        let is_object = self.arguments.trim_start().starts_with('{');
+        is_object
+            .then(|| serde_json::from_str(&self.arguments).ok())
+            .flatten()
             .unwrap_or_else(|| Value::from(self.arguments.as_str()))
     }
 }

@@ -15,6 +15,7 @@
 //! | [`units`] | bytes, tokens, layers, time since the start |
 //! | [`causes`] | an error and its causes in one line |
 //! | [`emergency`] | emergency memory for the shed path |
+//! | [`heap`] | the size of JSON trees before they are built, free pages given back |
 //! | [`policy`] | decisions, as plain values with methods |
 //! | [`conversation`] | messages, forms of answers and what they take, as engine and APIs have them |
 //! | [`config`] | the configuration file, checked |
@@ -39,6 +40,7 @@ pub mod conversation;
 pub mod daemon;
 pub mod emergency;
 pub mod engine;
+pub mod heap;
 pub mod http;
 pub mod journal;
 pub mod policy;

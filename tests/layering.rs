@@ -19,18 +19,19 @@ use graph::{Crate, Cycle};
 use scan::{blank, collect, tokens, without_tests};
 
 /// Each module of the crate and the modules that it may name. Its own name is always allowed.
-const TABLE: [(&str, &[&str]); 18] = [
+const TABLE: [(&str, &[&str]); 19] = [
     ("units", &[]),
     ("causes", &[]),
     ("emergency", &["units"]),
+    ("heap", &["units"]),
     ("policy", &["units"]),
     ("conversation", &["units", "policy"]),
     ("config", &["units", "policy"]),
     ("probe", &["units", "policy"]),
-    ("speech", &["units"]),
+    ("speech", &["units", "heap"]),
     ("worker", &["units", "causes", "policy", "config", "probe", "speech"]),
-    ("engine", &["units", "causes", "policy", "emergency", "conversation"]),
-    ("http", &["units", "causes", "policy", "speech", "conversation", "telemetry"]),
+    ("engine", &["units", "causes", "policy", "emergency", "heap", "conversation"]),
+    ("http", &["units", "causes", "heap", "policy", "speech", "conversation", "telemetry"]),
     ("rpc", &["units", "policy", "probe", "conversation"]),
     ("journal", &["units", "policy"]),
     ("telemetry", &["units", "causes", "policy"]),
@@ -45,6 +46,7 @@ const BELOW_DAEMON: &[&str] = &[
     "units",
     "causes",
     "emergency",
+    "heap",
     "policy",
     "conversation",
     "config",
@@ -64,6 +66,7 @@ const BELOW_CLI: &[&str] = &[
     "units",
     "causes",
     "emergency",
+    "heap",
     "policy",
     "conversation",
     "config",

@@ -414,7 +414,8 @@ pub enum Keyless {
 pub struct HttpConfig {
     /// Where it listens; none with `listen: none`. Default `127.0.0.1:8410`; port 0 takes a free one.
     pub listen: Option<SocketAddr>,
-    /// Host names besides those of this machine under which it is served, and whose pages may use it. Default none.
+    /// Host names besides this machine's own names and addresses under which it is served, and whose pages may use it. Default
+    /// none.
     pub allowed_hosts: Vec<String>,
     /// File with the clients and their keys; without it every client is served. Default none.
     pub keys_file: Option<PathBuf>,

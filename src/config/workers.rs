@@ -186,14 +186,15 @@ fn command(checker: &mut Checker, raw: &RawWorker, at: &str, endpoint: &Listen) 
         Some(_) => {}
     }
     let mut mentioned = BTreeSet::new();
-    let arguments = raw.argv.iter().enumerate().map(|(i, text)| (format!("{key}[{i}]"), text));
-    let variables = raw.env.0.iter().map(|(name, text)| (format!("{at}.env.{name}"), text));
-    for (path, text) in arguments.chain(variables) {
+    let arguments = raw.argv.iter().enumerate().map(|(i, text)| (format!("{key}[{i}]"), text, false));
+    let variables = raw.env.0.iter().map(|(name, text)| (format!("{at}.env.{name}"), text, true));
+    for (path, text, in_env) in arguments.chain(variables) {
         if text.contains('\0') {
             checker.fault(&path, "contains a NUL character", None);
         }
         for placeholder in placeholders(text) {
-            if !PLACEHOLDERS.contains(&placeholder) {
+            let of_ours = placeholder.strip_prefix("ENV:").is_some_and(|name| in_env && !name.is_empty());
+            if !of_ours && !PLACEHOLDERS.contains(&placeholder) {
                 let hint = match raw::nearest(placeholder, &PLACEHOLDERS) {
                     Some(near) => format!("did you mean `${{{near}}}`?"),
                     None => "known are `${NAME}`, `${PORT}`, `${SELF}`, `${SOCKET}` and `${VARIANT}`".to_owned(),

@@ -23,14 +23,15 @@ impl ChatBackend for Llm {
                     known: format!("; there is {}", self.name()),
                 });
             }
-            let tools = request.prompt.tools().to_vec();
+            let mut reader = AnswerReader::new(request.prompt.tools());
             let wanted = wanted_of(&request);
             let (mut guarded, style) = self.submit(self.asked(request), &wanted).await?;
+            reader.set_style(style);
             let mut answer = Answer {
                 context: wanted.tokens.then(|| std::mem::take(&mut guarded.prompt)),
                 guarded,
                 llm: self.clone(),
-                reader: AnswerReader::new(style, &tools),
+                reader,
                 events: VecDeque::new(),
                 called: false,
                 ended: false,

@@ -167,6 +167,8 @@ impl Llm {
         let (request, prepared) = tokio::task::spawn_blocking(move || {
             let gone = || gone.is_cancelled();
             let prepared = asked.prepare(&request, engine::Client { place, gone: &gone });
+            // The engine goes on with tokens and a mask: no tree waits in its queue.
+            (request.prompt, request.form) = (engine::Prompt::default(), None);
             (request, prepared)
         })
         .await

@@ -43,7 +43,8 @@ use crate::{
     causes::in_one_line,
     config::{Config, TelemetryConfig, WorkerRole},
     emergency,
-    engine::{arena::trim_heap, backend, helper::THIS_PROGRAM},
+    engine::{backend, helper::THIS_PROGRAM},
+    heap,
     http::{
         Access,
         backend::{Backends, ChatBackend, SpeechBackend, StatusBackend, TokenizerBackend},
@@ -301,7 +302,7 @@ async fn settle(control: Arc<ControlHandle>, has_engine: bool) {
     if !has_engine {
         tokio::time::sleep(SETTLED_WITHOUT_ENGINE).await;
     }
-    trim_heap();
+    heap::trim();
     control.note_locked(emergency::lock_program());
     if !has_engine {
         // Last, since each step before it is used this once.

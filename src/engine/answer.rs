@@ -78,20 +78,26 @@ struct Opener {
 }
 
 impl AnswerReader {
-    /// A reader at the beginning of an answer to a conversation with these tools.
+    /// A reader at the beginning of an answer to a conversation with these tools, which is text until a style is set.
     #[must_use]
-    pub fn new(style: AnswerStyle, tools: &[Value]) -> Self {
+    pub fn new(tools: &[Value]) -> Self {
         Self {
-            style,
+            style: AnswerStyle::default(),
             functions: Functions::of(tools),
-            state: match style.thoughts {
-                Thoughts::Open => State::Thinking,
-                Thoughts::None | Thoughts::Perhaps => State::Beginning,
-            },
+            state: State::Beginning,
             held: String::new(),
             any_text: false,
             space: String::new(),
         }
+    }
+
+    /// Reads the answer, of which nothing has come yet, in this style.
+    pub fn set_style(&mut self, style: AnswerStyle) {
+        self.style = style;
+        self.state = match style.thoughts {
+            Thoughts::Open => State::Thinking,
+            Thoughts::None | Thoughts::Perhaps => State::Beginning,
+        };
     }
 
     /// The parts that are certain once this piece is there.
@@ -399,7 +405,8 @@ mod tests {
             "name": "set_light",
             "parameters": {"type": "object", "properties": {"room": {"type": "string"}, "level": {"type": "integer"}}},
         }});
-        let mut reader = AnswerReader::new(style, &[tool]);
+        let mut reader = AnswerReader::new(&[tool]);
+        reader.set_style(style);
         let mut parts: Vec<AnswerPart> = pieces.iter().flat_map(|piece| reader.push(piece)).collect();
         parts.extend(reader.finish(false));
         let mut joined: Vec<AnswerPart> = Vec::new();
@@ -586,7 +593,8 @@ mod tests {
                 "name": "f",
                 "parameters": {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}},
             }});
-            let mut reader = AnswerReader::new(style, &[tool]);
+            let mut reader = AnswerReader::new(&[tool]);
+            reader.set_style(style);
             let mut parts = reader.push(answer);
             parts.extend(reader.finish(true));
             parts

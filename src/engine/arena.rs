@@ -383,15 +383,6 @@ fn number_of_statm(index: usize) -> Option<u64> {
     words.split_ascii_whitespace().nth(index)?.parse().ok()
 }
 
-/// Gives back what the allocator keeps free, where it is glibc's; called after many small allocations were freed.
-pub fn trim_heap() {
-    #[cfg(target_env = "gnu")]
-    {
-        // SAFETY: gives free pages of the allocator back to the kernel, and changes nothing that is in use.
-        unsafe { libc::malloc_trim(0) };
-    }
-}
-
 /// Size of a huge page with 4 KiB base pages, on both architectures; a multiple of any base page.
 pub const HUGE_PAGE: Bytes = Bytes::from_mib(2);
 

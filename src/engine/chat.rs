@@ -172,7 +172,7 @@ impl ChatTemplate {
             _ => (conversation.messages.as_slice(), ""),
         };
         let id_of = |id: &str| if self.format == ToolFormat::Mistral { short_id(id) } else { id.to_owned() };
-        let said = vec![
+        let mut said = vec![
             Value::Array(messages.iter().map(|message| message.to_value(id_of)).collect()),
             Value::Array(conversation.tools.clone()),
             Value::Object(conversation.variables.clone()),
@@ -185,7 +185,8 @@ impl ChatTemplate {
                 !taken(&self.source) && !said.iter().any(|value| contains(value, &taken))
             })
             .ok_or(ChatError::Marks)?;
-        let mut said = said.into_iter().map(|value| self.marked_all(value, mark, tokenizer));
+        said.iter_mut().for_each(|value| self.mark_all(value, mark, tokenizer));
+        let mut said = said.into_iter();
         let (mut shown, tools_reported, variables) = (said.next(), said.next(), said.next());
         if let Some(Value::Array(shown)) = &mut shown {
             // Roles are a closed set, and templates compare them.
@@ -235,29 +236,24 @@ impl ChatTemplate {
         self.source.contains("system") || !self.source.contains("raise_exception")
     }
 
-    /// A value with marks in all of its texts.
-    fn marked_all(&self, value: Value, mark: char, tokenizer: &Tokenizer) -> Value {
+    /// Sets marks in all texts of a value, where it is: a second tree would take as much memory again.
+    fn mark_all(&self, value: &mut Value, mark: char, tokenizer: &Tokenizer) {
         match value {
-            Value::String(text) => Value::String(self.marked(&text, mark, tokenizer)),
-            Value::Array(list) => list.into_iter().map(|value| self.marked_all(value, mark, tokenizer)).collect(),
-            Value::Object(map) => map
-                .into_iter()
-                .map(|(key, value)| {
-                    // Keys of ours have no character with which a control token could begin; those of schemas may.
-                    (self.marked_key(key, mark, tokenizer), self.marked_all(value, mark, tokenizer))
-                })
-                .collect(),
-            other => other,
-        }
-    }
-
-    /// A key with marks, if it needs any: templates look their own up by name.
-    fn marked_key(&self, key: String, mark: char, tokenizer: &Tokenizer) -> String {
-        let control = tokenizer.control_texts();
-        if key.chars().any(|character| control.begins_with(character)) {
-            self.marked(&key, mark, tokenizer)
-        } else {
-            key
+            Value::String(text) => *text = self.marked(text, mark, tokenizer),
+            Value::Array(list) => list.iter_mut().for_each(|value| self.mark_all(value, mark, tokenizer)),
+            Value::Object(map) => {
+                map.values_mut().for_each(|value| self.mark_all(value, mark, tokenizer));
+                // Keys of ours have no character with which a control token could begin; those of schemas may. The others
+                // stay as they are: templates look their own up by name.
+                let control = tokenizer.control_texts();
+                let needs_mark = |key: &String| key.chars().any(|character| control.begins_with(character));
+                if map.keys().any(needs_mark) {
+                    let fields = std::mem::take(map).into_iter();
+                    let marked = |key| if needs_mark(&key) { self.marked(&key, mark, tokenizer) } else { key };
+                    *map = fields.map(|(key, value)| (marked(key), value)).collect();
+                }
+            }
+            _ => {}
         }
     }
 

@@ -386,7 +386,8 @@ mod tests {
                     let mask = compile(&AnswerForm::ToolCall { name: name.clone() }, &tools, format).unwrap();
                     let Some(text) = babble(mask, seed, 3000) else { continue };
                     let style = AnswerStyle { thoughts: Thoughts::None, tools: Some(format) };
-                    let mut reader = AnswerReader::new(style, &tools);
+                    let mut reader = AnswerReader::new(&tools);
+                    reader.set_style(style);
                     let mut parts = reader.push(&text);
                     parts.extend(reader.finish(false));
                     let [AnswerPart::ToolCall { name, arguments }] = parts.as_slice() else {

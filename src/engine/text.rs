@@ -1,6 +1,9 @@
 //! The text side of a loaded model: from a request to tokens, and from tokens to text.
 
-use std::{path::PathBuf, sync::Arc};
+use std::{
+    path::PathBuf,
+    sync::{Arc, Mutex, PoisonError},
+};
 
 use serde_json::{Map, Value};
 
@@ -28,6 +31,8 @@ pub struct TextSide {
     context_max: Tokens,
     helper: Arc<Helper>,
     sampling: SamplingWish,
+    /// Held while a conversation is rendered: the template gets a tree of its own, and one is enough.
+    rendering: Mutex<()>,
 }
 
 /// A request whose prompt is tokens and whose form is a mask.
@@ -57,7 +62,14 @@ impl TextSide {
         let tokenizer = Tokenizer::from_header(header)?;
         let template = ChatTemplate::from_header(header, &tokenizer);
         let sampling = recommended(header);
-        let side = Self { tokenizer, template, context_max, helper: Arc::new(Helper::new(program)), sampling };
+        let side = Self {
+            tokenizer,
+            template,
+            context_max,
+            helper: Arc::new(Helper::new(program)),
+            sampling,
+            rendering: Mutex::default(),
+        };
         side.compile()?;
         Ok(side)
     }
@@ -188,6 +200,7 @@ impl TextSide {
         let mut style = AnswerStyle::default();
         let mut tokens = match prompt {
             Prompt::Chat(conversation) => {
+                let _one_at_a_time = self.rendering.lock().unwrap_or_else(PoisonError::into_inner);
                 let rendered = self
                     .template
                     .render(conversation, &self.tokenizer, |context| self.render(context))

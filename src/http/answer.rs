@@ -27,15 +27,16 @@ use tokio::time::timeout;
 
 use super::{
     admission::admitted,
-    api::{Api, BodyMemory},
+    api::Api,
     backend::{AnswerPart, ChatBackend, ChatEvent, ChatRequest, ChatStream, FinishReason, Usage},
-    body::{announced_length, parse_json, read_body},
+    body::{bounded_tree, parse_json, received},
     fault::Fault,
     generation::{Generation, Said, collected},
+    memory::RequestMemory,
     patience::is_of_memory,
     stream::{Payload, admission_patience, held_for_memory, lines, sse},
 };
-use crate::policy::refusal::Refusal;
+use crate::{policy::refusal::Refusal, units::Bytes};
 
 /// Writes one answer in the form of one API.
 pub(super) trait Writer: Send + Sized + 'static {
@@ -68,13 +69,41 @@ pub(super) fn llm(api: &Api) -> Result<std::sync::Arc<dyn ChatBackend>, Fault> {
         .ok_or_else(|| Fault::from(Refusal::NotConfigured { act: ACT.to_owned(), what: "model".to_owned() }))
 }
 
-/// Reads a request of JSON; the permit is for the memory of its body.
-pub(super) async fn read_json<T: DeserializeOwned>(api: &Api, request: Request) -> Result<(T, BodyMemory), Fault> {
+/// Reads a request of JSON, and sets memory aside for it and for what is made of it, until the last byte of its answer.
+///
+/// # Errors
+/// 400 or 413 when it is not JSON of the right fields or takes too much, 429 when there is no memory for it now.
+pub(super) async fn read_json<T: DeserializeOwned>(api: &Api, request: Request) -> Result<(T, RequestMemory), Fault> {
+    let tree_max = api.limits().tree_max;
+    read_made(api, request, |body| {
+        let tree = bounded_tree(body, tree_max)?;
+        Ok(tree.saturating_mul(TREES_MAX))
+    })
+    .await
+}
+
+/// The same of a request without trees: of texts, numbers, and lists of numbers.
+///
+/// # Errors
+/// As [`read_json`].
+pub(super) async fn read_plain_json<T: DeserializeOwned>(
+    api: &Api,
+    request: Request,
+) -> Result<(T, RequestMemory), Fault> {
+    read_made(api, request, |body| Ok(Bytes::of_len(body.len().saturating_mul(PLAIN_MAX)))).await
+}
+
+/// Reads a request of JSON, of which so much is `made` beside its body.
+async fn read_made<T: DeserializeOwned>(
+    api: &Api,
+    request: Request,
+    made: impl FnOnce(&[u8]) -> Result<Bytes, Fault>,
+) -> Result<(T, RequestMemory), Fault> {
     let (parts, body) = request.into_parts();
-    let max = api.limits().json_max;
-    let length = announced_length(&parts.headers).unwrap_or(max);
-    let memory = api.body_memory("read the request", length.min(max))?;
-    let body = read_body(&parts.headers, body, api.body_limits(max)).await?;
+    let memory = parts.extensions.get::<RequestMemory>().cloned().unwrap_or_default();
+    let body = received(body).await?;
+    let made = made(&body)?.saturating_add(Bytes::of_len(body.len()));
+    memory.hold(api.request_memory(), READ, made)?;
     Ok((parse_json(&body)?, memory))
 }
 
@@ -204,3 +233,8 @@ const SEED: HeaderName = HeaderName::from_static("x-cotenant-seed");
 
 /// As it reads after "cannot".
 const ACT: &str = "start an answer";
+const READ: &str = "read the request";
+/// How many trees there are at once of one request: its fields, and what the prompt or the answer repeats of them.
+const TREES_MAX: u64 = 2;
+/// Bytes of a number in a list that doubles, for the two bytes of its text.
+const PLAIN_MAX: usize = 4;

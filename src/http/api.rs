@@ -17,8 +17,8 @@ use super::{
     access::Access,
     backend::{Backends, RequestMeta},
     body::BodyLimits,
-    fault::Fault,
     limits::Limits,
+    memory::{Pool, Quota, Share, Short, Who},
 };
 use crate::{
     policy::refusal::{RETRY_AFTER_DEFAULT, Refusal},
@@ -40,9 +40,13 @@ struct Shared {
     transcriptions: Arc<Semaphore>,
     speeches: Arc<Semaphore>,
     sessions: Arc<Semaphore>,
-    body_kib: Arc<Semaphore>,
+    /// Requests of JSON with what is made of them, audio files with what is decoded from them, and what realtime sessions
+    /// are set to: none of them takes the memory of another.
+    requests: Pool,
+    bodies: Pool,
+    settings: Pool,
     audio_kib: Arc<Semaphore>,
-    connections: Arc<Semaphore>,
+    connections: Quota,
     ids: IdSource,
 }
 
@@ -62,9 +66,15 @@ impl Api {
                 transcriptions: Arc::new(Semaphore::new(limits.requests_max)),
                 speeches: Arc::new(Semaphore::new(limits.requests_max)),
                 sessions: Arc::new(Semaphore::new(limits.sessions_max)),
-                body_kib: kib(limits.bodies_max),
+                requests: Pool::new(limits.requests_memory_max, half(limits.requests_memory_max), REQUESTS),
+                bodies: Pool::new(limits.bodies_max, limits.bodies_max, "audio files and what is decoded from them"),
+                settings: Pool::new(
+                    limits.sessions_memory_max,
+                    half(limits.sessions_memory_max),
+                    "the settings of realtime sessions",
+                ),
                 audio_kib: kib(limits.sessions_audio_max),
-                connections: Arc::new(Semaphore::new(limits.connections_max)),
+                connections: Quota::new(limits.connections_max, limits.connections_max.div_ceil(2)),
                 backends,
                 limits,
                 access,
@@ -86,9 +96,17 @@ impl Api {
         &self.shared.limits
     }
 
-    /// A permit for one more connection, or `None` when all are taken.
-    pub(super) fn connection(&self) -> Option<OwnedSemaphorePermit> {
-        Arc::clone(&self.shared.connections).try_acquire_owned().ok()
+    /// A permit for one more connection of a client, or why there is none.
+    pub(super) fn connection(&self, who: &Who) -> Result<Share, Short> {
+        self.shared.connections.take(who, 1)
+    }
+
+    /// Whether there is place for a request of this kind: its body is not read in vain.
+    ///
+    /// # Errors
+    /// When all are taken.
+    pub(super) fn has_place(&self, kind: Kind) -> Result<(), Refusal> {
+        self.place(kind).map(drop)
     }
 
     /// A permit for one more request, among those of its kind.
@@ -131,43 +149,24 @@ impl Api {
 
     /// Limits of a body of at most `max` bytes.
     pub(super) fn body_limits(&self, max: Bytes) -> BodyLimits {
-        BodyLimits { max, idle: self.shared.limits.body_idle_timeout, total: self.shared.limits.body_timeout }
+        let Limits { body_idle_timeout, body_timeout, body_grace, .. } = self.shared.limits;
+        BodyLimits { max, idle: body_idle_timeout, total: body_timeout, grace: body_grace }
     }
 
-    /// Sets memory aside for a body of `bytes`, as long as the returned value lives.
-    ///
-    /// # Errors
-    /// 429 when the bodies in memory leave no room for it.
-    pub(super) fn body_memory(&self, act: &str, bytes: Bytes) -> Result<BodyMemory, Fault> {
-        Arc::clone(&self.shared.body_kib)
-            .try_acquire_many_owned(kib_of(bytes))
-            .map(BodyMemory)
-            .map_err(|_full| self.no_body_memory(act))
+    /// Memory for requests of JSON.
+    pub(super) fn request_memory(&self) -> &Pool {
+        &self.shared.requests
     }
 
-    /// Sets more aside, up to `bytes` in all; `false` when there is no room for it.
-    pub(super) fn grow(&self, memory: &mut BodyMemory, bytes: Bytes) -> bool {
-        let held = u32::try_from(memory.0.num_permits()).unwrap_or(u32::MAX);
-        let more = Arc::clone(&self.shared.body_kib).try_acquire_many_owned(kib_of(bytes).saturating_sub(held));
-        more.map(|more| memory.0.merge(more)).is_ok()
+    /// Memory for audio files.
+    pub(super) fn body_memory(&self) -> &Pool {
+        &self.shared.bodies
     }
 
-    /// The refusal where memory for bodies, or for what is made of them, is short.
-    pub(super) fn no_body_memory(&self, act: &str) -> Fault {
-        Fault::from(Refusal::QuotaExceeded {
-            act: act.to_owned(),
-            what: "memory for request bodies and audio, in bytes,".to_owned(),
-            limit: self.shared.limits.bodies_max.get(),
-            retry_after: RETRY_AFTER_DEFAULT,
-        })
+    /// Memory for what realtime sessions are set to.
+    pub(super) fn settings_memory(&self) -> &Pool {
+        &self.shared.settings
     }
-}
-
-/// Memory set aside for a body, or for what is made of it.
-pub(super) struct BodyMemory(OwnedSemaphorePermit);
-
-fn kib_of(bytes: Bytes) -> u32 {
-    u32::try_from(bytes.get().div_ceil(1 << 10)).unwrap_or(u32::MAX)
 }
 
 /// The places of one request: among those of its kind, and among its client's.
@@ -193,6 +192,13 @@ impl Kind {
         }
     }
 }
+
+/// What one client may have: the others keep as much.
+fn half(bytes: Bytes) -> Bytes {
+    Bytes::new(bytes.get() / 2)
+}
+
+const REQUESTS: &str = "requests and what is made of them";
 
 /// A permit for each KiB.
 fn kib(bytes: Bytes) -> Arc<Semaphore> {

@@ -11,7 +11,7 @@ use serde::de::DeserializeOwned;
 use tokio::time::{Instant, timeout_at};
 
 use super::fault::{Fault, shortened};
-use crate::units::Bytes;
+use crate::{heap, units::Bytes};
 
 /// Limits of one body.
 #[derive(Clone, Copy, Debug)]
@@ -22,6 +22,8 @@ pub(super) struct BodyLimits {
     pub(super) idle: Duration,
     /// Longest time for the whole.
     pub(super) total: Duration,
+    /// Time after which it has to come at [`BYTES_PER_SECOND_MIN`] on average.
+    pub(super) grace: Duration,
 }
 
 /// The length that the client announces, if it does.
@@ -30,62 +32,76 @@ pub(super) fn announced_length(headers: &HeaderMap) -> Option<Bytes> {
     value.parse().ok().map(Bytes::new)
 }
 
-/// Reads a body to its end.
+/// Reads a body to its end, in pieces of at most [`PIECE_MAX`]. `hold` sets memory aside for so many bytes of it, before they
+/// are kept: a client that announces much and sends little has little.
 ///
 /// # Errors
 /// 413 when it is longer than allowed, at once when its announced length already is; 408 when it comes too slowly;
-/// 400 when it breaks off.
-pub(super) async fn read_body(headers: &HeaderMap, body: Body, limits: BodyLimits) -> Result<Vec<u8>, Fault> {
-    let room = announced_length(headers).unwrap_or(Bytes::ZERO).min(limits.max);
-    let mut bytes = Vec::with_capacity(room.as_len());
-    each_piece(headers, body, limits, |piece| bytes.extend_from_slice(&piece)).await?;
-    Ok(bytes)
-}
-
-/// The same in the pieces in which it came, for a reader that takes them one by one.
-///
-/// # Errors
-/// As [`read_body`].
-pub(super) async fn read_pieces(headers: &HeaderMap, body: Body, limits: BodyLimits) -> Result<Vec<Piece>, Fault> {
-    let mut pieces = Vec::new();
-    each_piece(headers, body, limits, |piece| pieces.push(piece)).await?;
-    Ok(pieces)
-}
-
-async fn each_piece(
+/// 400 when it breaks off; whatever `hold` returns.
+pub(super) async fn read_body(
     headers: &HeaderMap,
     body: Body,
     limits: BodyLimits,
-    mut take: impl FnMut(Piece),
-) -> Result<(), Fault> {
+    mut hold: impl FnMut(Bytes) -> Result<(), Fault>,
+) -> Result<Vec<Piece>, Fault> {
     let announced = announced_length(headers);
     if announced.is_some_and(|length| length > limits.max) {
         return Err(too_large(announced, limits.max));
     }
+    let (mut read, mut last) = (Vec::new(), Vec::new());
     let mut length = 0;
     let mut pieces = body.into_data_stream();
-    let end = Instant::now() + limits.total;
+    let began = Instant::now();
+    let end = began + limits.total;
     loop {
         let idle_end = Instant::now() + limits.idle;
-        let piece = timeout_at(end.min(idle_end), pieces.next()).await.map_err(|_elapsed| too_slow(length, limits))?;
+        let by_rate = Duration::from_millis(u64::try_from(length).unwrap_or(u64::MAX) * 1000 / BYTES_PER_SECOND_MIN);
+        let next_by = end.min(idle_end).min(began + limits.grace + by_rate);
+        let piece = timeout_at(next_by, pieces.next()).await.map_err(|_elapsed| too_slow(length, limits))?;
         match piece {
-            None => return Ok(()),
+            None => {
+                read.push(Piece::from(last));
+                return Ok(read);
+            }
             Some(Ok(piece)) => {
                 length += piece.len();
                 if Bytes::of_len(length) > limits.max {
                     return Err(too_large(announced, limits.max));
                 }
-                take(piece);
+                hold(Bytes::of_len(length))?;
+                // Copied: a piece of one byte keeps the buffer that it was read into.
+                if last.len() + piece.len() > PIECE_MAX && !last.is_empty() {
+                    read.push(Piece::from(std::mem::take(&mut last)));
+                }
+                last.extend_from_slice(&piece);
             }
-            Some(Err(error)) => {
-                return Err(Fault::request(
-                    StatusCode::BAD_REQUEST,
-                    "incomplete_body",
-                    format!("cannot read the body after {length} bytes: {error}"),
-                ));
-            }
+            Some(Err(error)) => return Err(broken(length, &error)),
         }
     }
+}
+
+/// The body of a request that [`read_body`] has read.
+///
+/// # Errors
+/// 400 when it was not read, and breaks off.
+pub(super) async fn received(body: Body) -> Result<Piece, Fault> {
+    axum::body::to_bytes(body, usize::MAX).await.map_err(|error| broken(0, &error))
+}
+
+/// What JSON takes in memory once it is parsed.
+///
+/// # Errors
+/// 413 when that is more than `max`.
+pub(super) fn bounded_tree(text: &[u8], max: Bytes) -> Result<Bytes, Fault> {
+    let tree = heap::tree_bytes(text);
+    if tree <= max {
+        return Ok(tree);
+    }
+    let message = format!(
+        "cannot parse {} of JSON: its values take {tree} of memory, the limit is {max} (hint: send fewer lists and objects)",
+        Bytes::of_len(text.len())
+    );
+    Err(Fault::request(StatusCode::PAYLOAD_TOO_LARGE, "request_too_large", message))
 }
 
 /// Parses a JSON body; the message names the field at fault.
@@ -115,6 +131,11 @@ fn no_json(error: &serde_json::Error) -> Fault {
     Fault::request(StatusCode::BAD_REQUEST, "invalid_json", format!("cannot parse the body as JSON: {error}"))
 }
 
+fn broken(length: usize, error: &axum::Error) -> Fault {
+    let message = format!("cannot read the body after {length} bytes: {error}");
+    Fault::request(StatusCode::BAD_REQUEST, "incomplete_body", message)
+}
+
 fn too_large(announced: Option<Bytes>, max: Bytes) -> Fault {
     let length = announced
         .filter(|&length| length > max)
@@ -131,12 +152,20 @@ fn too_slow(got: usize, limits: BodyLimits) -> Fault {
         StatusCode::REQUEST_TIMEOUT,
         "request_timeout",
         format!(
-            "cannot read the body: {got} bytes came; the limits are {} ms between two pieces and {} ms for the whole",
+            "cannot read the body: {got} bytes came; the limits are {} ms between two pieces, {} ms for the whole, and \
+             {}/s on average after {} ms",
             limits.idle.as_millis(),
             limits.total.as_millis(),
+            Bytes::new(BYTES_PER_SECOND_MIN),
+            limits.grace.as_millis(),
         ),
     )
 }
+
+/// Our choice: a fortieth of a slow Wi-Fi. Slower bodies are held back on purpose.
+const BYTES_PER_SECOND_MIN: u64 = 16 << 10;
+/// Our choice: all of a JSON body.
+const PIECE_MAX: usize = 1 << 20;
 
 #[cfg(test)]
 mod tests {

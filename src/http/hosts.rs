@@ -1,11 +1,15 @@
 //! Host names and origins under which browsers may reach the APIs.
 //!
 //! A page of another site can make its own name resolve to our address (DNS rebinding), and then reads answers as its own.
-//! Its requests carry that name in `Host`, and the site in `Origin`: both are checked before anything else.
+//! Its requests carry that name in `Host`, and the site in `Origin`: both are checked before anything else. Pages of the hosts
+//! that may are let in by CORS.
 
-use std::net::IpAddr;
+use std::{net::IpAddr, sync::OnceLock};
 
-use axum::http::{HeaderMap, StatusCode, Uri, header, uri::Authority};
+use axum::{
+    http::{HeaderMap, HeaderName, HeaderValue, StatusCode, Uri, Version, header, uri::Authority},
+    response::{IntoResponse, Response},
+};
 
 use super::fault::{Fault, shortened};
 
@@ -23,8 +27,19 @@ pub enum Reach {
 /// Refuses what a page of a foreign site has a browser send.
 ///
 /// # Errors
-/// 421 for a host name that is not ours, 403 for an origin that is not.
-pub(super) fn check(reach: Reach, uri: &Uri, headers: &HeaderMap, allowed: &[String]) -> Result<(), Fault> {
+/// 400 without a host name where HTTP demands one, 421 for one that is not ours, 403 for an origin that is not.
+pub(super) fn check(
+    reach: Reach,
+    version: Version,
+    uri: &Uri,
+    headers: &HeaderMap,
+    allowed: &[String],
+) -> Result<(), Fault> {
+    let hosts = headers.get_all(header::HOST).iter().count();
+    if hosts > 1 || (hosts == 0 && version == Version::HTTP_11) {
+        let message = format!("cannot serve a request with {hosts} `Host` headers: HTTP/1.1 demands one");
+        return Err(Fault::request(StatusCode::BAD_REQUEST, "invalid_host", message));
+    }
     if reach == Reach::Socket {
         return Ok(());
     }
@@ -34,17 +49,16 @@ pub(super) fn check(reach: Reach, uri: &Uri, headers: &HeaderMap, allowed: &[Str
         .chain(uri.authority().map(ToString::to_string))
         .collect();
     for host in &named {
-        let name = name_of(host);
-        let known = name
-            .as_deref()
-            .is_some_and(|name| is_ours(name, allowed) || (reach == Reach::Network && is_possible(name, allowed)));
-        if !known {
+        // An address is no name that another site can have; on loopback only those of this machine lead here.
+        let is_address = |name: &str| reach == Reach::Network && address(name).is_some();
+        if !name_of(host).is_some_and(|name| is_ours(&name, allowed) || is_address(&name)) {
             return Err(Fault::request(
                 StatusCode::MISDIRECTED_REQUEST,
                 "host_not_allowed",
                 format!(
-                    "not served under the host name `{}` (hint: list it in `http.allowed_hosts`, or use `localhost`)",
-                    shortened(host)
+                    "not served under the host name `{}` (hint: list it in `http.allowed_hosts`, or use {})",
+                    shortened(host),
+                    if reach == Reach::Network { "the address of this machine" } else { "`localhost`" }
                 ),
             ));
         }
@@ -58,13 +72,41 @@ pub(super) fn check(reach: Reach, uri: &Uri, headers: &HeaderMap, allowed: &[Str
                 StatusCode::FORBIDDEN,
                 "origin_not_allowed",
                 format!(
-                    "not allowed from a page of `{}` (hint: list its host in `http.allowed_hosts`)",
-                    shortened(&origin)
+                    "not allowed from a page of `{}` (hint: {})",
+                    shortened(&origin),
+                    if authority.is_empty() {
+                        "serve the page from a host that is listed in `http.allowed_hosts`"
+                    } else {
+                        "list its host in `http.allowed_hosts`"
+                    }
                 ),
             ));
         }
     }
     Ok(())
+}
+
+/// The answer to the question of a browser whether a page may send a request, if it is one. The [`check`] has said so.
+pub(super) fn preflight(headers: &HeaderMap) -> Option<Response> {
+    headers.get(header::ACCESS_CONTROL_REQUEST_METHOD)?;
+    let mut answer = HeaderMap::new();
+    answer.insert(header::ACCESS_CONTROL_ALLOW_METHODS, HeaderValue::from_static("GET, HEAD, POST"));
+    if let Some(names) = headers.get(header::ACCESS_CONTROL_REQUEST_HEADERS) {
+        answer.insert(header::ACCESS_CONTROL_ALLOW_HEADERS, names.clone());
+    }
+    if headers.contains_key(REQUEST_PRIVATE_NETWORK) {
+        answer.insert(ALLOW_PRIVATE_NETWORK, HeaderValue::from_static("true"));
+    }
+    answer.insert(header::ACCESS_CONTROL_MAX_AGE, HeaderValue::from_static("600"));
+    Some((StatusCode::NO_CONTENT, answer).into_response())
+}
+
+/// Lets the page of an allowed origin read an answer.
+pub(super) fn readable_by(origin: &HeaderValue, response: &mut Response) {
+    let headers = response.headers_mut();
+    headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, origin.clone());
+    headers.insert(header::ACCESS_CONTROL_EXPOSE_HEADERS, HeaderValue::from_static("*"));
+    headers.append(header::VARY, HeaderValue::from_static("origin"));
 }
 
 /// The host of `host:port`, in lower case and without a dot at its end.
@@ -83,23 +125,34 @@ fn bare(host: &str) -> &str {
 fn is_ours(name: &str, allowed: &[String]) -> bool {
     name == "localhost"
         || name.ends_with(".localhost")
+        || own_names().iter().any(|own| own == name)
         || address(name).is_some_and(|address| address.to_canonical().is_loopback())
         || allowed.iter().any(|allowed| bare(allowed).eq_ignore_ascii_case(name))
 }
 
-/// What a listener for others may be called: its address, and any name where none is configured.
-fn is_possible(name: &str, allowed: &[String]) -> bool {
-    allowed.is_empty() || address(name).is_some()
+/// The names of this machine: as it calls itself, and as others find it by multicast DNS.
+fn own_names() -> &'static [String] {
+    static NAMES: OnceLock<Vec<String>> = OnceLock::new();
+    NAMES.get_or_init(|| {
+        let name = nix::unistd::gethostname().ok().and_then(|name| name.into_string().ok());
+        let Some(name) = name.map(|name| name.to_ascii_lowercase()).filter(|name| !name.is_empty()) else {
+            return Vec::new();
+        };
+        let first = name.split('.').next().unwrap_or_default().to_owned();
+        vec![format!("{first}.local"), first, name]
+    })
 }
 
 fn address(name: &str) -> Option<IpAddr> {
     name.parse().ok()
 }
 
+/// Sent by Chrome for a page of a public site.
+const REQUEST_PRIVATE_NETWORK: HeaderName = HeaderName::from_static("access-control-request-private-network");
+const ALLOW_PRIVATE_NETWORK: HeaderName = HeaderName::from_static("access-control-allow-private-network");
+
 #[cfg(test)]
 mod tests {
-    use axum::http::HeaderValue;
-
     use super::*;
 
     fn checked(reach: Reach, host: &str, origin: &str, allowed: &[&str]) -> u16 {
@@ -110,7 +163,8 @@ mod tests {
             }
         }
         let allowed: Vec<String> = allowed.iter().map(|&name| name.to_owned()).collect();
-        check(reach, &Uri::from_static("/v1/models"), &headers, &allowed)
+        let version = if host.is_empty() { Version::HTTP_10 } else { Version::HTTP_11 };
+        check(reach, version, &Uri::from_static("/v1/models"), &headers, &allowed)
             .map_or_else(|fault| fault.status().as_u16(), |()| 200)
     }
 
@@ -160,15 +214,41 @@ mod tests {
         ] {
             assert_eq!(checked(Reach::Loopback, "localhost:8410", origin, &["box.lan"]), status, "{origin}");
         }
-        assert_eq!(checked(Reach::Network, "box.lan:8410", "http://box.lan:8410", &[]), 200);
-        assert_eq!(checked(Reach::Network, "box.lan:8410", "http://box.lan:9000", &[]), 403);
+        assert_eq!(checked(Reach::Network, "192.168.1.7:8410", "http://192.168.1.7:8410", &[]), 200);
+        assert_eq!(checked(Reach::Network, "192.168.1.7:8410", "http://192.168.1.7:9000", &[]), 403);
     }
 
     #[test]
-    fn a_listener_for_others_has_any_name_until_some_are_configured() {
-        assert_eq!(checked(Reach::Network, "evil.example", "", &[]), 200);
-        assert_eq!(checked(Reach::Network, "evil.example", "", &["box.lan"]), 421);
-        assert_eq!(checked(Reach::Network, "192.168.1.7:8410", "", &["box.lan"]), 200);
+    fn a_listener_for_others_has_addresses_its_own_names_and_configured_ones() {
+        let own = own_names();
+        assert!(own.iter().any(|name| name.ends_with(".local")), "{own:?}");
+        for name in own.iter().map(String::as_str).chain(["192.168.1.7:8410", "[fe80::1]:8410", "localhost", "box.lan"])
+        {
+            assert_eq!(checked(Reach::Network, name, "", &["box.lan"]), 200, "{name}");
+            assert_eq!(checked(Reach::Network, name, &format!("http://{name}"), &["box.lan"]), 200, "{name}");
+        }
+        for name in ["evil.example", "192.168.1.7.evil.example", "a b"] {
+            assert_eq!(checked(Reach::Network, name, "", &[]), 421, "{name}");
+            assert_eq!(checked(Reach::Network, name, "", &["box.lan"]), 421, "{name}");
+            assert_eq!(checked(Reach::Network, name, &format!("http://{name}"), &[]), 421, "{name}");
+        }
+        assert_eq!(checked(Reach::Network, "192.168.1.7", "https://evil.example", &[]), 403);
         assert_eq!(checked(Reach::Socket, "anything", "https://evil.example", &[]), 200);
+    }
+
+    #[test]
+    fn a_request_names_one_host() {
+        let of = |version, hosts: &[&'static str]| {
+            let mut headers = HeaderMap::new();
+            for host in hosts {
+                headers.append(header::HOST, HeaderValue::from_static(host));
+            }
+            let checked = check(Reach::Socket, version, &Uri::from_static("/health"), &headers, &[]);
+            checked.map_or_else(|fault| fault.status().as_u16(), |()| 200)
+        };
+        assert_eq!(of(Version::HTTP_11, &[]), 400);
+        assert_eq!(of(Version::HTTP_11, &["localhost", "localhost"]), 400);
+        assert_eq!(of(Version::HTTP_11, &["localhost"]), 200);
+        assert_eq!(of(Version::HTTP_10, &[]), 200);
     }
 }

@@ -7,7 +7,7 @@ use crate::units::Bytes;
 /// Limits of the HTTP APIs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Connections open at once; the next one gets a 503 and is closed.
+    /// Connections open at once, of which one address may have half; the next one gets a 503 and is closed.
     pub connections_max: usize,
     /// Requests of one kind (chat, transcription, speech) in flight at once, all clients together; the next one gets a 429.
     pub requests_max: usize,
@@ -15,19 +15,29 @@ pub struct Limits {
     pub head_max: Bytes,
     /// A JSON body; more is a 413.
     pub json_max: Bytes,
+    /// What a JSON body takes in memory once it is parsed; more is a 413.
+    pub tree_max: Bytes,
+    /// JSON bodies, and what is made of them, in memory at once, all clients together, of which one may have half; the next
+    /// one gets a 429.
+    pub requests_memory_max: Bytes,
     /// A multipart body with audio; more is a 413.
     pub audio_max: Bytes,
     /// Speech in one transcription, however it is compressed; more is a 400.
     pub audio_duration_max: Duration,
     /// Longest time for an audio file to be decoded, with the wait for others; more is a 429.
     pub decode_timeout: Duration,
-    /// Request bodies, and the audio decoded from them, in memory at once, all clients together; the next one gets a 429.
+    /// Audio files, and the audio decoded from them, in memory at once, all clients together; the next one gets a 429.
     pub bodies_max: Bytes,
     /// Realtime sessions at once, all clients together; the next one gets a 429.
     pub sessions_max: usize,
     /// One message of a realtime session; more ends the session.
     pub session_message_max: Bytes,
-    /// Items of one conversation as text; the oldest are deleted beyond it.
+    /// What the tools and other settings of a realtime session take in memory, and what one of its messages does; more is an
+    /// error event.
+    pub session_tree_max: Bytes,
+    /// Settings of realtime sessions in memory, all together, of which one client may have half; more is an error event.
+    pub sessions_memory_max: Bytes,
+    /// What the items of one conversation take in memory; the oldest are deleted beyond it.
     pub session_items_max: Bytes,
     /// Audio that realtime sessions keep, all together; more is an error event.
     pub sessions_audio_max: Bytes,
@@ -46,6 +56,8 @@ pub struct Limits {
     pub body_idle_timeout: Duration,
     /// Longest time for a whole body; more is a 408.
     pub body_timeout: Duration,
+    /// How long a body may come as slowly as it likes; then less than 16 KiB/s on average is a 408.
+    pub body_grace: Duration,
     /// How long a client may refuse to read its answer before the connection is given up.
     pub write_stall_timeout: Duration,
     /// How long a stream waits for its admission before it is opened all the same and kept alive with comments.
@@ -67,21 +79,29 @@ impl Default for Limits {
             head_max: Bytes::from_kib(32),
             // Our choice: 32k tokens of context are about 128 KiB of text; JSON escapes may make it six times as long.
             json_max: Bytes::from_mib(1),
+            // Six to seven times the text is what the schemas of common tools take.
+            tree_max: Bytes::from_mib(8),
+            // Our choice: two of the largest, or some hundred common ones. It is memory of ours, outside of any lease.
+            requests_memory_max: Bytes::from_mib(40),
             // OpenAI's own limit of a file: 25 MB.
             audio_max: Bytes::from_mib(25),
             // Our choice: beyond any command or dictation; 16 kHz mono makes it 18.3 MiB.
             audio_duration_max: Duration::from_mins(10),
             // Our choice: a queue of some files; a processor decodes the longest one in seconds.
             decode_timeout: Duration::from_mins(1),
-            // Our choice: one largest file, what decoding it may take, its samples, and some small bodies. It is memory of
+            // Our choice: one largest file, what decoding it may take, its samples, and some small files. It is memory of
             // ours, outside of any lease.
-            bodies_max: Bytes::from_mib(80),
-            // Our choice: a house has few microphones, and each session holds at most 2 MiB besides its audio.
+            bodies_max: Bytes::from_mib(72),
+            // Our choice: a house has few microphones.
             sessions_max: 8,
             // Our choice, as for a body: 16 s of audio in one piece; clients send pieces of 20 to 100 ms.
             session_message_max: Bytes::from_mib(1),
+            // Our choice: 300 KiB of the schemas of common tools.
+            session_tree_max: Bytes::from_mib(2),
+            // Our choice: two of the largest, or eight sessions with fifty common tools each.
+            sessions_memory_max: Bytes::from_mib(16),
             // Our choice: beyond a context of 32k tokens.
-            session_items_max: Bytes::from_kib(256),
+            session_items_max: Bytes::from_kib(512),
             // Our choice: at 16 kHz it is 8.7 minutes, of all that is said at once and waits for the recogniser.
             sessions_audio_max: Bytes::from_mib(16),
             // LiveKit gives up a response that has not begun after 10 s.
@@ -98,6 +118,8 @@ impl Default for Limits {
             body_idle_timeout: Duration::from_secs(10),
             // 25 MiB in 60 s is 3.5 Mbit/s.
             body_timeout: Duration::from_mins(1),
+            // As for a pause: what is shorter than some 100 KiB may take as long as one.
+            body_grace: Duration::from_secs(10),
             // Our choice: a client that has not read for this long is gone; generation is stopped with it.
             write_stall_timeout: Duration::from_secs(30),
             // Below half of LiveKit's 10 s between two bytes, far above a shed (target 300 ms).

@@ -24,6 +24,7 @@ mod fault;
 mod generation;
 mod hosts;
 mod limits;
+mod memory;
 mod messages;
 mod messages_wire;
 mod models;

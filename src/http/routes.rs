@@ -1,6 +1,7 @@
 //! Routes, and the middleware of every request: id, limits, metrics.
 
 use std::{
+    convert::Infallible,
     pin::Pin,
     sync::Arc,
     task::{Context, Poll},
@@ -16,14 +17,18 @@ use axum::{
     response::{IntoResponse, Response},
     routing::{get, post},
 };
+use futures_util::stream;
 use hyper::body::{Frame, SizeHint};
 
 use super::{
+    access::Access,
     api::{Api, Kind, Permits},
     backend::RequestMeta,
+    body::read_body,
     chat, completions,
     fault::{Fault, shortened},
     hosts::{self, Reach},
+    memory::{RequestMemory, Who},
     messages, ollama, realtime, responses, speech, status, tokens, transcription,
 };
 use crate::telemetry::{Span, SpanContext, SpanKind};
@@ -45,7 +50,9 @@ pub(super) fn router(api: &Api) -> Router {
         .route("/v1/audio/speech", post(speech::speech))
         .route("/api/chat", post(ollama::chat))
         .route("/api/generate", post(ollama::generate))
-        .layer(middleware::from_fn_with_state(api.clone(), admit));
+        .layer(middleware::from_fn_with_state(api.clone(), admit))
+        .route("/api/show", post(ollama::show))
+        .route_layer(middleware::from_fn_with_state(api.clone(), receive));
     Router::new()
         .route("/", get(status::page))
         .route("/status.json", get(status::status_json))
@@ -59,7 +66,6 @@ pub(super) fn router(api: &Api) -> Router {
         .route("/api/version", get(ollama::version))
         .route("/api/tags", get(ollama::tags))
         .route("/api/ps", get(ollama::ps))
-        .route("/api/show", post(ollama::show))
         .merge(work)
         .fallback(unknown_route)
         .method_not_allowed_fallback(wrong_method)
@@ -89,11 +95,25 @@ async fn observe(State(api): State<Api>, mut request: Request, next: Next) -> Re
 }
 
 /// What every request passes then: it names us, comes from no page of a foreign site, and has a key where keys are needed.
-async fn guard(State(api): State<Api>, mut request: Request, next: Next) -> Response {
+async fn guard(State(api): State<Api>, request: Request, next: Next) -> Response {
     let reach = request.extensions().get::<Reach>().copied().unwrap_or(Reach::Network);
     let access = api.access();
-    let checked = hosts::check(reach, request.uri(), request.headers(), &access.hosts)
-        .and_then(|()| access.client_of(request.uri().path(), request.headers()));
+    let checked = hosts::check(reach, request.version(), request.uri(), request.headers(), &access.hosts);
+    let page = request.headers().get(header::ORIGIN).filter(|_| checked.is_ok()).cloned();
+    let mut response = match hosts::preflight(request.headers()).filter(|_| page.is_some()) {
+        // browsers send no key with it
+        Some(answer) if request.method() == Method::OPTIONS => answer,
+        _ => for_client(&access, checked, request, next).await,
+    };
+    if let Some(origin) = page {
+        hosts::readable_by(&origin, &mut response);
+    }
+    response
+}
+
+/// Serves a request of a client that may.
+async fn for_client(access: &Access, checked: Result<(), Fault>, mut request: Request, next: Next) -> Response {
+    let checked = checked.and_then(|()| access.client_of(request.uri().path(), request.headers()));
     match checked {
         Ok(client) => {
             if let Some(meta) = request.extensions_mut().get_mut::<RequestMeta>() {
@@ -118,13 +138,46 @@ async fn guard(State(api): State<Api>, mut request: Request, next: Next) -> Resp
     }
 }
 
+/// What is sent to us: its body is read before the request takes a place, which a slow one would keep from others.
+async fn receive(State(api): State<Api>, mut request: Request, next: Next) -> Response {
+    let kind = Kind::of(request.uri().path());
+    let client = request.extensions().get::<RequestMeta>().and_then(|meta| meta.client.clone());
+    let who = request.extensions().get::<Who>().cloned().unwrap_or_default().with_key(client.as_deref());
+    let memory = RequestMemory::of(who);
+    request.extensions_mut().insert(memory.clone());
+    if request.method() == Method::POST {
+        let (parts, body) = request.into_parts();
+        let limits = api.limits();
+        let (pool, max) = match kind {
+            Kind::Transcription => (api.body_memory(), limits.audio_max),
+            _ => (api.request_memory(), limits.json_max),
+        };
+        let hold = |bytes| memory.hold(pool, "read the request", bytes);
+        let read = match api.has_place(kind) {
+            Ok(()) => read_body(&parts.headers, body, api.body_limits(max), hold).await,
+            Err(refusal) => Err(refusal.into()),
+        };
+        let body = match read {
+            Ok(mut pieces) => match pieces.pop() {
+                Some(whole) if pieces.is_empty() => Body::from(whole),
+                last => Body::from_stream(stream::iter(pieces.into_iter().chain(last).map(Ok::<_, Infallible>))),
+            },
+            Err(fault) => return in_shape_of(&parts.uri, fault),
+        };
+        request = Request::from_parts(parts, body);
+    }
+    held_by_body(next.run(request).await, |_status| memory)
+}
+
 /// What work passes besides: only so much of it at once, and none that a foreign page makes a browser send.
 async fn admit(State(api): State<Api>, mut request: Request, next: Next) -> Response {
-    if request.headers().get(FETCH_SITE).is_some_and(|site| site == "cross-site") {
+    let is_foreign = request.headers().get(FETCH_SITE).is_some_and(|site| site == "cross-site");
+    // One with an origin has passed the check of it.
+    if is_foreign && !request.headers().contains_key(header::ORIGIN) {
         let fault = Fault::request(
             StatusCode::FORBIDDEN,
             "cross_site_request",
-            "not allowed from a page of another site (hint: let its server call instead of the browser)",
+            "not allowed from a page of another site (hint: list its host in `http.allowed_hosts`, and send by `fetch`)",
         );
         return in_shape_of(request.uri(), fault);
     }

@@ -1,6 +1,10 @@
 //! Connections: accept, limit, serve, close.
 
-use std::{convert::Infallible, pin::pin};
+use std::{
+    convert::Infallible,
+    net::{IpAddr, SocketAddr},
+    pin::pin,
+};
 
 use axum::{Extension, Router, body::Body, extract::Request, serve::Listener};
 use hyper::{body::Incoming, server::conn::http1, service::service_fn};
@@ -14,7 +18,15 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 use tower::ServiceExt;
 
-use super::{api::Api, hosts::Reach, limits::Limits, realtime::Sessions, routes, stall::StallGuard};
+use super::{
+    api::Api,
+    hosts::Reach,
+    limits::Limits,
+    memory::{Short, Who},
+    realtime::Sessions,
+    routes,
+    stall::StallGuard,
+};
 
 /// A listener for clients: TCP or Unix.
 pub trait ClientListener: Listener {
@@ -23,6 +35,9 @@ pub trait ClientListener: Listener {
 
     /// The connection with its options set.
     fn prepared(io: Self::Io) -> Self::Io;
+
+    /// The address of a client, where it has one of its own.
+    fn address(client: &Self::Addr) -> Option<IpAddr>;
 }
 
 impl ClientListener for TcpListener {
@@ -40,6 +55,10 @@ impl ClientListener for TcpListener {
         }
         io
     }
+
+    fn address(client: &SocketAddr) -> Option<IpAddr> {
+        Some(client.ip())
+    }
 }
 
 impl ClientListener for UnixListener {
@@ -49,6 +68,10 @@ impl ClientListener for UnixListener {
 
     fn prepared(io: UnixStream) -> UnixStream {
         io
+    }
+
+    fn address(_client: &Self::Addr) -> Option<IpAddr> {
+        None
     }
 }
 
@@ -61,25 +84,25 @@ pub async fn serve<L: ClientListener>(mut listener: L, api: Api, shutdown: Cance
     let (sessions, _ended_with_this) = Sessions::new(&shutdown);
     let router = routes::router(&api).layer(Extension(listener.reach())).layer(Extension(sessions.clone()));
     loop {
-        let io = tokio::select! {
+        let (io, who) = tokio::select! {
             biased;
             () = shutdown.cancelled() => break,
-            (io, _peer) = listener.accept() => L::prepared(io),
+            (io, client) = listener.accept() => (L::prepared(io), Who::at(L::address(&client))),
             // keeps the set from growing by those that have ended
             Some(_ended) = connections.join_next(), if !connections.is_empty() => continue,
         };
-        match api.connection() {
-            Some(permit) => {
+        match api.connection(&who) {
+            Ok(permit) => {
                 let (router, limits, shutdown) = (router.clone(), api.limits().clone(), shutdown.clone());
                 connections.spawn(async move {
-                    connection(io, router, &limits, shutdown).await;
+                    connection(io, who, router, &limits, shutdown).await;
                     drop(permit);
                 });
             }
-            None => {
+            Err(short) => {
                 let limit = api.limits().connections_max;
-                tracing::warn!(limit, "refused a connection: all are taken");
-                connections.spawn(refuse_connection(io, api.limits().clone()));
+                tracing::warn!(limit, ?who, ?short, "refused a connection: those that it may have are taken");
+                connections.spawn(refuse_connection(io, short, api.limits().clone()));
             }
         }
     }
@@ -93,14 +116,15 @@ pub async fn serve<L: ClientListener>(mut listener: L, api: Api, shutdown: Cance
     }
 }
 
-async fn connection<I>(io: I, router: Router, limits: &Limits, shutdown: CancellationToken)
+async fn connection<I>(io: I, who: Who, router: Router, limits: &Limits, shutdown: CancellationToken)
 where
     I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
     let service = service_fn(move |request: hyper::Request<Incoming>| {
-        let router = router.clone();
+        let (router, who) = (router.clone(), who.clone());
         async move {
-            let request: Request = request.map(Body::new);
+            let mut request: Request = request.map(Body::new);
+            request.extensions_mut().insert(who);
             router.oneshot(request).await.map_err(|never: Infallible| never)
         }
     });
@@ -132,14 +156,17 @@ where
 }
 
 /// Says why in the shape of an answer, and closes.
-async fn refuse_connection<I>(io: I, limits: Limits)
+async fn refuse_connection<I>(io: I, short: Short, limits: Limits)
 where
     I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
+    let (open, whose) = match short {
+        Short::OfAll => (limits.connections_max, ""),
+        Short::OfShare => (limits.connections_max.div_ceil(2), " of one client"),
+    };
     let body = format!(
-        "{{\"error\":{{\"message\":\"cannot take the connection: {} are open, which is the limit\",\
+        "{{\"error\":{{\"message\":\"cannot take the connection: {open} are open, which is the limit{whose}\",\
          \"type\":\"rate_limit_error\",\"param\":null,\"code\":\"too_many_connections\"}}}}",
-        limits.connections_max,
     );
     let answer = format!(
         "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\

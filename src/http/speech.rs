@@ -21,9 +21,9 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::{
+    answer::read_json,
     api::{Api, Meta},
     backend::{RequestMeta, SpeechRequest, SpeechStream, Voice, VoiceWish},
-    body::{announced_length, parse_json, read_body},
     fault::Fault,
     limits::Limits,
     numbers::in_range,
@@ -46,12 +46,7 @@ pub(super) async fn speech(State(api): State<Api>, Extension(meta): Meta, reques
         return Err(Fault::from(Refusal::NotConfigured { act: ACT.to_owned(), what: "synthesiser".to_owned() }));
     };
     let limits = api.limits();
-    let (parts, body) = request.into_parts();
-    let length = announced_length(&parts.headers).unwrap_or(limits.json_max);
-    let memory = api.body_memory(ACT, length.min(limits.json_max))?;
-    let body = read_body(&parts.headers, body, api.body_limits(limits.json_max)).await?;
-    let wire: WireRequest = parse_json(&body)?;
-    drop((body, memory));
+    let (wire, _memory): (WireRequest, _) = read_json(&api, request).await?;
 
     let (format, instead) = Format::parse(wire.response_format.as_deref())?;
     let events = wants_events(wire.stream_format.as_deref())?;

@@ -13,7 +13,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::{
-    answer::read_json,
+    answer::read_plain_json,
     api::Api,
     backend::TokenizerBackend,
     fault::{Fault, InputNamed as _},
@@ -34,7 +34,7 @@ struct WireTokenize {
 
 /// `POST /tokenize`: the tokens of a text.
 pub(super) async fn tokenize(State(api): State<Api>, request: Request) -> Result<Response, Fault> {
-    let (wire, _memory): (WireTokenize, _) = read_json(&api, request).await?;
+    let (wire, _memory): (WireTokenize, _) = read_plain_json(&api, request).await?;
     let length = wire.content.len();
     if length > TEXT_MAX {
         return Err(Fault::invalid(
@@ -74,7 +74,7 @@ struct WireDetokenize {
 
 /// `POST /detokenize`: the text of tokens.
 pub(super) async fn detokenize(State(api): State<Api>, request: Request) -> Result<Json<Value>, Fault> {
-    let (wire, _memory): (WireDetokenize, _) = read_json(&api, request).await?;
+    let (wire, _memory): (WireDetokenize, _) = read_plain_json(&api, request).await?;
     let count = wire.tokens.len();
     if count > TOKENS_MAX {
         return Err(Fault::invalid("tokens", format!("{count} tokens"), format!("is above the limit of {TOKENS_MAX}")));

@@ -1,10 +1,10 @@
 //! `POST /v1/audio/transcriptions`: text from an audio file.
 
-use std::{collections::VecDeque, convert::Infallible, io, sync::Arc, time::Duration};
+use std::{collections::VecDeque, io, sync::Arc, time::Duration};
 
 use axum::{
     Extension, Json,
-    body::{Body, Bytes as Piece},
+    body::Bytes as Piece,
     extract::{FromRequest, Multipart, Request, State, multipart::MultipartError},
     http::{StatusCode, header},
     response::{IntoResponse, Response},
@@ -14,10 +14,10 @@ use serde_json::{Value, json};
 use tokio::{sync::mpsc, time::timeout};
 
 use super::{
-    api::{Api, BodyMemory, Meta},
+    api::{Api, Meta},
     backend::{RequestMeta, TranscribeRequest, Transcript},
-    body::{announced_length, read_pieces},
     fault::{Fault, shortened},
+    memory::{Held, RequestMemory, Who},
     patience::{is_of_memory, patiently},
     stream::{Payload, admission_patience, broken_off, held_for_memory, ignored_header, sse},
 };
@@ -41,19 +41,13 @@ pub(super) async fn transcriptions(
     let Some(backend) = api.backends().speech.clone() else {
         return Err(Fault::from(Refusal::NotConfigured { act: ACT.to_owned(), what: "speech recogniser".to_owned() }));
     };
-    let limits = api.limits();
-    let (parts, body) = request.into_parts();
-    let length = announced_length(&parts.headers).unwrap_or(limits.audio_max).min(limits.audio_max);
-    let memory = api.body_memory(ACT, length)?;
-    let pieces = read_pieces(&parts.headers, body, api.body_limits(limits.audio_max)).await?;
-    // Each piece is freed when it has become a part of the form.
-    let body = Body::from_stream(stream::iter(pieces.into_iter().map(Ok::<_, Infallible>)));
-    let form = Form::read(Request::from_parts(parts, body)).await?;
+    let memory = request.extensions().get::<RequestMemory>().cloned().unwrap_or_default();
+    let form = Form::read(request).await?;
 
     let format = Format::parse(form.response_format.as_deref())?;
     let ignored = ignored_header(&form.ignored);
     let (audio, held) = read_audio(&api, &meta, form.file).await?;
-    drop(memory);
+    memory.hold(api.body_memory(), ACT, Bytes::ZERO)?;
 
     let duration = audio.duration();
     let (pieces, heard) = mpsc::channel(PIECES_AHEAD);
@@ -86,24 +80,24 @@ pub(super) async fn transcriptions(
 }
 
 /// The sound of a file as recognisers take it, and the memory set aside for it.
-async fn read_audio(api: &Api, meta: &RequestMeta, file: Piece) -> Result<(MonoAudio, BodyMemory), Fault> {
+async fn read_audio(api: &Api, meta: &RequestMeta, file: Piece) -> Result<(MonoAudio, Held), Fault> {
     let limits = api.limits();
     let duration_max = limits.audio_duration_max;
-    let mut held = api.body_memory(ACT, Bytes::ZERO)?;
+    let pool = api.body_memory();
+    let mut held = pool.hold(ACT, &Who::default(), Bytes::ZERO)?;
     if is_wav(&file) && file.len() <= QUICK_WAV_MAX {
-        let owner = api.clone();
         let read = tokio::task::spawn_blocking(move || {
             let mut samples = Vec::new();
             let read = decode_for_asr(&file, duration_max, &mut |block| {
                 samples.extend_from_slice(block);
-                let room = owner.grow(&mut held, Bytes::of_len(2 * samples.capacity()));
-                room.then_some(()).ok_or_else(|| io::Error::from(io::ErrorKind::OutOfMemory))
+                let room = held.resize(ACT, Bytes::of_len(2 * samples.capacity()));
+                room.map_err(|_full| io::Error::from(io::ErrorKind::OutOfMemory))
             });
             read.map(|()| (MonoAudio::new(ASR_RATE_HZ, samples), held))
         });
         return match read.await {
             Ok(Ok(read)) => Ok(read),
-            Ok(Err(AudioError::Handed(_))) => Err(api.no_body_memory(ACT)),
+            Ok(Err(AudioError::Handed(_))) => Err(pool.full(ACT)),
             Ok(Err(error)) => Err(invalid_audio(&in_one_line(&error))),
             Err(panicked) => {
                 tracing::error!(%panicked, "reading audio panicked");
@@ -111,15 +105,16 @@ async fn read_audio(api: &Api, meta: &RequestMeta, file: Piece) -> Result<(MonoA
             }
         };
     }
-    let working = api.body_memory(ACT, decoder::BYTES_MAX)?;
+    let working = pool.hold(ACT, &Who::default(), decoder::BYTES_MAX)?;
     let patience = meta.patience.unwrap_or(limits.decode_timeout).min(limits.decode_timeout);
-    let decoded = api.backends().decoder.decode(&file, duration_max, |bytes| api.grow(&mut held, Bytes::of_len(bytes)));
+    let decoded =
+        api.backends().decoder.decode(&file, duration_max, |bytes| held.resize(ACT, Bytes::of_len(bytes)).is_ok());
     let decoded = timeout(patience, decoded).await;
     drop(working);
     match decoded {
         Ok(Ok(audio)) => Ok((audio, held)),
         Ok(Err(error @ (DecodeError::Audio(_) | DecodeError::Bounds))) => Err(invalid_audio(&error.to_string())),
-        Ok(Err(DecodeError::NoRoom)) => Err(api.no_body_memory(ACT)),
+        Ok(Err(DecodeError::NoRoom)) => Err(pool.full(ACT)),
         Ok(Err(DecodeError::Io(error))) => Err(Fault::from(Refusal::WorkerLost {
             worker: "audio decoder".to_owned(),
             reason: in_one_line(&error),

@@ -132,6 +132,11 @@ fn request_of(request: v1::GenerateRequest) -> Result<GenerateRequest, CallError
             if conversation.messages.is_empty() {
                 return Err(convert::invalid("conversation.messages", "", "is empty"));
             }
+            if conversation.messages.len() > MESSAGES_MAX {
+                let count = format!("{} messages", conversation.messages.len());
+                let problem = format!("is above the limit of {MESSAGES_MAX}");
+                return Err(convert::invalid("conversation.messages", &count, &problem));
+            }
             let messages: Result<Vec<_>, _> = conversation.messages.into_iter().map(message_of).collect();
             Input::Messages(messages?)
         }
@@ -204,6 +209,9 @@ fn sampling_of(options: v1::SamplingOptions) -> Result<SamplingWish, CallError> 
 
 /// Pieces of text that wait for the client to read, besides what HTTP/2 buffers.
 const OUTBOUND_MAX: usize = 16;
+
+/// Messages of one conversation (our choice: beyond any context): two bytes are an empty one, which takes 200 in memory.
+const MESSAGES_MAX: usize = 4096;
 
 /// Stop texts of one request; OpenAI allows 4, llama.cpp any number.
 const STOPS_MAX: usize = 16;

@@ -13,7 +13,7 @@ use tokio::{
     io::{AsyncRead, AsyncWrite},
     net::{TcpStream, UnixStream},
     sync::mpsc,
-    time::timeout,
+    time::{Instant, timeout},
 };
 use tokio_stream::Stream;
 
@@ -283,6 +283,7 @@ impl WyomingClient {
             }
         };
         let mut decoder = PcmDecoder::new(format).map_err(ClientError::Audio)?;
+        let mut length = SpokenLength::new(text, 1.0, format.rate);
         let (sender, receiver) = mpsc::channel(QUEUED_CHUNKS);
         let client = self.clone();
         tokio::spawn(async move {
@@ -291,13 +292,19 @@ impl WyomingClient {
             loop {
                 let event = tokio::select! {
                     () = sender.closed() => return,
-                    event = timeout(patience, client.receive(&mut reader)) => event,
+                    event = timeout(length.patience(patience), client.receive(&mut reader)) => event,
                 };
                 let item = match event.unwrap_or_else(|_| Err(client.late("synthesize", patience))) {
-                    Ok(Event::AudioChunk(chunk)) => Ok(decoder.push(&chunk.audio)),
+                    Ok(Event::AudioChunk(chunk)) => {
+                        let samples = decoder.push(&chunk.audio);
+                        length.take(&client.endpoint, samples.len()).map(|()| samples)
+                    }
                     Ok(Event::AudioStop(_)) => return,
                     Ok(Event::Error(error)) => Err(client.refused(error)),
-                    Ok(_) => continue,
+                    Ok(_) => match length.take(&client.endpoint, 0) {
+                        Ok(()) => continue,
+                        Err(error) => Err(error),
+                    },
                     Err(error) => Err(error),
                 };
                 let last = item.is_err();
@@ -388,7 +395,8 @@ impl WyomingClient {
     }
 
     fn refused(&self, error: super::wyoming::event::ErrorReply) -> ClientError {
-        ClientError::Refused { endpoint: self.endpoint.clone(), text: error.text, code: error.code }
+        let code = error.code.map(|code| code.chars().take(CODE_CHARS_MAX).collect());
+        ClientError::Refused { endpoint: self.endpoint.clone(), text: brief(&error.text), code }
     }
 
     fn late(&self, act: &'static str, limit: Duration) -> ClientError {
@@ -490,6 +498,57 @@ impl Stream for SpeechStream {
     }
 }
 
+/// How long the speech of a text may be, and may take.
+#[derive(Debug)]
+pub(super) struct SpokenLength {
+    limit: Duration,
+    rate: u32,
+    samples: u64,
+    /// For how long the server was waited for: a client may take the sound as slowly as it plays.
+    waited: Duration,
+    asked: Instant,
+}
+
+impl SpokenLength {
+    pub(super) fn new(text: &str, speed: f64, sample_rate_hz: u32) -> Self {
+        let characters = u32::try_from(text.chars().count()).unwrap_or(u32::MAX);
+        let limit = SPOKEN_LEAST.saturating_add(SPOKEN_PER_CHARACTER.saturating_mul(characters));
+        // A voice that speaks slowly takes longer.
+        let limit = Duration::try_from_secs_f64(limit.as_secs_f64() / speed.clamp(SPEED_LEAST, 1.0)).unwrap_or(limit);
+        Self { limit, rate: sample_rate_hz.max(1), samples: 0, waited: Duration::ZERO, asked: Instant::now() }
+    }
+
+    /// Takes so many samples more, which were waited for.
+    ///
+    /// # Errors
+    /// When they are too many for the text, or come too late.
+    pub(super) fn take(&mut self, endpoint: &Endpoint, samples: usize) -> Result<(), ClientError> {
+        self.samples = self.samples.saturating_add(u64::try_from(samples).unwrap_or(u64::MAX));
+        self.waited = self.waited.saturating_add(self.asked.elapsed());
+        let spoken = Duration::from_secs(self.samples / u64::from(self.rate));
+        if spoken.max(self.waited) <= self.limit {
+            return Ok(());
+        }
+        Err(ClientError::Endless { endpoint: endpoint.clone(), limit: self.limit })
+    }
+
+    /// How long the next piece may be waited for from now on, where `patience` is for each.
+    pub(super) fn patience(&mut self, patience: Duration) -> Duration {
+        self.asked = Instant::now();
+        patience.min(self.limit.saturating_sub(self.waited))
+    }
+}
+
+/// What a server says of itself, as one line of an error.
+pub(super) fn brief(text: &str) -> String {
+    let start: String = text.chars().take(REFUSAL_CHARS_MAX).collect();
+    let mut line = start.split_whitespace().collect::<Vec<_>>().join(" ");
+    if start.len() < text.len() {
+        line.push('…');
+    }
+    line
+}
+
 /// Why a request to a Wyoming server failed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -554,6 +613,14 @@ pub enum ClientError {
         /// What is wrong with it.
         problem: String,
     },
+    /// The speech is longer than any that the text can have.
+    #[error("`{endpoint}` speaks for more than {:.0} s, which the text cannot take", limit.as_secs_f64())]
+    Endless {
+        /// Whom we asked.
+        endpoint: Endpoint,
+        /// The longest that is taken.
+        limit: Duration,
+    },
     /// The server says no.
     #[error("`{endpoint}` refused: {text}")]
     Refused {
@@ -585,12 +652,40 @@ type BoxedWriter = Box<dyn AsyncWrite + Send + Unpin>;
 /// Samples per message: 64 ms at 16 kHz, between Home Assistant's 20 ms and the reference tools' 128 ms.
 const CHUNK_SAMPLES: usize = 1024;
 
+/// What is shown of a refusal.
+const REFUSAL_CHARS_MAX: usize = 300;
+const CODE_CHARS_MAX: usize = 64;
+
+/// Our choice: ten times what people take for a character; numbers and signs are spoken as several words.
+const SPOKEN_PER_CHARACTER: Duration = Duration::from_secs(1);
+/// Our choice: pauses, and a voice that has to be loaded.
+const SPOKEN_LEAST: Duration = Duration::from_secs(60);
+/// The slowest that a client can ask for.
+const SPEED_LEAST: f64 = 0.25;
+
 /// Pieces of audio that wait for the player; then the server waits.
 pub(super) const QUEUED_CHUNKS: usize = 16;
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_words_of_a_server_are_one_short_line() {
+        assert_eq!(brief("no  voice\n of that name"), "no voice of that name");
+        let long = brief(&"ü".repeat(1 << 20));
+        assert_eq!((long.chars().count(), long.ends_with('…')), (REFUSAL_CHARS_MAX + 1, true));
+    }
+
+    #[test]
+    fn speech_may_be_ten_times_as_long_as_people_take_and_ends_then() {
+        let endpoint = Endpoint::Tcp("127.0.0.1:1".to_owned());
+        let mut length = SpokenLength::new("Turn on the light.", 1.0, 16_000);
+        length.take(&endpoint, 16_000 * 78).unwrap();
+        let error = length.take(&endpoint, 16_000).unwrap_err().to_string();
+        assert_eq!(error, "`tcp://127.0.0.1:1` speaks for more than 78 s, which the text cannot take");
+        SpokenLength::new("Turn on the light.", 0.25, 16_000).take(&endpoint, 16_000 * 300).unwrap();
+    }
 
     #[test]
     fn endpoints_read_as_they_print() {

@@ -20,10 +20,11 @@ use tokio::{net::TcpStream, sync::mpsc, task::JoinHandle, time::timeout};
 
 use super::{
     audio::{MonoAudio, PcmDecoder},
-    client::{ClientError, ClientTimeouts, Endpoint, Heard, QUEUED_CHUNKS, SpeechStream},
+    client::{ClientError, ClientTimeouts, Endpoint, Heard, QUEUED_CHUNKS, SpeechStream, SpokenLength, brief},
     server::BAD_REQUEST,
     wyoming::AudioFormat,
 };
+use crate::{heap, units};
 
 /// Which routes a server has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -88,6 +89,11 @@ impl HttpSpeechClient {
             let response = self.accepted(response).await?;
             let whole = Limited::new(response.into_body(), TEXT_BYTES_MAX).collect().await;
             let whole = whole.map_err(|error| self.wrong(error.to_string()))?.to_bytes();
+            let tree = heap::tree_bytes(&whole);
+            if tree > TEXT_TREE_MAX {
+                let problem = format!("its answer would take {tree} of memory, the limit is {TEXT_TREE_MAX}");
+                return Err(self.wrong(problem));
+            }
             let answer: Value = serde_json::from_slice(&whole)
                 .map_err(|error| self.wrong(format!("its answer is not JSON: {error}")))?;
             let text = answer.get("text").and_then(Value::as_str);
@@ -177,6 +183,7 @@ impl HttpSpeechClient {
         let (format, length, first, mut body, connection) =
             timeout(patience, begin).await.unwrap_or_else(|_| Err(self.late("synthesize", patience)))?;
         let mut decoder = PcmDecoder::new(format).map_err(ClientError::Audio)?;
+        let mut spoken = SpokenLength::new(text, said.speed, format.rate);
         let (sender, receiver) = mpsc::channel(QUEUED_CHUNKS);
         let client = self.clone();
         tokio::spawn(async move {
@@ -187,6 +194,10 @@ impl HttpSpeechClient {
                 let take = usize::try_from(left).unwrap_or(usize::MAX).min(bytes.len());
                 left = left.saturating_sub(u64::try_from(take).unwrap_or(u64::MAX));
                 let samples = decoder.push(bytes.get(..take).unwrap_or_default());
+                if let Err(error) = spoken.take(&client.endpoint(), samples.len()) {
+                    let _ = sender.send(Err(error)).await;
+                    return;
+                }
                 if !samples.is_empty() && sender.send(Ok(samples)).await.is_err() {
                     return;
                 }
@@ -195,7 +206,7 @@ impl HttpSpeechClient {
                 }
                 let next = tokio::select! {
                     () = sender.closed() => return,
-                    next = timeout(patience, client.piece(&mut body)) => next,
+                    next = timeout(spoken.patience(patience), client.piece(&mut body)) => next,
                 };
                 match next.unwrap_or_else(|_| Err(client.late("synthesize", patience))) {
                     Ok(next) => piece = next,
@@ -253,8 +264,7 @@ impl HttpSpeechClient {
             let text = error.get("message").or(Some(error))?.as_str()?;
             Some(text.to_owned())
         });
-        let text: String = message.unwrap_or(said).chars().take(REFUSAL_CHARS_MAX).collect();
-        let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
+        let text = brief(&message.unwrap_or(said));
         Err(ClientError::Refused {
             endpoint: self.endpoint(),
             text: format!("{status}: {text}"),
@@ -410,13 +420,11 @@ const OPENAI_PCM_RATE_HZ: u32 = 24_000;
 
 /// A transcript of ten minutes has about 10 KiB; with segments and tokens a hundred times that.
 const TEXT_BYTES_MAX: usize = 1 << 20;
+/// What JSON of that size commonly takes.
+const TEXT_TREE_MAX: units::Bytes = units::Bytes::from_mib(8);
 
 /// What is read of a refusal.
 const REFUSAL_BYTES_MAX: usize = 16 << 10;
-
-/// What is shown of a refusal.
-const REFUSAL_CHARS_MAX: usize = 300;
-
 /// Tags before the samples are short; a file with a picture in it is not what we asked for.
 const WAV_HEAD_BYTES_MAX: usize = 64 << 10;
 

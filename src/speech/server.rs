@@ -214,7 +214,8 @@ impl Default for ServerLimits {
             connections: 16,
             idle: Duration::from_secs(60),
             write: Duration::from_secs(10),
-            frame: FrameLimits::default(),
+            // Clients send no lists; what servers say of themselves has many.
+            frame: FrameLimits { tree: Bytes::from_mib(1), ..FrameLimits::default() },
         }
     }
 }

@@ -49,8 +49,9 @@ impl Launch {
         let program = words.next().filter(|program| !program.is_empty()).ok_or(LaunchError::Empty)?;
         let mut command = Command::new(&program);
         command.args(words);
+        command.env_clear().envs(env::vars_os().filter(|(name, _)| name.to_str().is_some_and(is_inherited)));
         for (name, text) in &spec.env {
-            command.env(name, substituted(text, value)?);
+            command.env(name, substituted(text, |variable| named(variable).or_else(|| value(variable)))?);
         }
         if let Some(folder) = &spec.working_dir {
             command.current_dir(folder);
@@ -97,7 +98,7 @@ pub fn foresee(spec: &WorkerSpec) -> Result<Foreseen, LaunchError> {
         return Err(LaunchError::Empty);
     }
     for text in spec.env.values() {
-        substituted(text, value)?;
+        substituted(text, |variable| named(variable).or_else(|| value(variable)))?;
     }
     let taken_by = match spec.listen {
         Listen::Port(port) => ports::listener(port).map(|owner| {
@@ -115,6 +116,20 @@ pub fn foresee(spec: &WorkerSpec) -> Result<Foreseen, LaunchError> {
         },
         taken_by,
     })
+}
+
+/// Whether a worker has a variable of the supervisor's environment without being given it: what names folders, languages,
+/// libraries and devices, and how they are used. The rest may be a secret of the supervisor or of another worker.
+fn is_inherited(name: &str) -> bool {
+    let is_secret = name.split('_').any(|word| SECRET_WORDS.contains(&word.to_ascii_uppercase().as_str()));
+    let is_proxy = name.ends_with("_proxy") && INHERITED.contains(&name.to_ascii_uppercase().as_str());
+    let is_base = is_proxy || INHERITED.contains(&name);
+    !is_secret && (is_base || INHERITED_PREFIXES.iter().any(|prefix| name.starts_with(prefix)))
+}
+
+/// The value of `${ENV:NAME}`, by which a worker is given any other variable of the supervisor's.
+fn named(variable: &str) -> Option<String> {
+    env::var(variable.strip_prefix("ENV:")?).ok()
 }
 
 /// What a variable stands for in one start.
@@ -231,6 +246,82 @@ fn fixed(port: u16) -> Result<Claimed, LaunchError> {
     }
 }
 
+/// Variables by name; those of proxies are written in small letters too.
+const INHERITED: [&str; 22] = [
+    "ALL_PROXY",
+    "COTENANT_ENDPOINT",
+    "CURL_CA_BUNDLE",
+    "FTP_PROXY",
+    "GLIBC_TUNABLES",
+    "HOME",
+    "HTTPS_PROXY",
+    "HTTP_PROXY",
+    "LANG",
+    "LANGUAGE",
+    "LOGNAME",
+    "NO_PROXY",
+    "PATH",
+    "REQUESTS_CA_BUNDLE",
+    "SHELL",
+    "SSL_CERT_DIR",
+    "SSL_CERT_FILE",
+    "TERM",
+    "TMPDIR",
+    "TZ",
+    "USER",
+    "VIRTUAL_ENV",
+];
+
+/// Variables by their beginning: of loaders and languages, and of the libraries that speech servers are built on.
+const INHERITED_PREFIXES: [&str; 30] = [
+    "ALSA_",
+    "CONDA_",
+    "CT2_",
+    "CUBLAS_",
+    "CUDA_",
+    "CUDNN_",
+    "ESPEAK_",
+    "GGML_",
+    "GOMP_",
+    "HF_",
+    "HIP_",
+    "HSA_",
+    "HUGGINGFACE_",
+    "KMP_",
+    "LC_",
+    "LD_",
+    "MALLOC_",
+    "MKL_",
+    "NVIDIA_",
+    "OMP_",
+    "ONNXRUNTIME_",
+    "OPENBLAS_",
+    "ORT_",
+    "PULSE_",
+    "PYTHON",
+    "RUST_",
+    "TOKENIZERS_",
+    "TORCH_",
+    "TRANSFORMERS_",
+    "XDG_",
+];
+
+/// A variable with one of these words in its name is a secret, whatever it begins with.
+const SECRET_WORDS: [&str; 12] = [
+    "APIKEY",
+    "AUTH",
+    "CREDENTIAL",
+    "CREDENTIALS",
+    "KEY",
+    "KEYS",
+    "PASSWD",
+    "PASSWORD",
+    "SECRET",
+    "SECRETS",
+    "TOKEN",
+    "TOKENS",
+];
+
 /// `sun_path` of unix(7) has 108 bytes with its NUL.
 const SOCKET_PATH_BYTES_MAX: usize = 107;
 
@@ -258,6 +349,35 @@ mod tests {
         assert_eq!(launch.program, "prog");
         assert_eq!(words(&launch.command), ["--socket=/nowhere/asr.sock", "--as", "asr-open", "$HOME", "$"]);
         assert_eq!(launch.endpoint.unwrap().to_string(), "unix:///nowhere/asr.sock");
+    }
+
+    #[test]
+    fn a_worker_has_what_it_needs_of_our_environment_and_no_secret() {
+        for name in
+            ["PATH", "HOME", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "HF_HOME", "https_proxy"]
+        {
+            assert!(is_inherited(name), "{name}");
+        }
+        for name in ["TOKENIZERS_PARALLELISM", "PYTHONPATH", "XDG_CACHE_HOME", "MALLOC_ARENA_MAX", "OMP_NUM_THREADS"] {
+            assert!(is_inherited(name), "{name}");
+        }
+        let secrets = ["HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "HUGGINGFACE_API_KEY", "PGPASSWORD"];
+        for name in secrets.into_iter().chain(["NOTIFY_SOCKET", "LISTEN_FDS", "SUPERVISOR_TOKEN", "EDITOR", "path"]) {
+            assert!(!is_inherited(name), "{name}");
+        }
+        let mut spec = spec(&["prog"]);
+        spec.env.insert("FOLDER".into(), "${ENV:PATH}/${NAME}".into());
+        let launch = Launch::prepare(&spec, None).unwrap();
+        let given: Vec<_> = launch.command.get_envs().filter(|(name, _)| *name == "FOLDER").collect();
+        let expected = format!("{}/asr", env::var("PATH").unwrap());
+        assert_eq!(given, [("FOLDER".as_ref(), Some(expected.as_ref()))]);
+        // The tests' own environment has many of cargo's.
+        let names: Vec<_> = launch.command.get_envs().map(|(name, _)| name.to_str().unwrap().to_owned()).collect();
+        assert!(names.iter().any(|name| name == "PATH"), "{names:?}");
+        assert!(names.iter().all(|name| name == "FOLDER" || is_inherited(name)), "{names:?}");
+        spec.env.insert("FOLDER".into(), "${ENV:COTENANT_NOT_SET}".into());
+        let error = Launch::prepare(&spec, None).unwrap_err().to_string();
+        assert_eq!(error, "`${ENV:COTENANT_NOT_SET}` in `${ENV:COTENANT_NOT_SET}` has no value");
     }
 
     #[test]

@@ -26,7 +26,7 @@ pub struct WorkerSpec {
     pub class: String,
     /// Program and arguments; the program is looked up in `PATH` when it has no `/`.
     pub argv: Vec<String>,
-    /// Added to the inherited environment.
+    /// Added to what is inherited of the supervisor's environment; `${ENV:NAME}` is any other variable of that.
     pub env: BTreeMap<String, String>,
     /// Folder to start in; that of the supervisor when `None`.
     pub working_dir: Option<PathBuf>,

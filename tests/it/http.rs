@@ -7,6 +7,7 @@ pub(crate) mod client;
 mod clients;
 mod fields;
 mod limits;
+mod memory;
 mod messages;
 mod ollama;
 mod realtime;

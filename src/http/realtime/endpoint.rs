@@ -22,6 +22,7 @@ use super::{
         answer::llm,
         api::{Api, Meta, Permits},
         fault::Fault,
+        memory::RequestMemory,
         models::model_named,
     },
     session::{Session, draining},
@@ -63,6 +64,7 @@ pub(in crate::http) async fn realtime(
     Extension(meta): Meta,
     Extension(sessions): Extension<Sessions>,
     Extension(place): Extension<Arc<Permits>>,
+    Extension(memory): Extension<RequestMemory>,
     wanted: Result<Query<Wanted>, QueryRejection>,
     upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response, Fault> {
@@ -95,7 +97,7 @@ pub(in crate::http) async fn realtime(
         .write_buffer_size(0)
         .on_upgrade(move |socket| async move {
             let ended = sessions.ended.clone();
-            let session = Session::new(api, meta, settings, sessions.shutdown);
+            let session = Session::new(api, meta, memory, settings, sessions.shutdown);
             tokio::select! {
                 () = ended.cancelled() => {}
                 () = session.run(socket) => {}

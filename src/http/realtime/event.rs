@@ -5,10 +5,11 @@ use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::{Map, Value};
 
 use super::super::{
-    body::parse_json,
+    body::{bounded_tree, parse_json},
     fault::{Fault, shortened},
     numbers::Whole,
 };
+use crate::units::Bytes;
 
 /// What a client wants.
 #[derive(Debug)]
@@ -65,9 +66,10 @@ struct Update {
     session: Map<String, Value>,
 }
 
-/// Reads one message; beside the event, the id that the client gave it.
-pub(super) fn read(text: &str) -> (Option<String>, Result<ClientEvent, Fault>) {
-    let map: Map<String, Value> = match parse_json(text.as_bytes()) {
+/// Reads one message, which may take up to `max` in memory; beside the event, the id that the client gave it.
+pub(super) fn read(text: &str, max: Bytes) -> (Option<String>, Result<ClientEvent, Fault>) {
+    let map = bounded_tree(text.as_bytes(), max).and_then(|_| parse_json::<Map<String, Value>>(text.as_bytes()));
+    let map = match map {
         Ok(map) => map,
         Err(fault) => return (None, Err(fault)),
     };

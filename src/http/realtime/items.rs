@@ -6,7 +6,7 @@ use axum::http::StatusCode;
 use serde_json::{Map, Value, json};
 
 use super::super::{backend::ChatMessage, fault::Fault, responses_wire::push_item};
-use crate::{speech::audio::TTS_RATE_HZ, units::Bytes};
+use crate::{heap, speech::audio::TTS_RATE_HZ, units::Bytes};
 
 /// Items in their order.
 #[derive(Default)]
@@ -138,8 +138,8 @@ impl Items {
 
     /// Takes out the oldest while all together are larger than `max`; returns its id.
     pub(super) fn evict(&mut self, max: Bytes) -> Option<String> {
-        let bytes: usize = self.items.iter().map(|item| size(&item.shown)).sum();
-        if Bytes::of_len(bytes) <= max || self.items.len() < 2 {
+        let bytes = self.items.iter().fold(Bytes::ZERO, |sum, item| sum.saturating_add(size(&item.shown)));
+        if bytes <= max || self.items.len() < 2 {
             return None;
         }
         self.items.pop_front().map(|item| item.id)
@@ -215,8 +215,9 @@ pub(super) fn created(
     item.insert("object".to_owned(), json!("realtime.item"));
     item.insert("status".to_owned(), json!("completed"));
     let item = Value::Object(item);
-    if Bytes::of_len(size(&item)) > max {
-        return Err(Fault::invalid("item", format!("{} bytes", size(&item)), format!("is above the limit of {max}")));
+    let size = size(&item);
+    if size > max {
+        return Err(Fault::invalid("item", size, format!("of memory is above the limit of {max}")));
     }
     for (index, part) in item.get("content").and_then(Value::as_array).into_iter().flatten().enumerate() {
         let is_audio = part.get("audio").is_some_and(|audio| !audio.is_null());
@@ -256,8 +257,9 @@ fn fault(code: &'static str, message: &str) -> Fault {
     Fault::request(StatusCode::BAD_REQUEST, code, message)
 }
 
-fn size(item: &Value) -> usize {
-    item.to_string().len()
+/// What an item takes in memory.
+fn size(item: &Value) -> Bytes {
+    heap::tree_bytes(item.to_string().as_bytes())
 }
 
 /// Our choice: clients make ids of a UUID and a word.

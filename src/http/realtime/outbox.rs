@@ -11,18 +11,21 @@ use futures_util::{SinkExt as _, stream::SplitSink};
 use serde_json::{Value, json};
 
 use super::super::{api::Api, fault::Fault};
+use crate::units::Bytes;
 
 /// Events that wait to be sent, in their order.
 pub(super) struct Outbox {
     api: Api,
     waiting: VecDeque<Message>,
+    /// Bytes of those.
+    bytes: usize,
     /// Whether something was handed over and may not have been sent.
     unsent: bool,
 }
 
 impl Outbox {
     pub(super) const fn new(api: Api) -> Self {
-        Self { api, waiting: VecDeque::new(), unsent: false }
+        Self { api, waiting: VecDeque::new(), bytes: 0, unsent: false }
     }
 
     /// Adds an event of this type.
@@ -54,7 +57,13 @@ impl Outbox {
     }
 
     fn push(&mut self, message: Message) {
+        self.bytes += length(&message);
         self.waiting.push_back(message);
+    }
+
+    /// How many bytes wait.
+    pub(super) fn bytes(&self) -> Bytes {
+        Bytes::of_len(self.bytes)
     }
 
     /// How many wait.
@@ -75,6 +84,7 @@ impl Outbox {
         while !self.waiting.is_empty() {
             poll_fn(|cx| sink.poll_ready_unpin(cx)).await?;
             if let Some(message) = self.waiting.pop_front() {
+                self.bytes -= length(&message);
                 self.unsent = true;
                 sink.start_send_unpin(message)?;
             }
@@ -87,5 +97,13 @@ impl Outbox {
     /// Bytes as JSON has them.
     pub(super) fn base64(bytes: &[u8]) -> String {
         BASE64.encode(bytes)
+    }
+}
+
+/// Bytes of text; the other messages have few.
+fn length(message: &Message) -> usize {
+    match message {
+        Message::Text(text) => text.len(),
+        _ => 0,
     }
 }

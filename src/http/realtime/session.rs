@@ -25,8 +25,10 @@ use super::{
             AnswerForm, AnswerPart, ChatEvent, ChatMessage, ChatRequest, Conversation, FinishReason, Prompt,
             RequestMeta, Role, TranscribeRequest, Usage,
         },
+        body::bounded_tree,
         chat_wire::ToolChoice,
         fault::Fault,
+        memory::RequestMemory,
         numbers::Whole,
         transcription::{Hearing, PIECES_AHEAD, Recognised},
     },
@@ -42,6 +44,7 @@ use crate::{
     policy::refusal::{RETRY_AFTER_DEFAULT, Refusal},
     speech::audio::{ASR_RATE_HZ, MonoAudio},
     telemetry::{Span, SpanKind},
+    units::Bytes,
 };
 
 /// One session.
@@ -51,6 +54,8 @@ pub(super) struct Session {
     id: String,
     conversation: String,
     settings: Settings,
+    /// Memory for the settings, and for what a response makes of them.
+    memory: RequestMemory,
     items: Items,
     input: Input,
     /// The item of the turn that is being spoken.
@@ -92,6 +97,8 @@ struct Active {
     /// Whether it goes on with the conversation, or with its input alone.
     own: bool,
     input: Vec<Value>,
+    /// For what is its own.
+    _memory: RequestMemory,
     /// `None` until what was said before it is recognised.
     run: Option<Run>,
     span: Span,
@@ -126,13 +133,20 @@ enum Next {
 }
 
 impl Session {
-    pub(super) fn new(api: Api, meta: RequestMeta, settings: Settings, shutdown: CancellationToken) -> Self {
+    pub(super) fn new(
+        api: Api,
+        meta: RequestMeta,
+        memory: RequestMemory,
+        settings: Settings,
+        shutdown: CancellationToken,
+    ) -> Self {
         let now = Instant::now();
         let mut input = Input::new(api.clone());
         input.detect(settings.turns.as_ref());
         Self {
             id: api.fresh_id("sess_"),
             conversation: api.fresh_id("conv_"),
+            memory,
             items: Items::default(),
             input,
             turn: None,
@@ -209,14 +223,14 @@ impl Session {
         stream: &mut SplitStream<WebSocket>,
         closing: bool,
     ) -> Happening {
-        let waiting = self.outbox.len();
+        let (waiting, unsent) = (self.outbox.len(), self.outbox.bytes());
         let deadline = self.deadline();
         let run = self.active.as_mut().and_then(|active| active.run.as_mut());
         let hearing = self.hearing.as_mut();
         tokio::select! {
             sent = self.outbox.send(sink), if !self.outbox.is_sent() => Happening::Sent(sent),
             // a client that does not read is not listened to either
-            message = stream.next(), if waiting < WAITING_MAX * 2 => Happening::Came(message),
+            message = stream.next(), if waiting < WAITING_MAX * 2 && unsent < UNSENT_MAX => Happening::Came(message),
             step = of_any(run, Run::next), if waiting < WAITING_MAX => Happening::Step(step),
             text = of_any(hearing, |heard| heard.hearing.next()) => Happening::Recognised(text),
             () = self.shutdown.cancelled(), if !closing => Happening::Shutdown,
@@ -275,7 +289,8 @@ impl Session {
             }
             Some(Ok(Message::Text(text))) => {
                 self.times.used = self.times.seen;
-                let (id, event) = event::read(&text);
+                let (id, event) = event::read(&text, self.api.limits().session_tree_max);
+                drop(text);
                 if let Err(fault) = event.and_then(|event| self.event(event, closing)) {
                     self.outbox.error(&fault, id.as_deref());
                 }
@@ -351,15 +366,23 @@ impl Session {
                 Ok(())
             }
             ClientEvent::Update(session) => {
-                let turns = self.settings.turns.clone();
-                self.settings.update(session, &self.api)?;
-                if turns != self.settings.turns {
+                let updated = self.settings.updated(session, &self.api)?;
+                let shown = updated.shown(&self.id);
+                self.set_aside(&self.memory, &shown)?;
+                let before = std::mem::replace(&mut self.settings, updated);
+                if before.turns != self.settings.turns {
                     self.input.detect(self.settings.turns.as_ref());
                 }
-                self.outbox.event("session.updated", json!({"session": self.settings.shown(&self.id)}));
+                self.outbox.event("session.updated", json!({"session": shown}));
                 Ok(())
             }
         }
+    }
+
+    /// Sets memory aside for what the client has sent, and for what a response makes of it.
+    fn set_aside(&self, memory: &RequestMemory, sent: &Value) -> Result<(), Fault> {
+        let tree = bounded_tree(sent.to_string().as_bytes(), self.api.limits().session_tree_max)?;
+        memory.hold(self.api.settings_memory(), "keep the settings", tree.saturating_mul(TREES_MAX))
     }
 
     /// Refuses to change an item that a response still adds to.
@@ -590,7 +613,7 @@ impl Session {
     }
 
     /// Announces a response, which begins when all that was said is recognised.
-    fn announce(&mut self, mut response: Map<String, Value>, closing: bool) -> Result<(), Fault> {
+    fn announce(&mut self, response: Map<String, Value>, closing: bool) -> Result<(), Fault> {
         if self.settings.transcription_only {
             let message = "a session of the type `transcription` gives no responses";
             return Err(Fault::request(StatusCode::BAD_REQUEST, "invalid_session_type", message));
@@ -605,6 +628,12 @@ impl Session {
                 format!("the conversation has an active response already: {}", active.output.id),
             ));
         }
+        let memory = self.memory.other();
+        let sent = Value::Object(response);
+        self.set_aside(&memory, &sent)?;
+        let Value::Object(mut response) = sent else {
+            return Ok(());
+        };
         let kept = match response.remove("conversation") {
             None | Some(Value::Null) => true,
             Some(Value::String(word)) if word == "auto" => true,
@@ -626,7 +655,16 @@ impl Session {
         let conversation = kept.then_some(self.conversation.as_str());
         let id = self.api.fresh_id("resp_");
         let output = Output::begin(id, &settings, metadata, conversation, &mut self.outbox);
-        self.active = Some(Active { output, settings, own, input, run: None, span: Span::default(), finished: None });
+        self.active = Some(Active {
+            output,
+            settings,
+            own,
+            input,
+            _memory: memory,
+            run: None,
+            span: Span::default(),
+            finished: None,
+        });
         Ok(())
     }
 
@@ -769,6 +807,10 @@ const HEAR: &str = "transcribe what was said";
 const SPEED: &str = "session.audio.output.speed";
 /// Events that wait before a response does. Our choice: some 2 s of sound.
 const WAITING_MAX: usize = 8;
+/// Bytes that wait before the client is heard again: events repeat what it sends.
+const UNSENT_MAX: Bytes = Bytes::from_kib(256);
+/// How many trees there are at once of settings: the session's, those of its response, and those of the request to the LLM.
+const TREES_MAX: u64 = 3;
 /// Utterances that wait for the recogniser. Our choice.
 const SAID_MAX: usize = 8;
 /// Silence of a client after which it is asked whether it is there, and after which it is given up. Our choice.

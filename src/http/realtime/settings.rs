@@ -1,6 +1,6 @@
 //! Settings of a realtime session, as they were last updated.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use serde_json::{Map, Value, json};
 
@@ -28,8 +28,8 @@ pub(super) struct Settings {
     pub(super) spoken: bool,
     voice: Option<Value>,
     pub(super) speed: f64,
-    /// As clients write them.
-    tools: Vec<Value>,
+    /// As clients write them; the settings of a response share them.
+    tools: Arc<[Value]>,
     tool_choice: Value,
     pub(super) max_tokens: Option<Tokens>,
     pub(super) turns: Option<Turns>,
@@ -74,7 +74,7 @@ impl Settings {
             spoken: with_speech,
             voice: None,
             speed: 1.0,
-            tools: Vec::new(),
+            tools: Arc::default(),
             tool_choice: json!("auto"),
             max_tokens: None,
             turns: Some(Turns::default()),
@@ -83,11 +83,11 @@ impl Settings {
         }
     }
 
-    /// Takes over what `session.update` says; what it does not name stays.
+    /// The settings with what `session.update` says; what it does not name stays.
     ///
     /// # Errors
-    /// 400 naming the field, its value and the limit; the settings are unchanged.
-    pub(super) fn update(&mut self, session: Map<String, Value>, api: &Api) -> Result<(), Fault> {
+    /// 400 naming the field, its value and the limit.
+    pub(super) fn updated(&self, session: Map<String, Value>, api: &Api) -> Result<Self, Fault> {
         let mut updated = self.clone();
         for (key, value) in session {
             let field = format!("session.{key}");
@@ -104,8 +104,7 @@ impl Settings {
             }
         }
         updated.checked("session")?;
-        *self = updated;
-        Ok(())
+        Ok(updated)
     }
 
     /// The settings of one response: those of the session, but for what `response.create` names.
@@ -144,8 +143,8 @@ impl Settings {
                 }
             }
             ("audio", Value::Null) => {}
-            ("tools", Value::Array(tools)) => self.tools = tools,
-            ("tools", Value::Null) => self.tools = Vec::new(),
+            ("tools", Value::Array(tools)) => self.tools = tools.into(),
+            ("tools", Value::Null) => self.tools = Arc::default(),
             ("tool_choice", Value::Null) => self.tool_choice = json!("auto"),
             ("tool_choice", choice) => self.tool_choice = choice,
             ("max_output_tokens", Value::Null) => self.max_tokens = None,
@@ -252,7 +251,7 @@ impl Settings {
             "model": self.model,
             "output_modalities": self.modalities(),
             "instructions": self.instructions,
-            "tools": self.tools,
+            "tools": &*self.tools,
             "tool_choice": self.tool_choice,
             "max_output_tokens": self.max_tokens_shown(),
             "truncation": match self.retention {

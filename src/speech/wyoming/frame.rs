@@ -6,6 +6,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
+use crate::{heap, units::Bytes};
+
 /// One message: a type, a JSON object and raw bytes.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Frame {
@@ -62,13 +64,15 @@ pub struct FrameLimits {
     pub data: usize,
     /// Bytes of the payload.
     pub payload: usize,
+    /// What header line and JSON object may each take in memory once they are parsed.
+    pub tree: Bytes,
 }
 
 impl Default for FrameLimits {
     /// 64 KiB is the limit of the reference implementation's `readline`; a large `info` has some 100 KiB; 1 MiB of
-    /// payload is 32 s of speech in one message, where clients send 20 … 128 ms.
+    /// payload is 32 s of speech in one message, where clients send 20 … 128 ms. Common JSON takes six times its text.
     fn default() -> Self {
-        Self { header: 64 << 10, data: 1 << 20, payload: 1 << 20 }
+        Self { header: 64 << 10, data: 1 << 20, payload: 1 << 20, tree: Bytes::from_mib(6) }
     }
 }
 
@@ -95,6 +99,7 @@ pub fn decode(bytes: &[u8], limits: FrameLimits) -> Result<Decoded, FrameError> 
     };
     let (line, rest) = bytes.split_at(end);
     let rest = rest.get(1..).unwrap_or_default();
+    check_tree("header", line, limits.tree)?;
     let header: HeaderIn = serde_json::from_slice(line).map_err(FrameError::Header)?;
     let data_length = bounded("data_length", header.data_length, limits.data)?;
     let payload_length = bounded("payload_length", header.payload_length, limits.payload)?;
@@ -106,6 +111,7 @@ pub fn decode(bytes: &[u8], limits: FrameLimits) -> Result<Decoded, FrameError> 
     };
     let mut data = header.data.unwrap_or_default();
     if !data_bytes.is_empty() {
+        check_tree("data", data_bytes, limits.tree)?;
         let more: Option<Map<String, Value>> = serde_json::from_slice(data_bytes).map_err(FrameError::Data)?;
         data.extend(more.unwrap_or_default());
     }
@@ -212,6 +218,16 @@ pub enum FrameError {
         /// The limit in bytes.
         limit: usize,
     },
+    /// A part would take more memory than is accepted.
+    #[error("{part} of a Wyoming message would take {tree} of memory, the limit is {limit}")]
+    TreeTooLarge {
+        /// The part.
+        part: &'static str,
+        /// What its values take.
+        tree: Bytes,
+        /// The limit.
+        limit: Bytes,
+    },
     /// The stream ended within a message.
     #[error("stream ended {received} bytes into a Wyoming message")]
     Truncated {
@@ -245,6 +261,14 @@ struct HeaderOut<'a> {
     payload_length: Option<usize>,
 }
 
+fn check_tree(part: &'static str, text: &[u8], limit: Bytes) -> Result<(), FrameError> {
+    let tree = heap::tree_bytes(text);
+    if tree > limit {
+        return Err(FrameError::TreeTooLarge { part, tree, limit });
+    }
+    Ok(())
+}
+
 fn bounded(field: &'static str, announced: Option<u64>, limit: usize) -> Result<usize, FrameError> {
     let announced = announced.unwrap_or(0);
     match usize::try_from(announced) {
@@ -269,7 +293,7 @@ mod tests {
 
     use super::*;
 
-    const SMALL: FrameLimits = FrameLimits { header: 256, data: 128, payload: 64 };
+    const SMALL: FrameLimits = FrameLimits { header: 256, data: 128, payload: 64, tree: Bytes::from_mib(1) };
 
     fn frame(kind: &str, data: Value, payload: &[u8]) -> Frame {
         let Value::Object(data) = data else { panic!("an object") };

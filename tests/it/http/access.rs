@@ -110,6 +110,39 @@ async fn a_realtime_session_needs_a_key_in_a_header_or_as_browsers_send_it() {
     }
 }
 
+/// A page of a host that is listed asks from a browser: without a key first, then with it.
+#[tokio::test]
+async fn a_page_of_an_allowed_host_is_let_in_by_its_browser() {
+    let open = with_keys(Keyless::default()).await;
+    let ask = async |method: &'static str, headers: &[(&str, &str)]| {
+        let mut connection = Connection::open(open.address).await;
+        connection.send(&request(method, CHAT, headers, &question())).await;
+        connection.answer().await
+    };
+    let origin = ("origin", "https://box.example");
+    let wanted = [("access-control-request-method", "POST"), ("access-control-request-headers", "authorization,x-a")];
+    let answer = ask("OPTIONS", &[origin, wanted[0], wanted[1]]).await;
+    assert_eq!(answer.status, 204, "{answer:?}");
+    assert_eq!(answer.header("access-control-allow-origin"), "https://box.example");
+    assert_eq!(answer.header("access-control-allow-headers"), "authorization,x-a");
+    assert!(answer.header("access-control-allow-methods").contains("POST"));
+    for (headers, status) in [(&[origin, ("sec-fetch-site", "cross-site"), KEY][..], 200), (&[origin], 401)] {
+        let answer = ask("POST", headers).await;
+        assert_eq!(answer.status, status, "{answer:?}");
+        assert_eq!(answer.header("access-control-allow-origin"), "https://box.example");
+        assert!(answer.header("vary").contains("origin"));
+    }
+    for foreign in ["https://evil.example", "null"] {
+        for method in ["OPTIONS", "POST"] {
+            let answer = ask(method, &[("origin", foreign), wanted[0], KEY]).await;
+            assert_eq!((answer.status, answer.error_code().as_str()), (403, "origin_not_allowed"), "{answer:?}");
+            assert!(answer.text().contains("`http.allowed_hosts`"), "{}", answer.text());
+            assert_eq!(answer.header("access-control-allow-origin"), "");
+        }
+    }
+    assert_eq!(ask("OPTIONS", &[KEY]).await.status, 405, "of no page");
+}
+
 /// The headers that the example in `docs/operating.md` has nginx send.
 #[tokio::test]
 async fn what_a_proxy_with_tls_sends_is_served_under_its_host_name() {

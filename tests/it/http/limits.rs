@@ -9,7 +9,7 @@ use proptest::{
     test_runner::{Config, TestRunner},
 };
 use serde_json::json;
-use tokio::net::{TcpStream, UnixListener, UnixStream};
+use tokio::net::{TcpSocket, TcpStream, UnixListener, UnixStream};
 
 use super::{
     client::{Connection, get, post, post_form, post_json, request},
@@ -92,6 +92,48 @@ async fn a_body_that_stops_coming_is_408() {
         .await;
     let answer = connection.answer().await;
     assert_eq!((answer.status, answer.error_code().as_str()), (408, "request_timeout"));
+}
+
+#[tokio::test]
+async fn slow_bodies_of_one_client_keep_no_other_from_its_place_and_end() {
+    let limits = Limits { body_grace: Duration::from_millis(300), ..Limits::default() };
+    let open = open_with(limits, true).await;
+    let mut slow = Vec::new();
+    for _ in 0..32 {
+        let mut connection = Connection::open(open.address).await;
+        let head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nexpect: 100-continue\r\ncontent-length: 1000000\r\n\r\n";
+        connection.send(head.as_bytes()).await;
+        // its body is being read
+        connection.wait_for("100 Continue").await;
+        connection.send(b"{").await;
+        slow.push(connection);
+    }
+    assert_eq!(post(open.address, CHAT, &[], &question()).await.status, 200);
+    for mut connection in slow {
+        let answer = connection.answer().await;
+        assert_eq!((answer.status, answer.error_code().as_str()), (408, "request_timeout"));
+        assert!(answer.text().contains("16 KiB/s"), "{}", answer.text());
+    }
+}
+
+#[tokio::test]
+async fn one_address_has_half_of_the_connections() {
+    let limits = Limits { connections_max: 4, ..Limits::default() };
+    let open = open_with(limits, true).await;
+    let mut held = [Connection::open(open.address).await, Connection::open(open.address).await];
+    for connection in &mut held {
+        connection.send(&request("GET", "/health", &[], b"")).await;
+        assert_eq!(connection.answer().await.status, 200);
+    }
+    let answer = Connection::open(open.address).await.answer().await;
+    assert_eq!((answer.status, answer.error_code().as_str()), (503, "too_many_connections"));
+    assert!(answer.text().contains("2 are open, which is the limit of one client"), "{}", answer.text());
+    // from another address
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.bind("127.0.0.2:0".parse().unwrap()).unwrap();
+    let mut other = Connection::over(socket.connect(open.address).await.unwrap());
+    other.send(&request("GET", "/health", &[], b"")).await;
+    assert_eq!(other.answer().await.status, 200);
 }
 
 #[tokio::test]
@@ -210,20 +252,19 @@ async fn one_connection_too_many_is_503() {
 
 #[tokio::test]
 async fn bodies_together_have_a_limit_too() {
-    let limits = Limits { bodies_max: Bytes::from_kib(4), ..Limits::default() };
+    let limits = Limits { requests_memory_max: Bytes::from_kib(16), ..Limits::default() };
     let open = open_with(limits, true).await;
-    let mut waiting = Connection::open(open.address).await;
-    waiting
-        .send(
-            format!("POST {CHAT} HTTP/1.1\r\nhost: localhost\r\nexpect: 100-continue\r\ncontent-length: 4096\r\n\r\n")
-                .as_bytes(),
-        )
-        .await;
-    // the server reads the body only after it has set the memory aside
-    waiting.wait_for("100 Continue").await;
-    let answer = post(open.address, CHAT, &[], &question()).await;
+    let body = format!(r#"{{"messages": [{{"role": "user", "content": "{}"}}], "stream": true}}"#, "a".repeat(900));
+    open.script.answer([started(), delta("It"), Step::Gate, finished()]);
+    let mut first = Connection::open(open.address).await;
+    first.send(&request("POST", CHAT, &[], body.as_bytes())).await;
+    // it is being answered, and keeps its memory until it is
+    first.wait_for("It").await;
+    let answer = post(open.address, CHAT, &[], body.as_bytes()).await;
     assert_eq!((answer.status, answer.error_code().as_str()), (429, "rate_limit_exceeded"));
-    drop(waiting);
+    assert!(answer.text().contains("memory for requests"), "{}", answer.text());
+    drop(first);
+    open.script.answer([started(), finished()]);
     while post(open.address, CHAT, &[], &question()).await.status != 200 {
         tokio::task::yield_now().await;
     }

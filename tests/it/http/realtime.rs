@@ -747,17 +747,17 @@ async fn audio_beyond_its_limit_is_an_error_and_what_was_said_stays() {
 
 #[tokio::test]
 async fn a_conversation_has_a_limit_and_its_oldest_items_are_deleted() {
-    let limits = Limits { session_items_max: Bytes::from_kib(2), ..Limits::default() };
+    let limits = Limits { session_items_max: Bytes::from_kib(6), ..Limits::default() };
     let open = open_with(limits, true).await;
     let mut client = Client::with(&open, text_only()).await;
-    client.say(&"a".repeat(900)).await;
-    client.say(&"b".repeat(900)).await;
+    client.say(&"a".repeat(2000)).await;
+    client.say(&"b".repeat(2000)).await;
     assert_eq!(client.next().await["type"], "conversation.item.deleted");
     client.respond().await;
     client.until("response.done").await;
     let asked = open.script.chats.lock().unwrap().pop().unwrap();
     assert!(asked.prompt.messages()[1].content.starts_with('b'));
-    let content = json!([{"type": "input_text", "text": "c".repeat(3000)}]);
+    let content = json!([{"type": "input_text", "text": "c".repeat(5000)}]);
     let item = json!({"type": "message", "role": "user", "content": content});
     client.send(&json!({"type": "conversation.item.create", "item": item})).await;
     client.error("invalid_value", Some("item")).await;

@@ -70,7 +70,9 @@ async fn a_page_of_a_foreign_site_reaches_nothing() {
     let answer = ask("/v1/models", "host: localhost\r\norigin: https://evil.example\r\n").await;
     assert_eq!((answer.status, answer.error_code().as_str()), (403, "origin_not_allowed"));
     let answer = ask("/v1/models", "host: localhost\r\nhost: evil.example\r\n").await;
-    assert_eq!(answer.status, 421);
+    assert_eq!((answer.status, answer.error_code().as_str()), (400, "invalid_host"));
+    let answer = ask("/v1/models", "accept: */*\r\n").await;
+    assert_eq!((answer.status, answer.error_code().as_str()), (400, "invalid_host"));
     let answer = ask("/v1/models", "host: localhost\r\norigin: http://localhost:3000\r\n").await;
     assert_eq!(answer.status, 200);
 }

@@ -18,6 +18,7 @@ use crate::{
         report::{at, median},
     },
     engine::{ApplyReport, Flow, Header, Logits, Model, arena, shape::Layout, spec::Spec},
+    heap,
     policy::{kv_type::KvType, residency::EnginePlan},
     units::{Bytes, Tokens},
 };
@@ -58,7 +59,7 @@ impl<'settings> Bench<'settings> {
         let spec = Spec::read(&header).map_err(|error| in_one_line(&error))?;
         drop(header);
         let layout = Layout::of(&spec);
-        arena::trim_heap();
+        heap::trim();
         let (rss_before, files_before) = (arena::process_resident(), arena::process_file_resident());
         let layers = count(layout.parts.len());
         let plan = EnginePlan {
@@ -137,7 +138,7 @@ impl<'settings> Bench<'settings> {
     /// Resident set against the book, with everything resident.
     fn memory(&mut self) {
         // Whole logits, which the gate has compared, are the bench's own.
-        arena::trim_heap();
+        heap::trim();
         let held = self.model.breakdown();
         // What is untouched is leased and in no memory: a resident set cannot have it.
         let book = held.used();

@@ -30,11 +30,12 @@ use super::{
 };
 use crate::{
     engine::{
-        arena::{self, Backing, Mapping},
+        arena::{Backing, Mapping},
         error::LoadErrorKind,
         reserve::Reserve,
         spec::{Activation, AttentionSpec},
     },
+    heap,
     units::Bytes,
 };
 
@@ -163,7 +164,7 @@ unsafe impl Backend for Cpu {
     }
 
     fn trim(&self) {
-        arena::trim_heap();
+        heap::trim();
     }
 
     fn queue(&mut self, operation: Operation<'_>) -> Result<(), DeviceError> {

@@ -10,9 +10,10 @@ use super::{
 };
 use crate::{
     engine::{
-        arena::{self, Backing, Mapping, SharedMapping},
+        arena::{Backing, Mapping, SharedMapping},
         backend::{Backend, Buffer, DeviceError, Fence, Limits, Operation, Region, memory::Owner},
     },
+    heap,
     units::Bytes,
 };
 
@@ -160,7 +161,7 @@ unsafe impl Backend for Cuda {
     }
 
     fn trim(&self) {
-        arena::trim_heap();
+        heap::trim();
     }
 
     fn queue(&mut self, operation: Operation<'_>) -> Result<(), DeviceError> {
