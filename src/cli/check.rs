@@ -430,16 +430,25 @@ fn print_tenants(sheet: &mut Sheet, config: &Config, params: &Params, model: Opt
     let mut sum = Bytes::ZERO;
     let mut floors = Bytes::ZERO;
     let mut elastic = Bytes::ZERO;
+    // A file that cannot be read is reported with the peaks.
+    let learned = learned_peaks(&config.state_dir).unwrap_or_default();
     for worker in &config.workers {
         // It starts with the first of its variants, and can become the largest.
         let largest = worker.memory.variants.iter().max_by_key(|variant| variant.peak);
         let (most, note) = match largest {
             Some(variant) => (variant.peak, format!("peak, as `{}`", variant.name)),
+            None if worker.memory.auto => {
+                let first = params.worker(&worker.name).map_or(worker.memory.peak, |worker| worker.peak);
+                match learned.of(&worker.name, None) {
+                    Some(peak) => (peak.with_margin(), "as measured in earlier runs".to_owned()),
+                    None => (first, "nothing is known: its first start reserves so much".to_owned()),
+                }
+            }
             None => (worker.memory.peak, "peak".to_owned()),
         };
         row(&worker.name, most, &note);
         sum = sum.saturating_add(most);
-        floors = floors.saturating_add(worker.memory.peak);
+        floors = floors.saturating_add(if worker.memory.auto { most } else { worker.memory.peak });
     }
     if let (Some(llm), Some(model)) = (&config.llm, model) {
         let shape = &model.shape;

@@ -102,13 +102,16 @@ pub(super) fn wake_timeout(checker: &mut Checker, raw: &RawWorker, at: &str) -> 
         .unwrap_or(WAKE_TIMEOUT)
 }
 
-/// Measured memory above which a worker is recycled; `None` when it never is.
-pub(super) fn recycle_above(checker: &mut Checker, text: &Text, at: &str, peak: Bytes) -> Option<Bytes> {
+/// Measured memory above which a worker is recycled, `None` when there is no such bound; and whether it is recycled when it
+/// leaks.
+pub(super) fn recycle_above(checker: &mut Checker, text: &Text, at: &str, peak: Bytes) -> (Option<Bytes>, bool) {
     let key = format!("{at}.recycle_above");
     if text.0.as_deref() == Some("none") {
-        return None;
+        return (None, false);
     }
-    let above = checker.size(&key, text, Bytes::from_kib(4)..=SIZE_MAX).unwrap_or(peak);
+    let Some(above) = checker.size(&key, text, Bytes::from_kib(4)..=SIZE_MAX) else {
+        return (None, true);
+    };
     if above < peak {
         checker.fault(
             &key,
@@ -116,7 +119,7 @@ pub(super) fn recycle_above(checker: &mut Checker, text: &Text, at: &str, peak: 
             Some("raise it, or lower `memory.peak`"),
         );
     }
-    Some(above)
+    (Some(above), true)
 }
 
 /// Names in `after` that do not exist, and circles.

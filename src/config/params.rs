@@ -84,7 +84,7 @@ impl Config {
             }),
             workers: (0..)
                 .zip(&self.workers)
-                .map(|(start_order, config)| worker(config, start_order, &before_llm))
+                .map(|(start_order, config)| worker(config, start_order, &before_llm, budget))
                 .collect(),
             machine: machine.clone(),
             ..defaults
@@ -164,17 +164,21 @@ impl Config {
     }
 }
 
-fn worker(config: &WorkerConfig, start_order: u32, before_llm: &[String]) -> WorkerParams {
+fn worker(config: &WorkerConfig, start_order: u32, before_llm: &[String], budget: Bytes) -> WorkerParams {
+    // What nobody has written is not what keeps a small budget from being used.
+    let least = Bytes::new(budget.get() / AUTO_SHARE).max(config.memory.steady);
+    let peak = if config.memory.auto { config.memory.peak.min(least) } else { config.memory.peak };
     WorkerParams {
         name: config.name.clone(),
         class: config.class,
         steady: config.memory.steady,
-        peak: config.memory.peak,
+        peak,
         variants: config.memory.variants.clone(),
         shrinks_to: config.pressure.shrinks_to,
         pinned: config.pinned,
         stop_grace: config.stop_grace,
         own_lease: config.lease == LeaseHolder::Own,
+        auto: config.memory.auto,
         model: Some(model(config)),
         start: StartParams {
             autostart: config.autostart,
@@ -189,6 +193,7 @@ fn worker(config: &WorkerConfig, start_order: u32, before_llm: &[String]) -> Wor
             idle_shrink_after: config.idle.shrink_after,
             idle_stop_after: config.idle.stop_after,
             recycle_above: config.memory.recycle_above,
+            recycle_leaks: config.memory.recycle_leaks,
         },
     }
 }
@@ -205,6 +210,10 @@ fn model(config: &WorkerConfig) -> String {
     }
     format!("{hash:016x}")
 }
+
+/// The first start of a worker whose sizes are left to be learned reserves one part in so many of the budget at most (our
+/// choice: a recogniser, a voice and an LLM).
+const AUTO_SHARE: u64 = 3;
 
 /// FNV-1a of 64 bits: the same in every version of this program.
 const FNV_OFFSET: u64 = 0xcbf2_9ce4_8422_2325;

@@ -56,7 +56,7 @@ raw! {
     RawCuda { memory, kernels }
     RawWorker {
         name, role, argv: Vec<String>, env: Table, working_dir, protocol, model, socket, port, ready: RawReady, class,
-        memory: RawMemory, restart: RawRestart, stop_grace, oom_score_adj, autostart, pinned, after: Vec<String>,
+        memory: MemoryForm, restart: RawRestart, stop_grace, oom_score_adj, autostart, pinned, after: Vec<String>,
         lease, idle: RawIdle, wake_timeout, answer_timeout, user, group, limits: RawLimits, sandbox: RawSandbox,
         pressure: RawPressure,
     }
@@ -267,6 +267,35 @@ impl<'de> Deserialize<'de> for Table {
             }
         }
         deserializer.deserialize_map(Entries)
+    }
+}
+
+/// `auto`, as if it were not there, or a mapping.
+#[derive(Debug, Default)]
+pub(super) struct MemoryForm(pub(super) RawMemory);
+
+impl<'de> Deserialize<'de> for MemoryForm {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Forms;
+        impl<'de> Visitor<'de> for Forms {
+            type Value = MemoryForm;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("`auto` or a mapping")
+            }
+            fn visit_str<E: de::Error>(self, text: &str) -> Result<MemoryForm, E> {
+                match text {
+                    "auto" => Ok(MemoryForm::default()),
+                    other => Err(E::invalid_value(de::Unexpected::Str(other), &self)),
+                }
+            }
+            fn visit_unit<E: de::Error>(self) -> Result<MemoryForm, E> {
+                Ok(MemoryForm::default())
+            }
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<MemoryForm, A::Error> {
+                RawMemory::deserialize(de::value::MapAccessDeserializer::new(map)).map(MemoryForm)
+            }
+        }
+        deserializer.deserialize_any(Forms)
     }
 }
 

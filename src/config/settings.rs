@@ -316,15 +316,20 @@ pub struct ReadyConfig {
 /// What a worker needs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct WorkerMemory {
-    /// What it holds at rest. Required where there are no variants; with variants, it is that of the first.
+    /// Whether its sizes are left to be learned: then `peak` is what the first start reserves.
+    pub auto: bool,
+    /// What it holds at rest; with variants, it is that of the first.
     pub steady: Bytes,
     /// The most it holds while it loads or serves a request. Default 1.25 × `steady`, not below it.
     pub peak: Bytes,
     /// Ways to run it, the one to start with first; empty when there is one way only.
     pub variants: Vec<VariantParams>,
-    /// Measured memory above which it takes nothing new, ends what it does, and is restarted; `None` when that
-    /// never happens. Default: the largest peak.
+    /// Measured memory above which it takes nothing new, ends what it does, and is restarted; `None` when there is no such
+    /// bound. Default: none.
     pub recycle_above: Option<Bytes>,
+    /// Whether the same follows when what is left after its work grows without end and memory is wanted. Default: yes; not
+    /// with `recycle_above: none`.
+    pub recycle_leaks: bool,
 }
 
 /// A child process.

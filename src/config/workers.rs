@@ -80,7 +80,7 @@ fn worker(checker: &mut Checker, raw: &RawWorker, at: &str, runtime_dir: &Path) 
         };
         checker.fault(&key("protocol"), message, Some(hint));
     }
-    let memory = memory(checker, &raw.memory, &key("memory"));
+    let memory = memory(checker, &raw.memory.0, &key("memory"));
     let endpoint = endpoint(checker, raw, at, protocol, &name, runtime_dir);
     command(checker, raw, at, &endpoint);
     WorkerConfig {
@@ -231,7 +231,7 @@ fn command(checker: &mut Checker, raw: &RawWorker, at: &str, endpoint: &Listen) 
             }),
         );
     }
-    if mentioned.contains("VARIANT") && raw.memory.variants.is_empty() {
+    if mentioned.contains("VARIANT") && raw.memory.0.variants.is_empty() {
         checker.fault(&key, "`${VARIANT}` is used, but the worker has no variants", Some("write `memory.variants`"));
     }
 }
@@ -362,26 +362,27 @@ fn memory(checker: &mut Checker, raw: &RawMemory, at: &str) -> WorkerMemory {
             }
         }
         let largest = variants.iter().map(|variant| variant.peak).max().unwrap_or_default();
+        let (recycle_above, recycle_leaks) = confinement::recycle_above(checker, &raw.recycle_above, at, largest);
         return WorkerMemory {
+            auto: false,
             steady: first.steady,
             peak: first.peak,
-            recycle_above: confinement::recycle_above(checker, &raw.recycle_above, at, largest),
+            recycle_above,
+            recycle_leaks,
             variants,
         };
     }
-    checker.require(
-        &steady_key,
-        &raw.steady,
-        "write what the worker holds at rest, for example `memory: {steady: 180MiB}`",
-    );
+    let auto = raw.steady.0.is_none();
     let steady = checker.size(&steady_key, &raw.steady, WORKER_SIZES);
-    let peak = peak(checker, &peak_key, &raw.peak, steady);
-    WorkerMemory {
-        steady: steady.unwrap_or_default(),
-        recycle_above: confinement::recycle_above(checker, &raw.recycle_above, at, peak),
-        peak,
-        variants,
-    }
+    let (steady, peak) = if auto {
+        // What a first start reserves may be written alone.
+        let first = checker.size(&peak_key, &raw.peak, WORKER_SIZES);
+        (AUTO_STEADY, first.unwrap_or(AUTO_PEAK))
+    } else {
+        (steady.unwrap_or_default(), peak(checker, &peak_key, &raw.peak, steady))
+    };
+    let (recycle_above, recycle_leaks) = confinement::recycle_above(checker, &raw.recycle_above, at, peak);
+    WorkerMemory { auto, steady, peak, recycle_above, recycle_leaks, variants }
 }
 
 /// How it is notified that memory is short, and what that can be counted on to bring.
@@ -404,7 +405,7 @@ fn pressure(checker: &mut Checker, raw: &RawPressure, at: &str, memory: &WorkerM
                 "a worker with variants is switched between them",
                 Some("remove `shrinks_to`, or the variants"),
             );
-        } else if memory.steady > Bytes::ZERO && least >= memory.steady {
+        } else if !memory.auto && memory.steady > Bytes::ZERO && least >= memory.steady {
             let steady = memory.steady;
             checker.fault(
                 &key,
@@ -456,6 +457,13 @@ const PEAK_ABOVE_STEADY_PER_MILLE: u32 = 250;
 
 /// What a compiled pattern may take; a counted repetition of a repetition would take gigabytes.
 const PATTERN_BYTES_MAX: usize = 1 << 20;
+
+/// What the first start of a worker reserves whose sizes are left to be learned, where no `peak` is written (our choice: Whisper
+/// tiny and base and Piper take 145 to 320 MiB). What it uses beyond is booked as it is measured.
+const AUTO_PEAK: Bytes = Bytes::from_mib(320);
+
+/// What such a worker is known to hold at rest: nothing, and its lease is what it is measured to use.
+const AUTO_STEADY: Bytes = Bytes::from_kib(4);
 
 /// From a page to far beyond any device.
 const WORKER_SIZES: RangeInclusive<Bytes> = Bytes::from_kib(4)..=SIZE_MAX;

@@ -10,10 +10,11 @@ use std::{
     time::Duration,
 };
 
-use super::control_handle::ControlHandle;
+use super::control_handle::{AtWork, ControlHandle};
 use crate::{
     config::WorkerProtocol,
     policy::event::Event,
+    probe::processes,
     speech::client::{ClientError, ClientTimeouts, WyomingClient},
     worker::handle::{WorkerHandle, WorkerState},
 };
@@ -55,6 +56,24 @@ impl HangDetector {
     /// Notes that a request was answered to its end.
     pub(super) fn answered(&self) {
         self.unanswered.answered();
+    }
+
+    /// Keeps a worker counted as at work that was given up on, for as long as it computes. Returns at once.
+    pub(super) fn busy_until_done(&self, at_work: AtWork) {
+        let (worker, life) = (self.worker.clone(), self.worker.starts());
+        tokio::spawn(async move {
+            let _at_work = at_work;
+            let mut before = None;
+            for _ in 0..COMPUTES_ON_MAX.as_secs() {
+                let now = worker.state().pid().filter(|_| worker.starts() == life).and_then(processes::cpu_time);
+                let Some(now) = now else { return };
+                if before.is_some_and(|before| now.saturating_sub(before) < COMPUTES) {
+                    return;
+                }
+                before = Some(now);
+                tokio::time::sleep(Duration::from_secs(1)).await;
+            }
+        });
     }
 
     /// Looks at the worker after a request that has failed, and reports it if it hangs. Returns at once.
@@ -117,6 +136,12 @@ const IN_A_ROW: u32 = 3;
 
 /// Pause between two questions.
 const PAUSE: Duration = Duration::from_secs(2);
+
+/// Processor time in one second by which a worker computes (our choice): a server at rest takes some milliseconds.
+const COMPUTES: Duration = Duration::from_millis(200);
+
+/// How long a worker is counted as at work that nobody waits for; as long as the longest `answer_timeout`.
+const COMPUTES_ON_MAX: Duration = Duration::from_secs(600);
 
 #[cfg(test)]
 mod tests {

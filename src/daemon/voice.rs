@@ -424,7 +424,11 @@ impl Voice {
             check_language(language, &known)?;
         }
         let heard = client.hear(&request.audio, request.language.as_deref(), request.pieces.as_ref()).await;
-        drop(at_work);
+        match (&heard, &self.asr) {
+            // Its connection has been closed. A worker that computes on although nobody waits is at work until it has done.
+            (Err(ClientError::Late { .. }), Some(ears)) => ears.hangs.busy_until_done(at_work),
+            _ => drop(at_work),
+        }
         if heard.is_ok() {
             queued.outcome = Outcome::Answered;
         }

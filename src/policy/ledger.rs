@@ -153,6 +153,24 @@ impl Ledger {
         Ok(())
     }
 
+    /// Raises what a lease holds to the measured use of its holder, as far as the budget reaches. That use was unaccounted
+    /// until now, so that what is free stays the same. Returns by how much it was raised.
+    pub(super) fn follow(&mut self, id: LeaseId) -> Bytes {
+        let Some(tenant) = self.entries.get(&id).map(|entry| entry.tenant.clone()) else {
+            return Bytes::ZERO;
+        };
+        let used = self.used_by(&tenant).unwrap_or_default();
+        let beyond = used.saturating_sub(self.held_by_tenant(&tenant));
+        let more = beyond.min(self.budget.saturating_sub(self.held()));
+        if more > Bytes::ZERO
+            && let Some(entry) = self.entries.get_mut(&id)
+        {
+            entry.held = entry.held.saturating_add(more);
+            self.changes += 1;
+        }
+        more
+    }
+
     /// Lowers what a lease holds; a higher or equal amount changes nothing. Returns what became free of it.
     pub fn lower(&mut self, id: LeaseId, bytes: Bytes) -> Bytes {
         let Some(entry) = self.entries.get_mut(&id) else {
@@ -443,6 +461,22 @@ mod tests {
         ledger.observe_scope(mib(5), at(20));
         assert_eq!((ledger.unmanaged(), ledger.unused_reserve()), (mib(3), mib(0)));
         assert_eq!(ledger.free(), mib(7));
+    }
+
+    #[test]
+    fn a_lease_that_follows_its_holder_changes_nothing_that_is_free_and_stays_within_the_budget() {
+        let mut ledger = Ledger::new(mib(10), mib(0));
+        ledger.book(A, "a", mib(4), at(0)).unwrap();
+        ledger.book(B, "b", mib(2), at(0)).unwrap();
+        ledger.measure("a", mib(7), at(10));
+        assert_eq!((ledger.free(), ledger.excess()), (mib(1), mib(3)));
+        assert_eq!(ledger.follow(A), mib(3));
+        assert_eq!((ledger.free(), ledger.excess(), ledger.held_by(A)), (mib(1), mib(0), mib(7)));
+        assert_eq!(ledger.follow(A), mib(0));
+        ledger.measure("a", mib(12), at(20));
+        assert_eq!(ledger.follow(A), mib(1), "the rest is beyond the budget");
+        assert!(ledger.is_conserved());
+        assert_eq!((ledger.free(), ledger.excess()), (mib(0), mib(4)));
     }
 
     #[test]

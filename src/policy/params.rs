@@ -353,6 +353,10 @@ pub struct WorkerParams {
     /// What it does when it is idle or has grown.
     #[serde(flatten)]
     pub rest: RestParams,
+    /// Whether its sizes were left to be learned: `peak` is what the first start reserves, and afterwards the kernel's
+    /// figures count.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub auto: bool,
     /// What it runs, as a name that another program or model does not have: what was learned of its peak is of this one.
     pub model: Option<String>,
 }
@@ -387,6 +391,10 @@ pub struct RestParams {
     pub idle_stop_after: Option<Duration>,
     /// Measured memory above which it winds down and is started again.
     pub recycle_above: Option<Bytes>,
+    /// Whether it winds down and is started again when what is left after its work grows without end, beyond its peak, and
+    /// memory is wanted.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub recycle_leaks: bool,
 }
 
 impl Default for WorkerParams {
@@ -403,6 +411,7 @@ impl Default for WorkerParams {
             pinned: false,
             own_lease: false,
             rest: RestParams::default(),
+            auto: false,
             model: None,
         }
     }

@@ -25,6 +25,14 @@ pub struct LearnedPeak {
     pub model: Option<String>,
 }
 
+impl LearnedPeak {
+    /// What a start reserves by it.
+    #[must_use]
+    pub fn with_margin(&self) -> Bytes {
+        self.bytes.saturating_add(self.bytes.per_mille(MARGIN_PER_MILLE))
+    }
+}
+
 /// All peaks that were learned, by holder and variant.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
@@ -94,7 +102,7 @@ impl Peaks {
         let Some(peak) = self.of(holder, variant) else {
             return configured;
         };
-        let with_margin = peak.bytes.saturating_add(peak.bytes.per_mille(MARGIN_PER_MILLE));
+        let with_margin = peak.with_margin();
         if peak.bytes > configured {
             with_margin
         } else if peak.lives >= LIVES_LEAST {

@@ -275,6 +275,10 @@ pub enum SpareReason {
     Recovered,
     /// A worker that could be stopped; others give what is missing now.
     OthersSuffice,
+    /// A worker that was stopped to make room and was needed again at once; it is not stopped for so long.
+    WantedAgain {
+        remaining: Duration,
+    },
 }
 
 /// A holder, what it holds, and what of that can be reclaimed.

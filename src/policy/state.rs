@@ -148,7 +148,10 @@ impl State {
         let variant = known.or_else(|| variants.first()).map(|known| known.name.as_str());
         let (configured, steady) = (worker.params.peak_of(variant), worker.params.steady_of(variant));
         // Use beyond the budget was seen without it: no worker waits for more than can ever be had.
-        let expected = self.peaks.expected(name, variant, configured, steady);
+        let expected = match self.peaks.of(name, variant) {
+            Some(peak) if worker.params.auto => peak.with_margin(),
+            _ => self.peaks.expected(name, variant, configured, steady),
+        };
         expected.min(self.ledger.budget().max(configured))
     }
 

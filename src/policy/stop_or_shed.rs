@@ -71,7 +71,8 @@ pub(super) fn why_kept(state: &State, worker: &Worker, purpose: Purpose) -> Opti
     } else if pressed && !state.pressure.is_critical_now() {
         Some(SpareReason::Recovered)
     } else {
-        None
+        let until = worker.not_worth_stopping_until().filter(|until| *until > state.now);
+        until.map(|until| SpareReason::WantedAgain { remaining: until.saturating_since(state.now) })
     }
 }
 

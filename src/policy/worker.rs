@@ -11,6 +11,7 @@
 //! A worker that is to end although no memory is short *winds down* first: APIs send it nothing new, what it does is
 //! finished, and only then it is stopped. One that was stopped for being idle is *asleep*: a request starts it.
 
+mod breath;
 mod exit;
 mod lesson;
 mod rest;
@@ -52,6 +53,17 @@ pub(super) struct Worker {
     recycles: u32,
     pub(super) history: WorkerHistory,
     pub(super) last_death: Option<DeathSummary>,
+    #[serde(default)]
+    returns: Returns,
+}
+
+/// How often a worker that was stopped to make room was wanted again at once.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+struct Returns {
+    /// When it was last stopped to make room.
+    shed_at: Option<Timestamp>,
+    /// Stops in a row after which it was up again within [`RETURN_SOON`].
+    in_a_row: u32,
 }
 
 /// A worker's place in its life.
@@ -114,6 +126,7 @@ impl Worker {
             recycles: 0,
             history: WorkerHistory::default(),
             last_death: None,
+            returns: Returns::default(),
             params: params.clone(),
         }
     }
@@ -279,7 +292,12 @@ impl Worker {
             Phase::Stopped(_) => self.awaits_its_turn().then_some(peak),
             Phase::Running(run) => match &run.stage {
                 Stage::Starting => false,
-                Stage::Ready(ready) => ready.is_outgrown(),
+                // Its next request will take as much as the last ones did.
+                Stage::Ready(ready) if !ready.is_outgrown() => {
+                    let more = ready.breath.need().saturating_sub(held);
+                    return (more > Bytes::ZERO).then_some(more);
+                }
+                Stage::Ready(_) => true,
                 Stage::Stopping { cause, outgrown } => *outgrown || *cause == StopCause::Recycle,
             }
             .then(|| peak.saturating_sub(held)),
@@ -355,6 +373,10 @@ impl Worker {
     pub(super) fn answered(&mut self, pid: u32, now: Timestamp) -> Option<Duration> {
         let took = self.run_mut()?.answered(pid, now)?;
         self.idle_since = now;
+        if let Some(shed_at) = self.returns.shed_at.take() {
+            let soon = now.saturating_since(shed_at) < RETURN_SOON;
+            self.returns.in_a_row = if soon { (self.returns.in_a_row + 1).min(RETURNS_MAX) } else { 0 };
+        }
         self.restart.ready(now);
         Some(took)
     }
@@ -367,11 +389,29 @@ impl Worker {
         self.last_death = Some(summary);
     }
 
-    pub(super) const fn works(&mut self, requests: u32, now: Timestamp) {
+    /// It has so many requests. Returns whether it begins to work.
+    pub(super) fn works(&mut self, requests: u32, now: Timestamp) -> bool {
         if self.requests > 0 && requests == 0 {
             self.idle_since = now;
         }
+        let begins = self.requests == 0 && requests > 0;
         self.requests = requests;
+        if begins && let Some(ready) = self.ready_mut() {
+            ready.breath.works();
+        }
+        begins
+    }
+
+    /// The most that its last requests have taken; nothing before the first.
+    pub(super) fn breathes_to(&self) -> Bytes {
+        self.run().and_then(Run::ready).map_or(Bytes::ZERO, |ready| ready.breath.need())
+    }
+
+    /// Until when it is not stopped again to make room: one that was wanted at once each time is not worth it.
+    pub(super) fn not_worth_stopping_until(&self) -> Option<Timestamp> {
+        let ready_at = self.run()?.ready()?.at;
+        let times = self.returns.in_a_row.checked_sub(1)?;
+        Some(ready_at + RETURN_DWELL.saturating_mul(1 << times))
     }
 
     /// It is asked to stop. Returns those who waited for its change of variant, or `None` if it does not run.
@@ -399,6 +439,7 @@ impl Worker {
         if rest.is_some() {
             self.phase = Phase::Stopped(rest);
         }
+        self.returns.shed_at = matches!(next, AfterExit::Shed { .. }).then_some(now);
         Some(Ended { lease: run.lease, tickets: tickets.unwrap_or_default(), stopping: run.stopping().is_some(), next })
     }
 
@@ -514,6 +555,14 @@ impl Worker {
     }
 }
 
+/// A worker that is up again so soon after it was stopped to make room was needed (our choice: twice the time that a large
+/// model takes to load).
+const RETURN_SOON: Duration = Duration::from_secs(60);
+
+/// How long it is not stopped after the first such return; doubled with each further one, up to [`RETURNS_MAX`] of them.
+const RETURN_DWELL: Duration = Duration::from_secs(10);
+const RETURNS_MAX: u32 = 6;
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -535,6 +584,7 @@ mod tests {
                 idle_shrink_after: Some(Duration::from_secs(1)),
                 idle_stop_after: Some(Duration::from_secs(2)),
                 recycle_above: Some(Bytes::from_mib(150)),
+                recycle_leaks: false,
             },
             ..WorkerParams::default()
         });
@@ -589,5 +639,30 @@ mod tests {
         worker.stop(StopCause::NotReady, at(60_200));
         assert!(matches!(worker.take_due(at(63_200)), Some(Due::NotStopped)));
         assert!(worker.take_due(at(63_200)).is_none());
+    }
+
+    #[test]
+    fn a_worker_that_is_wanted_at_once_each_time_is_stopped_less_and_less_often() {
+        let mut worker = ready();
+        assert_eq!(worker.not_worth_stopping_until(), None);
+        let mut now = at(1000);
+        for returns in 0..8u32 {
+            worker.stop(StopCause::Shed, now);
+            worker.exited(true, "SIGTERM", now).unwrap();
+            now = now + Duration::from_secs(2);
+            worker.want(now);
+            worker.start(LeaseId(2), now);
+            worker.answered(8, now);
+            let spared = Duration::from_secs(10) * (1 << returns.min(5));
+            assert_eq!(worker.not_worth_stopping_until(), Some(now + spared), "{returns}");
+        }
+        // One that nobody missed for a while is worth stopping.
+        worker.stop(StopCause::Shed, now);
+        worker.exited(true, "SIGTERM", now).unwrap();
+        now = now + Duration::from_secs(61);
+        worker.want(now);
+        worker.start(LeaseId(3), now);
+        worker.answered(9, now);
+        assert_eq!(worker.not_worth_stopping_until(), None);
     }
 }

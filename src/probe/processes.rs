@@ -10,6 +10,7 @@ use std::{
     fs, io,
     os::unix::fs::MetadataExt as _,
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 use super::source::{lines, number, read_bytes, words};
@@ -28,6 +29,8 @@ pub struct ProcessStat {
     pub group: u32,
     /// Its session.
     pub session: u32,
+    /// Its threads, the main one included as long as it is not reaped; zombies have one.
+    pub threads: u32,
     /// When it was started, in clock ticks since boot. Together with the id this names one process.
     pub start_ticks: u64,
 }
@@ -49,14 +52,21 @@ impl ProcessStat {
         let mut fields = words(text.get(close + 1..)?.trim_ascii_end());
         let state = char::from(*fields.next()?.first()?);
         let (parent, group, session) = (id(fields.next())?, id(fields.next())?, id(fields.next())?);
-        // Field 22; the session was field 6 (proc_pid_stat(5)).
-        let start_ticks = number(fields.nth(22 - 7)?)?;
-        Some(Self { pid, state, parent, group, session, start_ticks })
+        // Fields 20 and 22; the session was field 6 (proc_pid_stat(5)).
+        let threads = id(fields.nth(20 - 7))?;
+        let start_ticks = number(fields.nth(1)?)?;
+        Some(Self { pid, state, parent, group, session, threads, start_ticks })
     }
 
     /// Whether it has ended and only waits to be reaped; it holds no memory then.
     #[must_use]
     pub const fn is_dead(self) -> bool {
+        self.main_thread_has_ended() && self.threads <= 1
+    }
+
+    /// Whether the main thread has ended. Others may run on: then the memory is shown by them, and no more by the process.
+    #[must_use]
+    pub const fn main_thread_has_ended(self) -> bool {
         matches!(self.state, 'Z' | 'X' | 'x')
     }
 }
@@ -80,7 +90,7 @@ impl ProcessMemory {
     /// # Errors
     /// When the file is there and cannot be read: another user's process.
     pub fn read(proc: &Path, pid: u32) -> io::Result<Option<Self>> {
-        match read_bytes(&file(proc, pid, "smaps_rollup")) {
+        match read_bytes(&memory_file(proc, pid, "smaps_rollup")) {
             Ok(text) => Ok(Self::parse(&text)),
             Err(error) if is_gone(&error) => Ok(None),
             Err(error) => Err(error),
@@ -99,18 +109,54 @@ impl ProcessMemory {
     }
 }
 
+/// The thread that shows the memory of a process whose main thread has ended while others run on; `None` for every other
+/// process.
+#[must_use]
+pub fn living_thread(proc: &Path, pid: u32) -> Option<u32> {
+    let process = ProcessStat::read(proc, pid)?;
+    if !process.main_thread_has_ended() || process.is_dead() {
+        return None;
+    }
+    let threads = fs::read_dir(file(proc, pid, "task")).ok()?.flatten();
+    let ids = threads.filter_map(|entry| u32::try_from(number(entry.file_name().as_encoded_bytes())?).ok());
+    ids.filter(|id| *id != pid).find(|id| {
+        let text = read_bytes(&file(proc, pid, "task").join(id.to_string()).join("stat")).unwrap_or_default();
+        ProcessStat::parse(&text).is_some_and(|thread| !thread.main_thread_has_ended())
+    })
+}
+
+/// A file that shows the memory of a process.
+fn memory_file(proc: &Path, pid: u32, name: &str) -> PathBuf {
+    match living_thread(proc, pid) {
+        Some(thread) => file(proc, pid, "task").join(thread.to_string()).join(name),
+        None => file(proc, pid, name),
+    }
+}
+
 /// Resident set size by `/proc/<pid>/statm`: cheap, readable for every process, shared pages in full.
 #[must_use]
 pub fn resident(proc: &Path, pid: u32) -> Option<Bytes> {
-    let text = read_bytes(&file(proc, pid, "statm")).ok()?;
+    let text = read_bytes(&memory_file(proc, pid, "statm")).ok()?;
     let pages = words(text.trim_ascii()).nth(1).and_then(number)?;
     Some(Bytes::new(pages).saturating_mul(page().get()))
+}
+
+/// Processor time that a process has used, all of its threads together; `None` when there is no such process.
+#[must_use]
+pub fn cpu_time(pid: u32) -> Option<Duration> {
+    let text = read_bytes(&file(Path::new("/proc"), pid, "stat")).ok()?;
+    let close = text.iter().rposition(|byte| *byte == b')')?;
+    let mut fields = words(text.get(close + 1..)?.trim_ascii_end());
+    // Fields 14 and 15 (proc_pid_stat(5)); the state, field 3, is the first of these.
+    let (user, system) = (number(fields.nth(14 - 3)?)?, number(fields.next()?)?);
+    let per_second = sysconf(nix::unistd::SysconfVar::CLK_TCK)?;
+    Some(Duration::from_millis(user.saturating_add(system).saturating_mul(1000) / per_second.max(1)))
 }
 
 /// The largest resident set size that a process has had, shared pages in full (`VmHWM`).
 #[must_use]
 pub fn peak_resident(proc: &Path, pid: u32) -> Option<Bytes> {
-    kib(&read_bytes(&file(proc, pid, "status")).ok()?, b"VmHWM:")
+    kib(&read_bytes(&memory_file(proc, pid, "status")).ok()?, b"VmHWM:")
 }
 
 /// Value of a variable in the environment that a process was started with; `None` when it has none or may not be read.
@@ -266,7 +312,7 @@ impl Default for OpenMemory {
 
 impl OpenMemory {
     fn add(&mut self, proc: &Path, pid: u32) {
-        for entry in fs::read_dir(file(proc, pid, "fd")).into_iter().flatten().flatten() {
+        for entry in fs::read_dir(memory_file(proc, pid, "fd")).into_iter().flatten().flatten() {
             let target = fs::read_link(entry.path()).unwrap_or_default();
             if target.as_os_str().as_encoded_bytes().starts_with(b"/memfd:")
                 && let Ok(found) = fs::metadata(entry.path())
@@ -339,7 +385,7 @@ mod tests {
     const ROLLUP: &str = "00400000-7ffe000 ---p 00000000 00:00 0 [rollup]\nRss:  2048 kB\nPss:  1024 kB\nAnonymous:  512 kB\nSwap:  8 kB\nSwapPss:  4 kB\n";
 
     fn process(pid: u32, parent: u32, group: u32, session: u32) -> ProcessStat {
-        ProcessStat { pid, state: 'S', parent, group, session, start_ticks: 0 }
+        ProcessStat { pid, state: 'S', parent, group, session, threads: 1, start_ticks: 0 }
     }
 
     fn stat(pid: u32, parent: u32, group: u32) -> String {
@@ -366,6 +412,45 @@ mod tests {
         for broken in ["", "1 (x", "1 (x) S", "x (y) S 1 1 1", "1 (x) S 1 2 3 0 -1 0 0 0 0 0 0"] {
             assert_eq!(ProcessStat::parse(broken.as_bytes()), None, "{broken}");
         }
+    }
+
+    /// A program whose main thread ends by `pthread_exit` while another one holds 24 MiB.
+    #[test]
+    fn a_process_whose_main_thread_has_ended_is_measured_by_the_others() {
+        use std::io::{BufRead as _, BufReader};
+        let dir = tempfile::tempdir().unwrap();
+        let source = dir.path().join("a.py");
+        // `ctypes` gives the interpreter's lock back for the call, in which the main thread ends.
+        let text = r"
+import ctypes, os, sys, threading, time
+def alone():
+    held = bytearray(b'x') * (24 << 20)
+    while open(f'/proc/{os.getpid()}/stat').read().split()[2] != 'Z':
+        time.sleep(0.005)
+    print('alone', flush=True)
+    sys.stdin.read()
+    os._exit(len(held) & 1)
+threading.Thread(target=alone).start()
+ctypes.CDLL(None).pthread_exit(None)
+";
+        std::fs::write(&source, text).unwrap();
+        let mut child = std::process::Command::new("python3")
+            .arg(&source)
+            .stdin(std::process::Stdio::piped())
+            .stdout(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        assert_eq!(line.trim(), "alone");
+        let (proc, pid) = (Path::new("/proc"), child.id());
+        let stat = ProcessStat::read(proc, pid).unwrap();
+        let (used, resident) = (sum(proc, [pid]), resident(proc, pid));
+        drop(child.stdin.take());
+        child.wait().unwrap();
+        assert!(stat.main_thread_has_ended() && !stat.is_dead(), "{stat:?}");
+        assert!(used.used > Bytes::from_mib(24) && used.peak > Some(Bytes::from_mib(24)), "{used:?}");
+        assert!(resident > Some(Bytes::from_mib(24)), "{resident:?}");
     }
 
     #[test]

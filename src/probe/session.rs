@@ -21,7 +21,7 @@ use std::{
 
 use super::{
     ProbeError, ProbeRoot,
-    processes::{MemorySum, ProcessMemory, ProcessStat, is_gone},
+    processes::{MemorySum, ProcessMemory, ProcessStat, is_gone, living_thread},
     source::{number, words},
 };
 use crate::units::{Bytes, page};
@@ -35,6 +35,8 @@ pub(super) struct SessionReader {
     folder: File,
     found: Vec<Found>,
     /// By process id.
+    /// Processes whose main thread has ended, each with a thread that shows their memory.
+    threads: Vec<(u32, u32)>,
     members: Vec<Member>,
     path: String,
     text: Vec<u8>,
@@ -77,6 +79,7 @@ impl SessionReader {
             folder,
             found: Vec::with_capacity(LISTED),
             members: Vec::with_capacity(LISTED),
+            threads: Vec::new(),
             path: String::with_capacity(128),
             text: vec![0; TEXT],
             page: page().get(),
@@ -127,6 +130,7 @@ impl SessionReader {
     /// Lists all processes, by `getdents64` into a buffer of ours.
     fn list(&mut self) -> io::Result<()> {
         self.found.clear();
+        self.threads.clear();
         // SAFETY: the descriptor is open; it only moves the place where the list is read from.
         if unsafe { libc::lseek(self.folder.as_raw_fd(), 0, libc::SEEK_SET) } < 0 {
             return Err(io::Error::last_os_error());
@@ -156,6 +160,11 @@ impl SessionReader {
     fn find(&mut self, pid: u32) -> Option<Found> {
         let text = self.file(pid, "stat").ok()?;
         let stat = ProcessStat::parse(text)?;
+        if stat.main_thread_has_ended()
+            && let Some(thread) = living_thread(&self.root.proc, pid)
+        {
+            self.threads.push((pid, thread));
+        }
         (!stat.is_dead()).then_some(Found {
             pid: stat.pid,
             parent: stat.parent,
@@ -269,7 +278,12 @@ impl SessionReader {
     fn file(&mut self, pid: u32, name: &str) -> io::Result<&[u8]> {
         self.path.clear();
         let folder = self.root.proc.display();
-        write!(self.path, "{folder}/{pid}/{name}").map_err(io::Error::other)?;
+        let shown_by = self.threads.iter().find(|(process, _)| *process == pid);
+        match shown_by {
+            Some((_, thread)) => write!(self.path, "{folder}/{pid}/task/{thread}/{name}"),
+            None => write!(self.path, "{folder}/{pid}/{name}"),
+        }
+        .map_err(io::Error::other)?;
         let length = File::open(&self.path)?.read(&mut self.text)?;
         Ok(self.text.get(..length).unwrap_or_default())
     }

@@ -2,13 +2,15 @@
 
 use std::{
     collections::VecDeque,
-    io,
+    fmt, io,
     os::fd::{AsRawFd, OwnedFd},
     sync::{Arc, Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
 use tokio::{io::AsyncReadExt, net::unix::pipe, sync::watch, task::JoinHandle};
+
+use crate::units::Bytes;
 
 /// Reads one output of a worker until it is closed.
 #[derive(Debug)]
@@ -70,11 +72,18 @@ impl LogTail {
         let lines = Arc::new(Mutex::new(VecDeque::new()));
         let kept = Arc::clone(&lines);
         let reader = tokio::spawn(async move {
-            let on_line = |raw: String| {
+            let show = |line: &str| match stream {
+                Stream::Stdout => tracing::info!(target: "worker", worker = &*worker, stream = "stdout", "{line}"),
+                Stream::Stderr => tracing::info!(target: "worker", worker = &*worker, stream = "stderr", "{line}"),
+            };
+            let on_output = |output: Output| {
+                let (raw, is_shown) = match output {
+                    Output::Line { text, is_shown } => (text, is_shown),
+                    Output::Omitted(omitted) => return show(&omitted.to_string()),
+                };
                 let line = printable(&raw);
-                match stream {
-                    Stream::Stdout => tracing::info!(target: "worker", worker = &*worker, stream = "stdout", "{line}"),
-                    Stream::Stderr => tracing::info!(target: "worker", worker = &*worker, stream = "stderr", "{line}"),
+                if is_shown {
+                    show(&line);
                 }
                 if needle.as_ref().is_some_and(|needle| needle.is_in(&raw)) {
                     found.send_replace(true);
@@ -87,7 +96,7 @@ impl LogTail {
                     kept.push_back(LogLine { at: Instant::now(), text: line });
                 }
             };
-            read_lines(pipe, on_line).await;
+            read_lines(pipe, on_output).await;
         });
         Ok(Self { lines, reader, pipe: again })
     }
@@ -119,13 +128,89 @@ impl LogTail {
     }
 }
 
-async fn read_lines(mut pipe: pipe::Receiver, mut on_line: impl FnMut(String)) {
+/// What comes of one output.
+enum Output {
+    /// A line, and whether it is shown in our log.
+    Line { text: String, is_shown: bool },
+    /// A window is over in which lines were left out.
+    Omitted(Omitted),
+}
+
+/// What was left out of our log.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Omitted {
+    lines: u64,
+    bytes: Bytes,
+}
+
+impl fmt::Display for Omitted {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { lines, bytes } = self;
+        let seconds = WINDOW.as_secs();
+        write!(f, "{lines} lines ({bytes}) are left out: {LINES_PER_WINDOW} are shown of each output in {seconds} s")
+    }
+}
+
+/// Bound of what one output brings into our log.
+#[derive(Debug, Default)]
+struct Quota {
+    /// When the present window began; `None` before its first line.
+    began: Option<Instant>,
+    shown: u32,
+    omitted: Omitted,
+}
+
+impl Quota {
+    /// Ends the window if it is over at `now`; what was left out in it, if anything was.
+    fn ended(&mut self, now: Instant) -> Option<Omitted> {
+        self.began.take_if(|began| now.saturating_duration_since(*began) >= WINDOW)?;
+        self.close()
+    }
+
+    fn close(&mut self) -> Option<Omitted> {
+        let Self { omitted, .. } = std::mem::take(self);
+        (omitted.lines > 0).then_some(omitted)
+    }
+
+    /// Whether a line of so many bytes is shown.
+    fn shows(&mut self, bytes: usize, now: Instant) -> bool {
+        self.began.get_or_insert(now);
+        if self.shown < LINES_PER_WINDOW {
+            self.shown += 1;
+            return true;
+        }
+        self.omitted.lines += 1;
+        self.omitted.bytes = self.omitted.bytes.saturating_add(Bytes::of_len(bytes));
+        false
+    }
+
+    /// When to report what was left out, where anything was.
+    fn reports_at(&self) -> Option<Instant> {
+        self.began.filter(|_| self.omitted.lines > 0).map(|began| began + WINDOW)
+    }
+}
+
+async fn read_lines(mut pipe: pipe::Receiver, mut on_output: impl FnMut(Output)) {
+    let mut quota = Quota::default();
     let mut line = Vec::new();
     let (mut cut, mut returned) = (false, false);
     let mut buffer = Vec::with_capacity(BUFFER_BYTES);
     loop {
         buffer.clear();
-        let ended = matches!(pipe.read_buf(&mut buffer).await, Ok(0) | Err(_));
+        let read = pipe.read_buf(&mut buffer);
+        let read = match quota.reports_at() {
+            Some(at) => tokio::time::timeout_at(at.into(), read).await.ok(),
+            None => Some(read.await),
+        };
+        let ended = matches!(read, Some(Ok(0) | Err(_)));
+        let now = Instant::now();
+        if let Some(omitted) = quota.ended(now) {
+            on_output(Output::Omitted(omitted));
+        }
+        let mut take = |line: &[u8], cut| {
+            let is_shown = quota.shows(line.len(), now);
+            on_output(Output::Line { text: text_of(line, cut), is_shown });
+        };
         for &byte in &buffer {
             // A bar of progress goes back to the beginning of its line again and again; the last state of it is kept.
             if returned && byte != b'\n' {
@@ -137,7 +222,7 @@ async fn read_lines(mut pipe: pipe::Receiver, mut on_line: impl FnMut(String)) {
                 continue;
             }
             if byte == b'\n' {
-                on_line(text_of(&line, cut));
+                take(&line, cut);
                 line.clear();
                 cut = false;
             } else if line.len() < LINE_BYTES_MAX {
@@ -148,9 +233,16 @@ async fn read_lines(mut pipe: pipe::Receiver, mut on_line: impl FnMut(String)) {
         }
         if ended {
             if !line.is_empty() {
-                on_line(text_of(&line, cut));
+                take(&line, cut);
+            }
+            if let Some(omitted) = quota.close() {
+                on_output(Output::Omitted(omitted));
             }
             return;
+        }
+        if quota.omitted.lines > 0 {
+            // It waits at a full pipe for a moment rather than have a core of ours.
+            tokio::time::sleep(FLOOD_PAUSE).await;
         }
     }
 }
@@ -194,7 +286,15 @@ const LOOK_PAUSE: Duration = Duration::from_millis(1);
 const LINE_BYTES_MAX: usize = 1024;
 
 /// Bytes read at once.
-const BUFFER_BYTES: usize = 4096;
+const BUFFER_BYTES: usize = 16 << 10;
+
+/// Lines of one output that are shown in our log in [`WINDOW`]. Our choice: a traceback, or the start of a model server that
+/// reports each tensor, and 20 KiB/s at most for as long as it goes on.
+const LINES_PER_WINDOW: u32 = 400;
+const WINDOW: Duration = Duration::from_secs(10);
+
+/// Pause between two readings while lines are left out: 3 MiB/s, which takes some percent of a core.
+const FLOOD_PAUSE: Duration = Duration::from_millis(5);
 
 /// How long the last lines may take after the process has ended.
 const DRAIN: Duration = Duration::from_millis(200);
@@ -209,5 +309,42 @@ mod tests {
             printable("a\tb \u{1b}]0;title\u{7}\u{1b}[31mred\u{9b}2J\u{7f} é"),
             "a\tb \\u{1b}]0;title\\u{7}\\u{1b}[31mred\\u{9b}2J\\u{7f} é"
         );
+    }
+
+    #[test]
+    fn a_flood_of_lines_is_counted_and_reported_once_for_each_window() {
+        let mut quota = Quota::default();
+        let start = Instant::now();
+        let shown = (0..100_000).filter(|_| quota.shows(80, start)).count();
+        assert_eq!(shown, 400);
+        assert_eq!(quota.reports_at(), Some(start + WINDOW));
+        assert_eq!(quota.ended(start + WINDOW / 2), None);
+        let omitted = quota.ended(start + WINDOW).unwrap();
+        assert_eq!(omitted, Omitted { lines: 99_600, bytes: Bytes::new(99_600 * 80) });
+        assert_eq!(omitted.to_string(), "99600 lines (7.6 MiB) are left out: 400 are shown of each output in 10 s");
+        // A new window, and one in which nothing is left out.
+        assert!(quota.shows(80, start + WINDOW));
+        assert_eq!((quota.reports_at(), quota.ended(start + WINDOW * 2)), (None, None));
+        assert_eq!(quota.close(), None);
+    }
+
+    #[tokio::test]
+    async fn the_end_of_a_flood_is_kept_although_it_is_not_shown() {
+        let (reader, writer) =
+            nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC | nix::fcntl::OFlag::O_NONBLOCK).unwrap();
+        let written: String = (0..1000).map(|number| format!("line {number}\n")).collect();
+        assert_eq!(nix::unistd::write(&writer, written.as_bytes()).unwrap(), written.len());
+        drop(writer);
+        let (mut shown, mut kept, mut omitted) = (0, Vec::new(), 0);
+        read_lines(pipe::Receiver::from_owned_fd(reader).unwrap(), |output| match output {
+            Output::Line { text, is_shown } => {
+                shown += u32::from(is_shown);
+                kept.push(text);
+            }
+            Output::Omitted(of) => omitted += of.lines,
+        })
+        .await;
+        assert_eq!((shown, omitted, kept.len()), (400, 600, 1000));
+        assert_eq!(kept.last().unwrap(), "line 999");
     }
 }

@@ -19,6 +19,8 @@ use cotenant::{
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
+use crate::worker::Breath;
+
 pub(crate) const fn mib(mib: u64) -> Bytes {
     Bytes::from_mib(mib)
 }
@@ -143,6 +145,24 @@ pub(crate) fn choose_ageing(seed: u64, device: &mut Device) {
     }
 }
 
+/// Workers whose requests take more than their declared peak and give it back, and some that leak. Drawn from a source of its
+/// own, as habits are.
+pub(crate) fn choose_breathing(seed: u64, device: &mut Device) -> Vec<(String, Breath)> {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed ^ BREATHING);
+    if !rng.random_bool(0.3) {
+        return Vec::new();
+    }
+    let of_one_size = device.params.workers.iter_mut();
+    let of_one_size = of_one_size.filter(|worker| worker.variants.is_empty() && worker.shrinks_to.is_none());
+    let choose = |worker: &mut WorkerParams| {
+        worker.rest.recycle_leaks = true;
+        let leaks = rng.random_bool(0.3);
+        let leak = if leaks { worker.peak.per_mille(rng.random_range(40..200)) } else { Bytes::ZERO };
+        (worker.name.clone(), Breath { rest: Bytes::ZERO, leak })
+    };
+    of_one_size.map(choose).collect()
+}
+
 /// What the engine measures of itself, now and again: often that reading takes longer than computing, so that prompts are
 /// worth larger chunks. Drawn from a source of its own, as habits are.
 pub(crate) fn choose_speeds(seed: u64) -> Vec<(Duration, Calibration)> {
@@ -163,6 +183,7 @@ pub(crate) fn choose_speeds(seed: u64) -> Vec<(Duration, Calibration)> {
 const SPEEDS: u64 = 0x7370_6565_6473;
 const AGEING: u64 = 0x6167_6569_6e67;
 const HOPELESS: u64 = 0x686f_7065;
+const BREATHING: u64 = 0x6272_6561_7468;
 const HABITS: u64 = 0x6861_6269_7473;
 
 pub(crate) fn largest(worker: &WorkerParams) -> Bytes {

@@ -2,6 +2,9 @@
 
 use cotenant::{policy::params::WorkerParams, units::Bytes};
 
+/// How many times its peak one that leaks comes to use, unless it is ended before.
+const LEAKS_TO: u64 = 2;
+
 #[derive(Clone, Debug)]
 pub(crate) struct Worker {
     pub(crate) params: WorkerParams,
@@ -13,6 +16,17 @@ pub(crate) struct Worker {
     pub(crate) requests: u32,
     /// Rises with every start, so that what was planned for an earlier process does not reach a later one.
     pub(crate) life: u32,
+    /// What it keeps between its requests, where those take memory: its declared sizes are a guess.
+    pub(crate) breathes: Option<Breath>,
+}
+
+/// A worker whose requests take memory.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Breath {
+    /// What it uses between them.
+    pub(crate) rest: Bytes,
+    /// What each of them leaves for ever.
+    pub(crate) leak: Bytes,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,6 +46,7 @@ impl Worker {
             variant: None,
             requests: 0,
             life: 0,
+            breathes: None,
         }
     }
 
@@ -47,6 +62,26 @@ impl Worker {
     pub(crate) fn become_ready(&mut self) {
         self.state = State::Ready;
         self.used = self.params.steady_of(self.variant.as_deref());
+        if let Some(breath) = &mut self.breathes {
+            breath.rest = self.used;
+        }
+    }
+
+    /// It has so many requests; the first takes `more` than what it uses between them.
+    pub(crate) fn works(&mut self, requests: u32, more: Bytes) {
+        let begins = self.requests == 0 && requests > 0;
+        let ends = self.requests > 0 && requests == 0;
+        self.requests = requests;
+        let Some(breath) = &mut self.breathes else {
+            return;
+        };
+        if begins {
+            self.used = breath.rest + more;
+        } else if ends {
+            breath.rest = (breath.rest + breath.leak).min(self.params.peak.saturating_mul(LEAKS_TO));
+            self.used = breath.rest;
+        }
+        self.high_water = self.high_water.max(self.used);
     }
 
     pub(crate) fn exit(&mut self) {

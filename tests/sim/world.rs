@@ -104,6 +104,8 @@ pub(crate) struct World {
     rng: ChaCha8Rng,
     /// Decides what only some histories have: see [`letters`].
     letters: Option<ChaCha8Rng>,
+    /// Chooses what requests of workers take, in some histories.
+    breath: Option<ChaCha8Rng>,
     /// Reads the high water of workers, in some histories.
     high_water: Option<ChaCha8Rng>,
     /// The most that each worker has used in each of its variants, or in what the arbiter takes for its variant.
@@ -132,11 +134,18 @@ impl World {
         device::choose_habits(seed, &mut device);
         device::choose_hopeless(seed, &mut device);
         device::choose_ageing(seed, &mut device);
+        let breathing = device::choose_breathing(seed, &mut device);
         let mut tenants =
             (0..rng.random_range(0..6)).map(|index| Tenant::new(index, &mut rng, &faults)).collect::<Vec<_>>();
         let letters = choose_letters(seed, &mut tenants);
         choose_names(seed, &mut tenants);
-        let workers = device.params.workers.iter().map(|worker| (worker.name.clone(), Worker::new(worker))).collect();
+        let mut workers: BTreeMap<String, Worker> =
+            device.params.workers.iter().map(|worker| (worker.name.clone(), Worker::new(worker))).collect();
+        for (name, breath) in &breathing {
+            if let Some(worker) = workers.get_mut(name) {
+                worker.breathes = Some(*breath);
+            }
+        }
         let mut world = Self {
             now: Timestamp::START,
             arbiter: Subject::new(&device.params, planted),
@@ -149,6 +158,7 @@ impl World {
             neighbour: Bytes::ZERO,
             rng,
             letters,
+            breath: (!breathing.is_empty()).then(|| ChaCha8Rng::seed_from_u64(!seed)),
             high_water: choose_high_water(seed),
             used_most: BTreeMap::new(),
             happenings: BTreeMap::new(),
@@ -248,7 +258,8 @@ impl World {
     pub(crate) fn honest_use(&self) -> BTreeMap<Process, Bytes> {
         let mut used = BTreeMap::new();
         used.insert(("llm".to_owned(), None), self.engine.used(self.device.shape.as_ref()));
-        for worker in self.workers.values() {
+        // What requests take is on no book before it is measured.
+        for worker in self.workers.values().filter(|worker| worker.breathes.is_none()) {
             used.insert((worker.params.name.clone(), None), worker.used);
         }
         for (index, tenant) in self.tenants.iter().enumerate() {
@@ -710,7 +721,11 @@ impl World {
         if worker.state != State::Ready {
             return None;
         }
-        worker.requests = if self.calm { 0 } else { u32::from(self.rng.random_bool(0.5)) };
+        let requests = if self.calm { 0 } else { u32::from(self.rng.random_bool(0.5)) };
+        let peak = worker.params.peak;
+        let more = self.breath.as_mut().map_or(Bytes::ZERO, |rng| peak.per_mille(rng.random_range(0..1200)));
+        worker.works(requests, more);
+        note_use(&mut self.used_most, worker, worker.variant.clone());
         Some(Event::WorkerActivity { worker: name, requests: worker.requests })
     }
 

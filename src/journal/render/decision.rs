@@ -334,7 +334,7 @@ fn worker(decision: &WorkerDecision) -> String {
         WorkerDecision::PeakLearned { worker, variant, peak, configured } => {
             let variant = variant.as_ref().map_or_else(String::new, |variant| format!(" in variant `{variant}`"));
             format!(
-                "worker `{worker}` used {peak}{variant}, and is set to need {configured} at most: from now on its own peak counts"
+                "worker `{worker}` used {peak}{variant}, and its start reserved {configured}: from now on its own peak counts"
             )
         }
         WorkerDecision::PeakRaised { worker, had, needs } => format!(

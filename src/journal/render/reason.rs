@@ -178,6 +178,10 @@ impl Display for SpareReason {
             Self::ComingDown { to } => return write!(f, "is coming down to {to} already"),
             Self::BeforeCritical(class) => return write!(f, "{class} gives at Critical only"),
             Self::AtLeast(least) => return write!(f, "is at its least of {least}"),
+            Self::WantedAgain { remaining } => {
+                let seconds = remaining.as_secs_f64();
+                return write!(f, "was wanted again at once when it was stopped; it is not stopped for {seconds:.0} s");
+            }
             Self::Ending => "is ending already",
             Self::EngineBusy => "is loading, or failed to shed a moment ago",
             Self::KeepsLayers => "has no KV blocks to give, and keeps its layers until Critical is ahead",

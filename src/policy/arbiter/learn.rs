@@ -46,12 +46,22 @@ pub(super) fn from_life(cx: &mut Context<'_>, name: &str) {
         Some(Lesson::Seen(peak)) => learn_peak(cx, name, peak),
         Some(Lesson::Lived(peak)) => {
             let variant = cx.state.workers.get(name).and_then(Worker::variant);
+            let first = cx.state.peaks.of(name, variant).is_none_or(|peak| peak.lives == 0);
             if cx.state.peaks.lived(name, variant, peak) {
+                if first && worker_is_auto(cx, name) {
+                    let (worker, variant) = (name.to_owned(), variant.map(str::to_owned));
+                    let reserved = cx.state.configured_peak(name, variant.as_deref());
+                    cx.decide(WorkerDecision::PeakLearned { worker, variant, peak, configured: reserved });
+                }
                 store_peaks(cx);
             }
         }
         None => {}
     }
+}
+
+fn worker_is_auto(cx: &Context<'_>, name: &str) -> bool {
+    cx.state.workers.get(name).is_some_and(|worker| worker.params.auto)
 }
 
 /// A worker that was killed at the limit of its control group would have used more than was ever seen of it: what it

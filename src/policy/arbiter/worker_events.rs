@@ -7,7 +7,7 @@
 
 use std::time::Duration;
 
-use super::{context::Context, learn, serve, worker_orders};
+use super::{context::Context, learn, reclaim_orders, serve, worker_orders};
 use crate::{
     policy::{
         admission::{Want, WantKind},
@@ -15,8 +15,10 @@ use crate::{
         decision::{ChangeCause, Decision, StrayReport, WorkerDecision},
         denial::{Denial, Problem},
         event::{Action, Done, WorkerCommand, WorkerDone},
-        lease::Ticket,
-        reason::StopReason,
+        lease::{Class, Ticket},
+        pressure_level::PressureLevel,
+        reason::{ReclaimReason, StopReason},
+        reclaim,
         snapshot::WorkerState,
         state::State,
         worker::{AfterExit, Commanded, Due, Failure, Resizing, RestStep, StopCause, Worker},
@@ -128,8 +130,40 @@ fn decide_failure(cx: &mut Context<'_>, name: &str, failure: Failure) {
 }
 
 pub(super) fn take_activity(cx: &mut Context<'_>, name: &str, requests: u32) {
-    if let Some(worker) = cx.state.workers.get_mut(name) {
-        worker.works(requests, cx.state.now);
+    let now = cx.state.now;
+    if cx.state.workers.get_mut(name).is_some_and(|worker| worker.works(requests, now)) {
+        prepare_for_work(cx, name);
+    }
+}
+
+/// Books what the last requests of a worker have taken, as far as it is free, and has the engine give the rest if it can:
+/// what this request takes is not missed when it takes it.
+fn prepare_for_work(cx: &mut Context<'_>, name: &str) {
+    let Some(worker) = cx.state.workers.get(name).filter(|worker| worker.is_settled()) else {
+        return;
+    };
+    let (need, class) = (worker.breathes_to(), worker.params.class);
+    let Some(id) = worker.lease().filter(|id| cx.state.ledger.held_by(*id) > Bytes::ZERO) else {
+        return;
+    };
+    let held = cx.state.ledger.held_by(id);
+    let more = need.saturating_sub(held);
+    let missing = more.saturating_sub(cx.state.ledger.free());
+    cx.grow_lease(id, held.saturating_add(more).saturating_sub(missing));
+    let missing = missing.saturating_sub(cx.state.coming_back());
+    if missing == Bytes::ZERO || class >= Class::LlmElastic {
+        return;
+    }
+    let reason = ReclaimReason::Request {
+        tenant: name.to_owned(),
+        class,
+        needed: need,
+        free: cx.state.ledger.free(),
+        coming_back: cx.state.coming_back(),
+        budget: cx.state.ledger.budget(),
+    };
+    if let Some(reclaim) = reclaim::from_engine(cx.state, missing, reason) {
+        reclaim_orders::carry_out(cx, reclaim);
     }
 }
 
@@ -339,6 +373,11 @@ pub(super) fn settle(cx: &mut Context<'_>, name: &str) {
     let Some(measured) = cx.state.ledger.measurement(name) else {
         return;
     };
+    // While its memory is there, a worker's lease is what it uses; declared sizes are guesses.
+    let up = cx.state.workers.get(name).filter(|worker| worker.is_up());
+    if let Some(id) = up.and_then(Worker::lease).filter(|id| cx.state.ledger.held_by(*id) > Bytes::ZERO) {
+        cx.state.ledger.follow(id);
+    }
     watch_growth(cx, name, measured.used);
     let Some(worker) = cx.state.workers.get_mut(name).filter(|worker| worker.is_settled()) else {
         return;
@@ -351,12 +390,18 @@ pub(super) fn settle(cx: &mut Context<'_>, name: &str) {
     let tolerance =
         held.saturating_sub(steady).per_mille(1000u32.saturating_sub(cx.state.params.shed.verify_per_mille));
     let is_steady = measured.used <= steady.saturating_add(tolerance);
-    let stays = if is_steady { steady } else { measured.used.max(steady) };
-    let to_shed = stays == steady && worker.take_verified();
+    let (auto, need) = (worker.params.auto, worker.breathes_to());
+    let stays = if is_steady && !auto && need == Bytes::ZERO { steady } else { measured.used.max(steady) };
+    // What its request may still take stays booked until that has ended.
+    let stays = if worker.requests > 0 { stays.max(need.min(held)) } else { stays };
+    let to_shed = is_steady && worker.take_verified();
     let freed = cx.state.ledger.lower(id, stays);
     worker_orders::set_moving(cx, name);
     if freed > Bytes::ZERO {
         cx.state.changed_at = cx.state.now;
+    }
+    // What comes and goes with each request is not worth a line.
+    if freed > Bytes::ZERO && need == Bytes::ZERO {
         cx.decide(WorkerDecision::Settled {
             worker: name.to_owned(),
             used: measured.used,
@@ -373,10 +418,11 @@ pub(super) fn settle(cx: &mut Context<'_>, name: &str) {
 /// Has a worker wind down that holds more than it may, by its last measurement.
 fn watch_growth(cx: &mut Context<'_>, name: &str, used: Bytes) {
     let settle = cx.state.params.shed.settle;
+    let wanted = is_memory_wanted(cx.state);
     let Some(worker) = cx.state.workers.get_mut(name) else {
         return;
     };
-    if let Some(above) = worker.outgrows(used, settle, cx.state.now) {
+    if let Some(above) = worker.outgrows(used, wanted, settle, cx.state.now) {
         let requests = worker.requests;
         cx.decide(WorkerDecision::Outgrown {
             worker: name.to_owned(),
@@ -387,6 +433,17 @@ fn watch_growth(cx: &mut Context<'_>, name: &str, used: Bytes) {
         });
     }
 }
+
+/// Whether something waits for memory, or soon will: only then a worker that leaks is worth a restart.
+fn is_memory_wanted(state: &State) -> bool {
+    state.pressure.level() > PressureLevel::Normal
+        || !state.queue.is_empty()
+        || state.workers.values().any(|worker| worker.was_shed() || worker.is_waiting())
+        || state.ledger.free() < Bytes::new(state.ledger.budget().get() / FREE_SHARE)
+}
+
+/// Memory is wanted when less than one part in so many of the budget is free. Our choice: a leak is ended before it is felt.
+const FREE_SHARE: u64 = 8;
 
 fn ignore(cx: &mut Context<'_>, name: &str, report: StrayReport) {
     cx.decide(WorkerDecision::Ignored { worker: name.to_owned(), report });

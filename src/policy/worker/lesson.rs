@@ -38,13 +38,20 @@ impl Worker {
         // Without the kernel's high water it is unknown what happened between two measurements.
         let peak = run.peak.seen?;
         let is_its_own = run.peak.is_own(peak);
+        let bounded = self.params.rest.recycle_above.is_some();
         if self.may_have_outgrown(peak) {
-            return (stays_grown && is_its_own).then_some(Lesson::Seen(peak));
+            return (bounded && stays_grown && is_its_own).then_some(Lesson::Seen(peak));
         }
+        let grown = !bounded && self.params.rest.recycle_leaks;
         let run = self.run_mut()?;
         // A process that was taken over has lived once, however many supervisors it has seen.
         let counted = mem::replace(&mut run.peak.counted, true) || run.taken_over_at.is_some();
-        (!counted && is_its_own).then_some(Lesson::Lived(peak))
+        match is_its_own {
+            true if !counted => Some(Lesson::Lived(peak)),
+            // What may have been a leak when it was read, and has found its level since.
+            true if grown => Some(Lesson::Seen(peak)),
+            _ => None,
+        }
     }
 
     /// Whether it goes on with its use beyond its bounds, or came back from it: then that is a need. Otherwise it is not known
@@ -62,6 +69,11 @@ impl Worker {
     /// a start takes: of a process that was taken over, it is unknown when it was.
     fn may_have_outgrown(&self, peak: Bytes) -> bool {
         let since_its_start = self.run().is_some_and(|run| run.peak.counted || run.taken_over_at.is_some());
-        since_its_start && self.params.rest.recycle_above.is_some_and(|above| peak > above)
+        let rest = self.params.rest;
+        let may_leak = || self.run().and_then(Run::ready).is_some_and(|ready| ready.breath.may_leak());
+        let above = rest
+            .recycle_above
+            .or_else(|| (rest.recycle_leaks && may_leak()).then(|| self.params.peak_of(self.variant())));
+        since_its_start && above.is_some_and(|above| peak > above)
     }
 }

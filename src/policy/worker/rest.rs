@@ -32,10 +32,17 @@ impl Worker {
                     ready.winding = None;
                     None
                 }
-                cause if quiet || now >= winding.since + WIND_DOWN_MAX => Some(RestStep::Stop(match cause {
+                cause if quiet => Some(RestStep::Stop(match cause {
                     WindCause::Idle => StopCause::Idle,
                     WindCause::Outgrown => StopCause::Recycle,
                 })),
+                // Its work goes on: it takes requests again, and is recycled another time. Only a shortage of memory stops
+                // a worker in its work.
+                WindCause::Outgrown if now >= winding.since + WIND_DOWN_MAX => {
+                    ready.winding = None;
+                    ready.over_since = None;
+                    None
+                }
                 _ => None,
             };
         }
@@ -99,12 +106,27 @@ impl Worker {
         self.recycles == 0 || now >= ready_at + stable.saturating_mul(1 << self.recycles.min(6))
     }
 
-    /// Takes what it was measured to use. Returns the bound that it has been above for `settle`, so that it winds down now.
-    pub(in crate::policy) fn outgrows(&mut self, used: Bytes, settle: Duration, now: Timestamp) -> Option<Bytes> {
-        let above = self.params.rest.recycle_above?;
+    /// Takes what it was measured to use. Returns the bound that it has been above for `settle`, so that it winds down now:
+    /// the one of its settings; or, where memory is `wanted`, its peak, if what is left after its work grows without end.
+    pub(in crate::policy) fn outgrows(
+        &mut self,
+        used: Bytes,
+        wanted: bool,
+        settle: Duration,
+        now: Timestamp,
+    ) -> Option<Bytes> {
         let ready_at = self.run()?.ready()?.at;
         let may_be_recycled = self.may_be_recycled(ready_at, now);
+        let (busy, rest) = (self.requests > 0, self.params.rest);
+        let peak = self.params.peak_of(self.variant());
         let ready = self.ready_mut()?;
+        ready.breath.measured(used, busy);
+        let leaks = rest.recycle_leaks && wanted && ready.breath.leaks();
+        let above = rest.recycle_above.or(leaks.then_some(peak));
+        let Some(above) = above else {
+            ready.over_since = None;
+            return None;
+        };
         if used <= above {
             ready.over_since = None;
             return None;
@@ -123,5 +145,5 @@ impl Worker {
 /// it has arrived by then.
 const QUIET: Duration = Duration::from_millis(50);
 
-/// How long the work of a worker that winds down may take. As long as a client waits for a transcript.
+/// How long a worker that winds down takes nothing new while its work goes on. As long as a client waits for a transcript.
 const WIND_DOWN_MAX: Duration = Duration::from_secs(30);

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::breath::Breath;
 use crate::{
     policy::{
         book::{BookedChange, BookedRun, BookedStop},
@@ -54,6 +55,9 @@ pub(super) struct Ready {
     pub(super) winding: Option<Winding>,
     /// Since when it has been measured above what it may hold.
     pub(super) over_since: Option<Timestamp>,
+    /// What its requests take.
+    #[serde(default)]
+    pub(super) breath: Breath,
     /// The variant that it had before it was made smaller for being idle.
     pub(super) before_rest: Option<String>,
     /// It was asked into its smallest variant for being idle, or could not be.
@@ -233,6 +237,7 @@ impl Run {
             verify_by: None,
             winding: None,
             over_since: None,
+            breath: Breath::default(),
             before_rest: None,
             shrunk: false,
             ignores_pressure: false,

@@ -34,6 +34,9 @@ pub(in crate::worker) struct Life {
     /// The group of `before`, where its files can be seen.
     group: Option<Cgroup>,
     available: Option<Bytes>,
+    /// Our own resident memory. The kernel counts it as the child's until that executes its program (`fork`, then
+    /// `exec_mmap`), so that a high water below it says nothing.
+    inherited: Option<Bytes>,
 }
 
 /// What has been gathered so far.
@@ -60,6 +63,7 @@ impl Life {
             before: Counters { machine_kills: machine_kills(&roots.proc), group: None },
             group: None,
             available: available(&roots.proc),
+            inherited: processes::resident(&roots.proc, std::process::id()),
             roots: roots.clone(),
         }
     }
@@ -136,7 +140,8 @@ impl Life {
         note(&mut |found| {
             found.limits = limits.clone();
             found.cpu_time = usage.map(|(_, cpu)| cpu);
-            found.peak_resident = usage.map(|(peak, _)| peak);
+            found.peak_resident =
+                usage.map(|(peak, _)| peak).filter(|peak| self.inherited.is_none_or(|ours| *peak > ours));
             found.available = available;
             found.strict_overcommit = strict;
         });

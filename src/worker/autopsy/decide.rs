@@ -4,10 +4,12 @@
 //! program's words only explain what it did itself. What nothing proves is not said: a SIGKILL without a record is a
 //! SIGKILL of an unknown sender, and a code of 137 is a code.
 
+use std::time::Duration;
+
 use super::{
-    evidence::{ADDRESS_SPACE, Asked, CPU_TIME, DATA, Evidence, LOCKED},
+    evidence::{ADDRESS_SPACE, Asked, CPU_TIME, DATA, Evidence},
     kernel_log::{KernelRecord, RecordKind},
-    words::{Allocator, Quote, Said, asked_for, quotes},
+    words::{Allocator, LOADER, Quote, Said, asked_for, quotes, shortened},
 };
 use crate::{
     policy::death::{Confidence, DeathClass, DeathVerdict, Finding},
@@ -207,7 +209,7 @@ fn by_signal(evidence: &Evidence, words: &[Quote], signal: i32) -> Ruling {
                     .and_then(|(_, at)| at.split(" likely on").next())
                     .map_or_else(String::new, |at| format!(" {at}"))
             });
-            let after = match words.first() {
+            let after = match words.iter().find(|quote| quote.is_final) {
                 Some(Quote { said: Said::Allocation(_), .. }) => " after an allocation was refused",
                 _ => "",
             };
@@ -313,11 +315,11 @@ fn cpu_limit(evidence: &Evidence, name: &str) -> Ruling {
 }
 
 fn abort(evidence: &Evidence, words: &[Quote]) -> Ruling {
-    let refused = words.iter().find(|quote| matches!(quote.said, Said::Allocation(_)));
-    if let Some(quote) = refused {
+    let mut finals = words.iter().filter(|quote| quote.is_final);
+    if let Some(quote) = finals.clone().find(|quote| matches!(quote.said, Said::Allocation(_))) {
         return allocation(evidence, quote, "aborted");
     }
-    if let Some(quote) = words.iter().find(|quote| quote.said == Said::CudaMismatch) {
+    if let Some(quote) = finals.find(|quote| quote.said == Said::CudaMismatch) {
         return cuda_mismatch(quote);
     }
     let said = words
@@ -358,14 +360,14 @@ fn by_code(evidence: &Evidence, words: &[Quote], code: i32) -> Ruling {
              when its standard input is closed",
         );
     }
-    // The latest line was nearest to the end.
-    for quote in words {
+    // The latest line was nearest to the end. A line that is no runtime's own message decides nothing.
+    for quote in words.iter().filter(|quote| quote.is_final) {
         match &quote.said {
             Said::Allocation(_) => return allocation(evidence, quote, &format!("exited with code {code}")),
             Said::CudaMismatch => return cuda_mismatch(quote),
             Said::MissingLibrary { library } => return missing_library(evidence, code, library, quote),
             Said::UnfitLibrary => return unfit_library(evidence, code, quote),
-            Said::Lock if evidence.found.limits.of(LOCKED).is_some() => return lock_limit(evidence, code, quote),
+            // A program goes on without locked memory unless it says otherwise by the same words.
             Said::Lock | Said::Assertion => {}
         }
     }
@@ -423,14 +425,15 @@ fn allocation(evidence: &Evidence, quote: &Quote, how: &str) -> Ruling {
     if allocator == Allocator::Host
         && let Some((name, limit)) = limit
     {
-        let explains = evidence.available.is_some_and(|available| limit < available);
-        return Ruling::new(
-            DeathClass::RlimitMemory,
-            if explains { Confidence::Likely } else { Confidence::Low },
-            format!("{how}: an allocation{size} was refused by its own limit `{name}` of {limit} (`{}`)", quote.line),
-        )
-        .remedy(format!("raise or remove the limit `{name}`; it counts address space, not memory"))
-        .lasting();
+        let refused =
+            format!("{how}: an allocation{size} was refused by its own limit `{name}` of {limit} (`{}`)", quote.line);
+        let remedy = format!("raise or remove the limit `{name}`; it counts address space, not memory");
+        // Its words alone keep no worker down: the kernel has counted nearly as much, or another start may go well.
+        return if evidence.had_come_near(limit) {
+            Ruling::new(DeathClass::RlimitMemory, Confidence::Likely, refused).remedy(remedy).lasting()
+        } else {
+            Ruling::new(DeathClass::RlimitMemory, Confidence::Low, refused).remedy(remedy)
+        };
     }
     let free = match evidence.available {
         Some(available) => format!("with {available} available"),
@@ -470,15 +473,24 @@ fn cuda_mismatch(quote: &Quote) -> Ruling {
 }
 
 /// Whether the dynamic loader ended the process, so that the next start ends in the same way. Any other code is the
-/// program's own: it ran, and a library that it tried to load may have been optional.
+/// program's own: it ran, and a library that it tried to load may have been optional. The loader ends a program before its
+/// first instruction, so that it never was ready, its message is the last line, and little time was computed.
 fn loader_refused(evidence: &Evidence, code: i32, quote: &Quote) -> bool {
-    // glibc returns 1 instead of 127 where a version is missing, and names the program before and after it.
-    let own_version = || {
-        let program = quote.line.split_once(": ")?.0;
-        let required_by = quote.line.rsplit_once(" not found (required by ")?.1;
-        Some(required_by.trim_end() == format!("{program})"))
+    let is_last = evidence.recent_lines().last().is_some_and(|line| shortened(line) == quote.line);
+    if evidence.was_ready || !is_last || evidence.found.cpu_time.is_some_and(|time| time > LOADER_TIME_MAX) {
+        return false;
+    }
+    let Some((program, message)) = quote.line.split_once(": ") else {
+        return false;
     };
-    code == LOADER_EXIT || (!evidence.was_ready && code == 1 && own_version() == Some(true))
+    match code {
+        LOADER_EXIT => LOADER.iter().any(|(start, rest)| message.starts_with(start) && message.contains(rest)),
+        // glibc returns 1 instead of 127 where a version is missing, and names the program before and after it.
+        1 => message
+            .rsplit_once(" not found (required by ")
+            .is_some_and(|(_, by)| by.trim_end() == format!("{program})")),
+        _ => false,
+    }
 }
 
 fn unfit_library(evidence: &Evidence, code: i32, quote: &Quote) -> Ruling {
@@ -524,17 +536,6 @@ fn missing_library(evidence: &Evidence, code: i32, library: &str, quote: &Quote)
     .remedy(format!(
         "install what brings `{library}`, or set LD_LIBRARY_PATH in the worker's `env`; `cotenant check` finds all that are missing"
     ))
-    .lasting()
-}
-
-fn lock_limit(evidence: &Evidence, code: i32, quote: &Quote) -> Ruling {
-    let limit = Bytes::new(evidence.found.limits.of(LOCKED).unwrap_or_default());
-    Ruling::new(
-        DeathClass::RlimitMemory,
-        Confidence::Likely,
-        format!("exited with code {code}: it may lock {limit} at most (`{}`)", quote.line),
-    )
-    .remedy("raise `LimitMEMLOCK` of the unit, or start it without --mlock")
     .lasting()
 }
 
@@ -675,6 +676,9 @@ const QUOTES_SHOWN: usize = 4;
 
 /// The kernel looks at processor time with each tick, and ours is read in whole clock ticks.
 const CPU_SLACK_S: f64 = 0.1;
+
+/// Most processor time of a program that the loader ended, with that of a script that started it (our choice).
+const LOADER_TIME_MAX: Duration = Duration::from_secs(5);
 
 /// Exit code of the dynamic loader when a library is missing (glibc), and of shells that find no program.
 const LOADER_EXIT: i32 = 127;

@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use super::{
     super::{
-        evidence::{Counters, Gathered, GroupCounters},
+        evidence::{Counters, Gathered, GroupCounters, LOCKED},
         kernel_log::{KernelLogTail, parse},
     },
     *,
@@ -143,10 +143,9 @@ fn a_line_from_long_before_the_end_explains_nothing() {
     assert!(!verdict.needs_operator);
     assert!(!verdict.sentence.contains("libfoo"), "{}", verdict.sentence);
     // A worker that ran without the library until now is started again.
-    let verdict = with(ExitStatus::Code(1), |evidence| {
-        evidence.lines = vec![warning.to_owned()];
-    });
-    assert_eq!(verdict.confidence, Confidence::Low);
+    let verdict =
+        said(ExitStatus::Code(1), &["Traceback (most recent call last):", &format!("ImportError: {warning}")]);
+    assert_eq!((verdict.class, verdict.confidence), (DeathClass::MissingLibrary, Confidence::Low));
     assert!(!verdict.needs_operator);
 }
 
@@ -346,24 +345,148 @@ fn refused_allocations_with_memory_free_are_no_kill() {
         assert_eq!((verdict.class, verdict.confidence), (DeathClass::AllocationFailed, confidence));
         assert!(verdict.sentence.contains("6 GiB available"), "{}", verdict.sentence);
     }
-    let verdict = said(ExitStatus::Code(1), &["allocating 4096.00 MiB on device 0: cudaMalloc failed: out of memory"]);
+    let verdict = said(
+        ExitStatus::Code(1),
+        &[
+            "ggml_backend_cuda_buffer_type_alloc_buffer: allocating 4096.00 MiB on device 0: cudaMalloc failed: out of memory",
+        ],
+    );
     assert!(verdict.sentence.contains("an allocation of 4096.00 MiB"), "{}", verdict.sentence);
 }
 
+/// Outputs of real programs under a limit of address space of 256 MiB, and how each ended: Python 3.11, `NumPy` 2, C++ with
+/// libstdc++, C with `perror`, Rust 1.95.
+const REFUSED: [(&[&str], ExitStatus); 5] = [
+    (
+        &[
+            "Traceback (most recent call last):",
+            "  File \"/opt/asr.py\", line 6, in <module>",
+            "    f()",
+            "  File \"/opt/asr.py\", line 5, in f",
+            "    while True: l.append(bytearray(1<<20))",
+            "                         ^^^^^^^^^^^^^^^^",
+            "MemoryError",
+        ],
+        ExitStatus::Code(1),
+    ),
+    (
+        &[
+            "Traceback (most recent call last):",
+            "  File \"<string>\", line 3, in <module>",
+            "  File \"/opt/venv/lib/python3.11/site-packages/numpy/_core/numeric.py\", line 232, in ones",
+            "    a = empty(shape, dtype, order, device=device)",
+            "        ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^",
+            "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 8.00 GiB for an array with shape (1073741824,) and data type float64",
+        ],
+        ExitStatus::Code(1),
+    ),
+    (
+        &["terminate called after throwing an instance of 'std::bad_alloc'", "  what():  std::bad_alloc"],
+        ExitStatus::Signal { signal: libc::SIGABRT, core_dumped: false },
+    ),
+    (&["malloc: Cannot allocate memory"], ExitStatus::Code(1)),
+    (
+        &[
+            "memory allocation of 1048576 bytes failed",
+            "stack backtrace:",
+            "note: Some details are omitted, run with `RUST_BACKTRACE=full` for a verbose backtrace.",
+        ],
+        ExitStatus::Signal { signal: libc::SIGABRT, core_dumped: false },
+    ),
+];
+
+/// The end of a worker with a limit of address space of 256 MiB that has come so far.
+fn limited(lines: &[&str], status: ExitStatus, peak: Option<Bytes>) -> DeathVerdict {
+    with(status, |evidence| {
+        evidence.lines = lines.iter().map(|&line| line.to_owned()).collect();
+        evidence.found.limits.finite.insert(ADDRESS_SPACE.to_owned(), 256 << 20);
+        evidence.found.peak_resident = peak;
+    })
+}
+
 #[test]
-fn a_limit_of_its_own_explains_a_refused_allocation() {
-    let limited = |lines: &[&str], name: &str| {
-        with(ExitStatus::Code(1), |evidence| {
-            evidence.lines = lines.iter().map(|&line| line.to_owned()).collect();
-            evidence.found.limits.finite.insert(name.to_owned(), 256 << 20);
-        })
-    };
-    let verdict = limited(&["MemoryError"], ADDRESS_SPACE);
-    assert_eq!((verdict.class, verdict.confidence), (DeathClass::RlimitMemory, Confidence::Likely));
-    assert!(verdict.sentence.contains("`Max address space` of 256 MiB"), "{}", verdict.sentence);
-    assert_eq!(limited(&["warning: failed to mlock 1234-byte buffer"], LOCKED).class, DeathClass::RlimitMemory);
+fn a_limit_of_its_own_explains_a_refused_allocation_of_a_process_that_came_near_it() {
+    for (lines, status) in REFUSED {
+        let verdict = limited(lines, status, Some(Bytes::from_mib(230)));
+        let found = (verdict.class, verdict.confidence, verdict.needs_operator);
+        assert_eq!(found, (DeathClass::RlimitMemory, Confidence::Likely, true), "{lines:?}: {}", verdict.sentence);
+        assert!(verdict.sentence.contains("`Max address space` of 256 MiB"), "{}", verdict.sentence);
+        // The kernel counted little, or nothing that can be told from our own: the next start may go well.
+        for peak in [None, Some(Bytes::from_kib(4400))] {
+            let verdict = limited(lines, status, peak);
+            let found = (verdict.class, verdict.confidence, verdict.needs_operator);
+            assert_eq!(found, (DeathClass::RlimitMemory, Confidence::Low, false), "{lines:?}");
+        }
+    }
     // It does not bound what the GPU's allocator gives.
-    assert_eq!(limited(&["cudaMalloc failed"], ADDRESS_SPACE).class, DeathClass::AllocationFailed);
+    let cuda = limited(&["CUDA error: out of memory"], ExitStatus::Code(1), Some(Bytes::from_mib(250)));
+    assert_eq!((cuda.class, cuda.needs_operator), (DeathClass::AllocationFailed, false));
+}
+
+/// What people say, what is logged of others, and words without the form of a runtime's message decide nothing, however
+/// near the worker came to its limit.
+#[test]
+fn a_programs_own_words_decide_nothing() {
+    let abort = ExitStatus::Signal { signal: libc::SIGABRT, core_dumped: false };
+    for line in [
+        "INFO transcript: my phone is out of memory",
+        "INFO transcript: out of memory",
+        "transcript: MemoryError",
+        "the user said out of memory",
+        "my phone is out of memory",
+        "MemoryError",
+        "INFO:root:the recogniser heard std::bad_alloc",
+        "DEBUG said: memory allocation of 12 bytes failed",
+        "2026-01-05 12:00:00 INFO text='Cannot allocate memory'",
+        "INFO transcript: CUDA out of memory",
+        "INFO transcript: cudaMalloc failed",
+        "INFO transcript: failed to mlock 12 bytes",
+        "mlock failed",
+        "INFO transcript: libfoo.so: cannot open shared object file",
+        "libfoo.so.1: cannot open shared object file: No such file or directory",
+        "ERROR unable to allocate a speaker to the utterance",
+        "INFO transcript: symbol lookup error: undefined symbol: x",
+        "ValueError: the user said out of memory",
+        "INFO transcript: CUDA driver version is insufficient for CUDA runtime version",
+    ] {
+        for (status, class) in [
+            (ExitStatus::Code(1), DeathClass::ExitCode),
+            (ExitStatus::Code(127), DeathClass::ExitCode),
+            (abort, DeathClass::Abort),
+        ] {
+            for was_ready in [false, true] {
+                let verdict = with(status, |evidence| {
+                    evidence.lines = vec!["INFO ready".to_owned(), line.to_owned()];
+                    evidence.was_ready = was_ready;
+                    evidence.found.peak_resident = Some(Bytes::from_mib(250));
+                    for name in [ADDRESS_SPACE, LOCKED] {
+                        evidence.found.limits.finite.insert(name.to_owned(), 256 << 20);
+                    }
+                });
+                assert_eq!((verdict.class, verdict.needs_operator), (class, false), "{status:?}: {line}");
+            }
+        }
+    }
+    // An exception whose text was said by somebody is an exception.
+    let lines =
+        ["Traceback (most recent call last):", "  File \"a.py\", line 1", "ValueError: the user said out of memory"];
+    let verdict = limited(&lines, ExitStatus::Code(1), Some(Bytes::from_mib(250)));
+    assert_eq!((verdict.class, verdict.needs_operator), (DeathClass::ExitCode, false));
+}
+
+proptest! {
+    /// Without the form of a runtime's message and the kernel's figures no end keeps a worker down that was ready.
+    #[test]
+    fn no_transcript_keeps_a_worker_down(
+        text in "[ -~]{0,40}(out of memory|MemoryError|std::bad_alloc|mlock failed|: cannot open shared object file|undefined symbol:)[ -~]{0,20}",
+        code in 1i32..255,
+        near in any::<bool>(),
+    ) {
+        let peak = near.then(|| Bytes::from_mib(250));
+        let verdict = limited(&[&format!("INFO transcript: {text}")], ExitStatus::Code(code), peak);
+        prop_assert!(!verdict.needs_operator, "{}", verdict.sentence);
+        prop_assert_eq!(verdict.class, DeathClass::ExitCode);
+    }
 }
 
 #[test]
@@ -395,27 +518,42 @@ fn a_worker_that_never_was_ready_is_started_again_unless_the_loader_refused_it()
     const IMPORT: &str = "ImportError: /lib/libc.so.6: version `GLIBC_2.99' not found (required by /opt/x.so)";
     const CUDA: &str = "CUDA driver version is insufficient for CUDA runtime version";
     const SYMBOL: &str = "/opt/asr: symbol lookup error: /opt/asr: undefined symbol: vosk_new";
-    for (line, code, class, confidence, lasting) in [
-        (OPTIONAL, 1, DeathClass::MissingLibrary, Confidence::Likely, false),
-        (OPTIONAL, 127, DeathClass::MissingLibrary, Confidence::Certain, true),
-        (VERSION, 1, DeathClass::MissingLibrary, Confidence::Likely, true),
-        (VERSION, 2, DeathClass::MissingLibrary, Confidence::Low, false),
-        (IMPORT, 1, DeathClass::MissingLibrary, Confidence::Low, false),
-        (SYMBOL, 127, DeathClass::MissingLibrary, Confidence::Likely, true),
-        (SYMBOL, 1, DeathClass::MissingLibrary, Confidence::Low, false),
-        (CUDA, 1, DeathClass::CudaMismatch, Confidence::Likely, false),
-    ] {
-        let verdict = with(ExitStatus::Code(code), |evidence| {
-            evidence.lines = vec![line.to_owned(), "cannot open model.bin".to_owned()];
+    const LOADER: &str = "/opt/asr: error while loading shared libraries: libvosk.so: cannot open shared object file: No such file or directory";
+    let ends = |lines: &[&str], code| {
+        with(ExitStatus::Code(code), |evidence| {
+            evidence.lines = lines.iter().map(|&line| line.to_owned()).collect();
             evidence.was_ready = false;
             evidence.lived = Duration::from_secs(70);
-        });
+        })
+    };
+    for (lines, code, class, confidence, lasting) in [
+        (vec![OPTIONAL], 1, DeathClass::ExitCode, Confidence::Certain, false),
+        (vec![OPTIONAL], 127, DeathClass::ExitCode, Confidence::Certain, false),
+        (vec![LOADER], 127, DeathClass::MissingLibrary, Confidence::Certain, true),
+        (vec![LOADER, "cannot open model.bin"], 127, DeathClass::MissingLibrary, Confidence::Likely, false),
+        (vec![LOADER], 1, DeathClass::MissingLibrary, Confidence::Likely, false),
+        (vec![VERSION], 1, DeathClass::MissingLibrary, Confidence::Likely, true),
+        (vec![VERSION, "cannot open model.bin"], 1, DeathClass::MissingLibrary, Confidence::Low, false),
+        (vec![VERSION], 2, DeathClass::MissingLibrary, Confidence::Low, false),
+        (vec!["Traceback (most recent call last):", IMPORT], 1, DeathClass::MissingLibrary, Confidence::Low, false),
+        (vec![SYMBOL], 127, DeathClass::MissingLibrary, Confidence::Likely, true),
+        (vec![SYMBOL], 1, DeathClass::MissingLibrary, Confidence::Low, false),
+        (vec![CUDA], 1, DeathClass::CudaMismatch, Confidence::Likely, false),
+    ] {
+        let verdict = ends(&lines, code);
         let found = (verdict.class, verdict.confidence, verdict.needs_operator);
-        assert_eq!(found, (class, confidence, lasting), "code {code}: {line}");
+        assert_eq!(found, (class, confidence, lasting), "code {code}: {lines:?}");
     }
+    // It computed for longer than the loader does: it ran.
+    let verdict = with(ExitStatus::Code(127), |evidence| {
+        evidence.lines = vec![LOADER.to_owned()];
+        evidence.was_ready = false;
+        evidence.found.cpu_time = Some(Duration::from_secs(60));
+    });
+    assert!(!verdict.needs_operator, "{}", verdict.sentence);
     // Files of another CUDA beside a program that went on prove nothing either.
     let verdict = with(ExitStatus::Code(1), |evidence| {
-        evidence.lines = vec!["libcudart.so.12: cannot open shared object file: No such file".to_owned()];
+        evidence.lines = vec![LOADER.replace("libvosk.so", "libcudart.so.12")];
         evidence.found.other_versions = vec!["libcudart.so.11.0".to_owned()];
         evidence.was_ready = false;
     });

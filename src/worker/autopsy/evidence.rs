@@ -147,6 +147,12 @@ impl Evidence {
         Some(self.found.after.machine_kills?.saturating_sub(self.found.before.machine_kills?))
     }
 
+    /// Whether the kernel has counted at least half of `limit` as resident in it. Our choice: a limit of address space also
+    /// counts what is reserved and never used, some hundred MiB of stacks and arenas.
+    pub(super) fn had_come_near(&self, limit: Bytes) -> bool {
+        self.found.peak_resident.is_some_and(|peak| peak.get() >= limit.get() / 2)
+    }
+
     pub(super) fn group(&self) -> Option<&GroupCounters> {
         self.found.after.group.as_ref().or(self.found.before.group.as_ref())
     }

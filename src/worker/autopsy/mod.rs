@@ -97,7 +97,9 @@ pub(super) async fn certify(case: Case) -> DeathCertificate {
         // What is not there by then stays unknown.
         let _ = tokio::time::timeout(GATHER_MAX, gathering).await;
     }
-    let gathered = std::mem::take(&mut *collect::held(&found));
+    let mut gathered = std::mem::take(&mut *collect::held(&found));
+    let measured = case.history.points.iter().map(|point| point.used).max();
+    gathered.peak_resident = gathered.peak_resident.or(measured);
     let alive = case.history.points.back().and_then(|point| point.available);
     let evidence = Evidence {
         worker: case.worker.clone(),

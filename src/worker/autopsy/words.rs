@@ -1,7 +1,9 @@
 //! Causes named in the last lines of a program's output.
 //!
 //! A program's words are evidence of what *it* ran into: a refused allocation, a missing library. They never prove that
-//! the kernel killed it for memory, so no text leads to an out-of-memory class.
+//! the kernel killed it for memory, so no text leads to an out-of-memory class. A line that only contains such words, as
+//! a transcript may, is quoted and decides nothing: a class needs the final message of a runtime, in the form in which
+//! that runtime prints it ([`Quote::is_final`]).
 
 /// What a line says.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -36,17 +38,51 @@ pub(super) enum Allocator {
 pub(super) struct Quote {
     pub(super) said: Said,
     pub(super) line: String,
+    /// Whether it has the form and the place of a runtime's own message about an end.
+    pub(super) is_final: bool,
 }
 
 /// What the last lines say, the latest first.
 pub(super) fn quotes(lines: &[String]) -> Vec<Quote> {
-    let last = lines.len().saturating_sub(LINES_MAX);
-    lines
-        .iter()
-        .skip(last)
-        .rev()
-        .filter_map(|line| said(line).map(|said| Quote { said, line: shortened(line) }))
-        .collect()
+    let first = lines.len().saturating_sub(LINES_MAX);
+    let quoted = lines.iter().enumerate().skip(first).rev().filter_map(|(at, line)| {
+        let said = said(line)?;
+        let earlier = lines.get(first..at).unwrap_or_default();
+        let is_final = lines.len().saturating_sub(at + 1) <= LINES_AFTER_MAX && is_runtimes_own(line.trim(), earlier);
+        Some(Quote { said, line: shortened(line), is_final })
+    });
+    quoted.collect()
+}
+
+/// Whether a line is a message of a runtime, a driver or the dynamic loader: it begins as theirs do. Lines of a log begin
+/// with the log's own fields, and so does what a log says of others.
+fn is_runtimes_own(line: &str, earlier: &[String]) -> bool {
+    if RUNTIMES.iter().any(|(start, rest)| line.strip_prefix(start).is_some_and(|after| after.contains(rest))) {
+        return true;
+    }
+    // What the C library says of the call: `malloc: Cannot allocate memory`, `malloc of 12 bytes: Cannot allocate memory`.
+    let call = line.split([' ', ':', '(']).next().unwrap_or_default();
+    if line.ends_with("Cannot allocate memory") && ALLOCATORS.contains(&call) {
+        return true;
+    }
+    // `PROGRAM: message`, with a program whose name has no blanks.
+    let named = line.split_once(": ").filter(|(program, _)| !program.contains(char::is_whitespace));
+    if named.is_some_and(|(_, message)| {
+        LOADER.iter().any(|(start, rest)| message.starts_with(start) && message.contains(rest))
+    }) {
+        return true;
+    }
+    // `package.KindOfError: message` is an exception that ended a Python program where a traceback stands before it.
+    let (kind, message) = line.split_once(": ").unwrap_or((line, ""));
+    let is_name = kind.chars().all(|c| c.is_alphanumeric() || matches!(c, '.' | '_'));
+    if !is_name || earlier.iter().all(|line| line.trim() != "Traceback (most recent call last):") {
+        return false;
+    }
+    let marks = HOST_ALLOCATION.iter().chain(&CUDA_ALLOCATION).chain(&CUDA_MISMATCH).chain(&EXCEPTIONS);
+    kind.ends_with("MemoryError")
+        || kind.ends_with("OutOfMemoryError")
+        || marks.into_iter().any(|mark| message.starts_with(mark))
+        || message.split(' ').next().is_some_and(|word| word.contains(".so"))
 }
 
 /// A line without its indentation and with a bounded length.
@@ -129,8 +165,10 @@ const CUDA_MISMATCH: [&str; 12] = [
     "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE",
 ];
 
-/// Messages of ggml, CUDA, cuBLAS, PyTorch on Tegra (an assertion in place of its out-of-memory error), cudarc, MatX.
-const CUDA_ALLOCATION: [&str; 12] = [
+/// Messages of ggml, CUDA, cuBLAS, PyTorch on Tegra (an assertion in place of its out-of-memory error), cudarc, MatX,
+/// CTranslate2.
+const CUDA_ALLOCATION: [&str; 13] = [
+    "CUDA failed with error out of memory",
     "cudaMalloc failed",
     "CUDA out of memory",
     "CUDA error: out of memory",
@@ -145,8 +183,9 @@ const CUDA_ALLOCATION: [&str; 12] = [
     "OutOfMemoryError: CUDA",
 ];
 
-/// Messages of the C++ library, Python, the C library, Rust, Go, ggml.
-const HOST_ALLOCATION: [&str; 10] = [
+/// Messages of the C++ library, Python, the C library, Rust, Go, ggml, PyTorch.
+const HOST_ALLOCATION: [&str; 11] = [
+    "can't allocate memory",
     "std::bad_alloc",
     "std::bad_array_new_length",
     "MemoryError",
@@ -157,6 +196,58 @@ const HOST_ALLOCATION: [&str; 10] = [
     "unable to allocate ",
     "Unable to allocate ",
     "mmap failed: Cannot",
+];
+
+/// Messages with which runtimes and drivers end a program or report a refusal: the beginning of the line, and text of the
+/// rest. C++ (libstdc++, libc++), Rust, Go, the JVM, V8, shells; ggml and llama.cpp, CUDA, the
+/// driver of a Jetson, cudarc, MatX, Ollama, PyTorch without a traceback.
+const RUNTIMES: [(&str, &str); 31] = [
+    ("terminate called after throwing an instance of '", ""),
+    ("what():  ", ""),
+    ("libc++abi: terminating due to uncaught exception", ""),
+    ("memory allocation of ", " bytes failed"),
+    ("fatal error: runtime: ", ""),
+    ("runtime: out of memory: ", ""),
+    ("Terminating due to java.lang.OutOfMemoryError", ""),
+    ("Exception in thread \"", "java.lang.OutOfMemoryError"),
+    ("FATAL ERROR: ", "JavaScript heap out of memory"),
+    ("bash: ", "annot allocate "),
+    ("mmap failed: ", "Cannot allocate memory"),
+    ("ggml_", ": "),
+    ("alloc_tensor_range: ", ""),
+    ("llama_", ": "),
+    ("whisper_", ": "),
+    ("GGML_ASSERT", ""),
+    ("cudaMalloc failed: ", "out of memory"),
+    ("CUDA error: ", ""),
+    ("CUDA driver version is insufficient", ""),
+    ("CUDA_ERROR_", ""),
+    ("cudaError", ""),
+    ("NvMapMemAlloc", "error 12"),
+    ("DriverError(", "CUDA_ERROR_"),
+    ("Error: DriverError(", "CUDA_ERROR_"),
+    ("Error: llama runner process has terminated: ", ""),
+    ("Fail: Unexpected error: matxException (", ""),
+    ("RuntimeError: NVML_SUCCESS == r INTERNAL ASSERT FAILED", ""),
+    ("RuntimeError: CUDA", ""),
+    ("RuntimeError: The NVIDIA driver on your system is too old", ""),
+    ("torch.OutOfMemoryError: CUDA", ""),
+    ("torch.cuda.OutOfMemoryError: CUDA", ""),
+];
+
+/// Calls that fail with ENOMEM.
+const ALLOCATORS: [&str; 8] =
+    ["aligned_alloc", "brk", "calloc", "malloc", "mmap", "mremap", "posix_memalign", "realloc"];
+
+/// Beginnings of further messages of Python exceptions: the C library, PyTorch, ONNX Runtime.
+const EXCEPTIONS: [&str; 3] = ["[Errno 12] Cannot allocate memory", "[enforce fail at alloc_cpu", "[ONNXRuntimeError]"];
+
+/// Messages of the dynamic loader behind the name of the program: their beginning, and text of the rest.
+pub(super) const LOADER: [(&str, &str); 4] = [
+    ("error while loading shared libraries: ", ""),
+    ("symbol lookup error: ", "undefined symbol: "),
+    ("/", "' not found (required by "),
+    ("relocation error: ", ""),
 ];
 
 /// Messages of the dynamic linker about libraries that are there.
@@ -195,6 +286,10 @@ const ASSERTION: [&str; 15] = [
 
 /// Lines looked back: what a program says at its end is at the end.
 const LINES_MAX: usize = 30;
+
+/// Lines that a runtime prints behind its message: a note, a backtrace that is switched off, what a caller adds to it (our
+/// choice; llama.cpp adds three).
+const LINES_AFTER_MAX: usize = 6;
 
 /// Characters of a line that are quoted.
 const QUOTE_MAX: usize = 240;

@@ -148,7 +148,7 @@ async fn a_worker_that_outgrows_its_bounds_is_started_again() {
         "  - name: ratchet
     argv: [\"${SELF}\", worker, ballast, 90MiB, --rate, 30MiB]
     ready: {kind: log, text: taking, timeout: 30s}
-    memory: {steady: 30MiB, peak: 40MiB}
+    memory: {steady: 30MiB, peak: 40MiB, recycle_above: 40MiB}
 "
     ));
     let daemon = installation.start().await;

@@ -1,6 +1,7 @@
 //! What must be true at every step. Each checker is shown everything, and knows the truth of the world.
 
 mod again;
+mod breathing;
 mod covered;
 mod credited;
 mod deadlines;
@@ -95,6 +96,7 @@ pub(crate) trait Checker {
 pub(crate) fn all() -> Vec<Box<dyn Checker>> {
     vec![
         Box::new(again::Again::default()),
+        Box::new(breathing::Breathing),
         Box::new(learned::Learned),
         Box::new(ledger::Ledger),
         Box::new(covered::Covered),

@@ -258,15 +258,88 @@ fn a_worker_that_was_to_be_restarted_is_even_if_its_memory_is_taken_first() {
 }
 
 #[test]
-fn work_that_does_not_end_does_not_keep_a_worker_that_has_outgrown_its_bounds() {
+fn no_worker_is_stopped_in_its_work_for_its_size_while_memory_is_free() {
     let mut rig = with_ready(WorkerParams { rest: recycled_above(150), ..worker("detector", 100) }, 100);
     rig.busy("detector", 1);
     rig.wait(10).measure("detector", 300);
     rig.wait(1000).measure("detector", 300);
-    rig.pass(29_000);
-    assert!(!rig.stops("detector"));
-    rig.pass(1000);
-    assert!(rig.stops("detector"));
+    assert!(rig.worker("detector").winding_up);
+    rig.pass(30_000);
+    assert!(!rig.stops("detector"), "its work goes on");
+    assert!(!rig.worker("detector").winding_up, "and it takes requests again");
+    assert_eq!(rig.held("detector"), mib(300));
+    rig.busy("detector", 0);
+    for _ in 0..130 {
+        rig.wait(1000).measure("detector", 300);
+    }
+    assert!(rig.stops("detector"), "it is recycled when it is idle");
+}
+
+/// A voice that takes 52 MiB at rest and 316 with a long sentence, set to need 180 and 260.
+#[test]
+fn a_lease_follows_a_worker_that_breathes_and_it_is_neither_recycled_nor_named() {
+    let rest = RestParams { recycle_leaks: true, ..RestParams::default() };
+    let mut rig = with_ready(WorkerParams { peak: mib(260), rest, ..worker("tts", 180) }, 52);
+    assert_eq!(rig.held("tts"), mib(180));
+    let free = rig.snapshot().memory.free;
+    for sentence in 0..20 {
+        rig.wait(100).busy("tts", 1);
+        if sentence > 0 {
+            assert!(rig.held("tts") >= mib(316), "what it took last time is booked before it takes it");
+        }
+        for used in [120, 260, 316] {
+            rig.wait(1000).peak("tts", used);
+            rig.measure("tts", used);
+            assert_eq!(rig.snapshot().memory.unaccounted, mib(0), "{used}");
+            assert!(rig.held("tts") >= mib(used));
+        }
+        rig.busy("tts", 0);
+        rig.wait(1000).measure("tts", 75);
+        assert_eq!(rig.held("tts"), mib(180), "it is back at what it is set to need");
+        assert_eq!(rig.snapshot().memory.free, free);
+        assert_eq!(rig.worker("tts").state, Ready);
+        assert!(!rig.worker("tts").winding_up);
+    }
+    let noise = |decision: &Decision| {
+        matches!(decision, Decision::Lease(crate::policy::decision::LeaseDecision::BeyondLease { .. }))
+            || matches!(decision, Decision::Worker(WorkerDecision::Outgrown { .. }))
+    };
+    assert!(!rig.decisions().any(noise), "{:#?}", rig.actions);
+    let learned = rig.snapshot().peaks.of("tts", None).map(|peak| peak.bytes);
+    assert_eq!(learned, Some(mib(316)), "the next start is by what it needs");
+}
+
+#[test]
+fn a_leak_ends_when_memory_is_wanted_and_the_worker_is_idle() {
+    let rest = RestParams { recycle_leaks: true, ..RestParams::default() };
+    let mut rig = with_ready(WorkerParams { peak: mib(120), rest, ..worker("tts", 100) }, 100);
+    let mut used = 100;
+    let request = |rig: &mut Rig, used: u64| {
+        rig.wait(100).busy("tts", 1);
+        rig.wait(900).measure("tts", used);
+        assert!(!rig.stops("tts"), "not in its work");
+        rig.busy("tts", 0);
+        rig.wait(1000).measure("tts", used);
+        rig.pass(100);
+    };
+    while used < 200 {
+        used += 8;
+        request(&mut rig, used);
+        assert!(!rig.worker("tts").winding_up && !rig.stops("tts"), "memory is free: {used} MiB");
+        assert_eq!(rig.held("tts"), mib(used));
+    }
+    for _ in 0..40 {
+        used += 8;
+        request(&mut rig, used);
+        if rig.stops("tts") {
+            break;
+        }
+    }
+    assert!(rig.stops("tts"), "{used} MiB: {:#?}", rig.actions);
+    assert!(rig.snapshot().memory.free < mib(64), "only when little was left");
+    rig.wait(10).exits("tts", true, "SIGTERM");
+    assert!(rig.starts("tts"));
+    assert!(rig.held("tts") < mib(200), "by what it needed before it leaked: {}", rig.held("tts"));
 }
 
 #[test]
