@@ -235,6 +235,10 @@ impl LanguageModel for GgufModel {
         self.model.mark_at(position);
     }
 
+    fn fork_at(&mut self, position: u32) {
+        self.model.fork_at(position);
+    }
+
     fn allow_dropping(&mut self, sinks: Option<Tokens>) {
         self.model.allow_dropping(sinks);
     }

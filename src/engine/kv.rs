@@ -165,6 +165,27 @@ impl KvCache {
         self.touched = self.touched.max(self.bytes_of(self.places_of(tokens)));
     }
 
+    /// Gives back what is in memory behind the first `used` tokens; the capacity stays as it is. Nothing where all of it is
+    /// had as memory.
+    ///
+    /// # Errors
+    /// When the device has failed.
+    pub(super) fn give_back_behind(&mut self, backend: &mut dyn Backend, used: u32) -> Result<(), DeviceError> {
+        let (kept, all) = (self.bytes_of(self.places_of(used)), self.bytes());
+        if self.backing == Backing::Now || self.touched <= kept {
+            return Ok(());
+        }
+        settle(backend)?;
+        // What the kernel does not take back stays touched.
+        if self.space.set_open(kept).is_ok() {
+            self.touched = kept;
+        }
+        self.space
+            .set_open(all)
+            .map(drop)
+            .map_err(|error| DeviceError::new(format!("cannot open the KV cache: {error}")))
+    }
+
     /// Drops `count` blocks from block `first` on of those that hold `used` tokens: those behind move up. No memory is
     /// given back by it.
     pub(super) fn drop_blocks(&mut self, first: usize, count: usize, used: u32) {

@@ -108,6 +108,9 @@ pub trait LanguageModel {
     /// what that takes; for models that cannot be cut back anywhere.
     fn mark_at(&mut self, _position: u32) {}
 
+    /// Marks a place of the next pass as [`Self::mark_at`] does, where its prompt has parted from another conversation.
+    fn fork_at(&mut self, _position: u32) {}
+
     /// Allows that the oldest tokens behind the first `sinks` of the sequence are dropped where the KV capacity is used up
     /// or becomes smaller, or forbids it.
     fn allow_dropping(&mut self, _sinks: Option<Tokens>) {}

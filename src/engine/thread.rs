@@ -176,6 +176,8 @@ struct Worker {
     opener: Opener,
     /// The sequence that the model has: the tokens of the last answer and its prompt, as far as they were computed.
     sequence: Vec<u32>,
+    /// Where the next prompt is likely to part from the last one, if it belongs to the same conversation.
+    end: u32,
     logits: Vec<f32>,
     /// The token that comes next, where it has been found without `logits`.
     greatest: Option<u32>,
@@ -204,6 +206,7 @@ impl Worker {
             text: None,
             opener,
             sequence: Vec::new(),
+            end: 0,
             logits: Vec::new(),
             greatest: None,
             engine_loop: EngineLoop::new(shared, sink),
@@ -549,8 +552,15 @@ impl Worker {
         // token must be left to compute, since the scores after the sequence are not kept.
         let common = common_prefix(&self.sequence, &prompt).min(prompt.len().saturating_sub(1));
         let cached = model.keep(u32::try_from(common).unwrap_or(u32::MAX)) as usize;
+        // Before the place where its own conversation would have gone on: another one, and the two may alternate.
+        let parts = common < self.sequence.len().min(self.end as usize);
         self.sequence.truncate(cached);
-        model.mark_at(mark_at(prompt.len()));
+        let end = mark_at(prompt.len());
+        if parts {
+            model.fork_at(u32::try_from(common).unwrap_or(u32::MAX));
+        }
+        model.mark_at(end);
+        self.end = end;
         active.usage.cached_tokens = Tokens::new(position_of(&self.sequence));
         active.queued.reply.started(tokens, active.usage.cached_tokens);
         self.engine_loop.reused(Tokens::new(position_of(&self.sequence)));

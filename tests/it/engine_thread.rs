@@ -633,6 +633,64 @@ fn a_continued_conversation_has_the_answer_of_one_from_the_start() {
 }
 
 #[test]
+fn conversations_that_alternate_go_on_from_what_they_have_in_common() {
+    for architecture in [Architecture::Qwen35, Architecture::Qwen3] {
+        let (mut shared, alone) = (Real::new(architecture), Real::new(architecture));
+        alone.handle.apply(1, real_plan(0..5, 2048, 16));
+        let mut ids = 0;
+        let mut tokens = |handle: &EngineHandle, prompt: &[u32]| {
+            ids += 1;
+            let request = GenerateRequest {
+                max_tokens: Some(Tokens::new(5)),
+                ..GenerateRequest::new(RequestId::new(ids), Prompt::Tokens(prompt.to_vec()))
+            };
+            collect(&mut handle.generate(request).unwrap())
+        };
+        // Both are long at their first request, and have a prompt of the system in common.
+        let system: Vec<u32> = (0..150).map(|index| index * 7 % 300).collect();
+        let mut conversations = [3, 5].map(|step| {
+            let own = (0..60).map(|index| index * step % 290 + step);
+            system.iter().copied().chain(own).collect::<Vec<u32>>()
+        });
+        // Layers, capacity and chunk change between the turns.
+        let plans = [
+            real_plan(0..5, 2048, 16),
+            real_plan(0..5, 2048, 16),
+            real_plan([0, 2], 2048, 64),
+            real_plan([], 1536, 32),
+            real_plan(0..5, 2048, 512),
+            real_plan([1], 1024, 512),
+        ];
+        for (turn, plan) in (0..12).zip(plans.iter().cycle()) {
+            shared.handle.apply(turn, plan.clone());
+            let applied = std::iter::from_fn(|| shared.events.blocking_recv());
+            assert!(
+                applied
+                    .into_iter()
+                    .any(|event| matches!(event, EngineEvent::Applied { revision, .. } if revision == turn))
+            );
+            let conversation = &mut conversations[usize::from(turn % 2 == 1)];
+            conversation.extend([u32::try_from(turn).unwrap() + 20, 7, 9]);
+            let answer = tokens(&shared.handle, conversation);
+            let (read, cached) = answer.started.unwrap();
+            assert_eq!(read as usize, conversation.len());
+            // The first two have nothing to go on from; the second of them shows where they part.
+            assert!(turn < 2 || cached >= 150, "{architecture:?}: {cached} tokens at turn {turn}");
+            tokens(&alone.handle, &[1, 2, 3]);
+            let from_the_start = tokens(&alone.handle, conversation);
+            assert_eq!(from_the_start.started.unwrap().1, 0);
+            assert_eq!(answer.tokens, from_the_start.tokens, "{architecture:?}, turn {turn}");
+            conversation.extend(&answer.tokens);
+        }
+        for Real { engine, handle, events, .. } in [shared, alone] {
+            handle.stop();
+            drop(events);
+            engine.join();
+        }
+    }
+}
+
+#[test]
 fn a_conversation_goes_on_from_an_answer_that_was_interrupted() {
     for architecture in [Architecture::Qwen35, Architecture::Qwen3] {
         let Real { engine, handle, mut events, .. } = Real::new(architecture);

@@ -205,7 +205,7 @@ impl Model {
             header,
             kv,
             kv_untouched: self.untouched(),
-            kv_marks: self.sequence.marks_bytes(),
+            kv_marks: self.sequence.marks.bytes(),
             state,
             workspace,
             ring,

@@ -6,6 +6,7 @@ mod embedding;
 mod forward;
 mod growth;
 mod loaded;
+mod marks;
 mod opening;
 mod operations;
 mod pass;

@@ -208,8 +208,14 @@ impl Model {
 
     /// Marks the sequence when the next pass comes by `position`; with streamed layers where a chunk ends before it, since
     /// another chunk would read them once more.
-    pub const fn mark_at(&mut self, position: u32) {
-        self.sequence.mark_wanted = position;
+    pub fn mark_at(&mut self, position: u32) {
+        self.sequence.marks.want_end(position);
+    }
+
+    /// Marks the sequence when the next pass comes by `position`, where its prompt parts from another conversation, unless
+    /// there is a mark that serves as well.
+    pub fn fork_at(&mut self, position: u32) {
+        self.sequence.marks.want_fork(position);
     }
 
     /// Allows that the oldest tokens behind the first `sinks` are dropped where the KV capacity is used up or becomes

@@ -25,8 +25,7 @@ pub(super) fn run(
         return Err(ForwardError::SequenceLost);
     }
     let needed = admit(model, tokens)?;
-    model.sequence.cache.touch(needed);
-    model.sequence.fit_marks(model.backend.as_mut());
+    model.sequence.touch(model.backend.as_mut(), needed);
     let preemption = Preemption::new(checkpoint, model.estimators);
     let mut pass = Pass { model, preemption, needed, rows: 0, residual: None };
     let result = pass.chunks(tokens, &mut each);
@@ -34,7 +33,7 @@ pub(super) fn run(
     let estimators = pass.preemption.estimators;
     model.estimators = estimators;
     let first = result?;
-    model.sequence.mark_wanted = 0;
+    model.sequence.marks.forget_wanted();
     Ok(first)
 }
 
@@ -65,6 +64,7 @@ impl Pass<'_, '_> {
     /// The chunks of a pass, one after the other. Says where the last one begins.
     fn chunks(&mut self, tokens: &[u32], each: &mut Each<'_>) -> Result<u32, ForwardError> {
         let (mut done, mut first) = (0, self.model.sequence.position);
+        self.mark_if_wanted();
         while done < tokens.len() {
             first = self.model.sequence.position;
             self.end_chunk();
@@ -81,12 +81,16 @@ impl Pass<'_, '_> {
                 return Err(error);
             }
             done = end;
-            // A plan may have come meanwhile.
-            let streams = self.model.streams();
-            let Model { backend, workspace, sequence, .. } = &mut *self.model;
-            sequence.mark_if_wanted(backend.as_mut(), workspace.chunk(), streams);
+            self.mark_if_wanted();
         }
         Ok(first)
+    }
+
+    /// Between two chunks: a plan may have come meanwhile.
+    fn mark_if_wanted(&mut self) {
+        let streams = self.model.streams();
+        let Model { backend, workspace, sequence, .. } = &mut *self.model;
+        sequence.mark_if_wanted(backend.as_mut(), workspace.chunk(), streams);
     }
 
     /// Between two chunks, and behind the last one, however that ended.

@@ -3,10 +3,13 @@
 //! Attention layers forget nothing, so that a sequence can be cut back to any length. A recurrent state cannot be taken
 //! back; it is copied where another prompt is likely to part from this one, and the copy taken up again.
 //!
-//! Copies live inside what is leased for the KV cache, where no token has been yet. So they cost no lease of their own,
-//! and are the first to go: when tokens or a smaller capacity need the place, the oldest is given back to the kernel.
+//! Copies live inside what is leased for the KV cache, where no token is. So they cost no lease of their own, and are the
+//! first to go: when tokens or a smaller capacity need the place, those that are missed least are given back to the kernel.
 
-use super::dropped::{Dropped, Turn};
+use super::{
+    dropped::{Dropped, Turn},
+    marks::{Kind, Marks},
+};
 use crate::{
     engine::{
         backend::{Backend, DeviceError},
@@ -22,10 +25,8 @@ use crate::{
 pub(super) struct Sequence {
     pub(super) cache: KvCache,
     pub(super) state: RecurrentState,
-    /// Copies of the state that this sequence can be cut back to, by position.
-    snapshots: Vec<Snapshot>,
-    /// Where the next pass is to mark the sequence; 0 for nowhere.
-    pub(super) mark_wanted: u32,
+    /// Copies of the state that this sequence can be cut back to.
+    pub(super) marks: Marks,
     /// Tokens in the cache: those that were dropped do not count.
     pub(super) position: u32,
     pub(super) dropped: Dropped,
@@ -42,8 +43,7 @@ impl Sequence {
         Self {
             cache,
             state,
-            snapshots: Vec::new(),
-            mark_wanted: 0,
+            marks: Marks::default(),
             position: 0,
             dropped: Dropped::none(attention),
             kv_precision,
@@ -61,13 +61,12 @@ impl Sequence {
 
     /// Held bytes that no page backs yet: never touched, and not taken by copies.
     pub(super) fn untouched(&self) -> Bytes {
-        self.cache.untouched().saturating_sub(self.marks_bytes())
+        self.cache.untouched().saturating_sub(self.marks.bytes())
     }
 
     /// Pages of it that are in memory.
     pub(super) fn resident(&self) -> Bytes {
-        let marks: Bytes = self.snapshots.iter().map(Snapshot::resident).sum();
-        self.cache.resident() + marks + self.state.resident()
+        self.cache.resident() + self.marks.resident() + self.state.resident()
     }
 
     /// Drops the sequence.
@@ -76,7 +75,7 @@ impl Sequence {
         self.dropped.forget();
         self.cache.put_in_order();
         self.kv_precision = self.cache.kind();
-        self.snapshots.clear();
+        self.marks.clear();
         let reset = self.state.reset(backend);
         self.note(reset);
         self.lost = false;
@@ -84,7 +83,7 @@ impl Sequence {
 
     /// Goes back to where the last copy was taken; to the start where there is none.
     fn go_back(&mut self, backend: &mut dyn Backend) {
-        let Some(snapshot) = self.snapshots.last() else {
+        let Some(snapshot) = self.marks.last() else {
             self.reset(backend);
             return;
         };
@@ -100,9 +99,11 @@ impl Sequence {
         // was shed before it.
         if self.lost || self.kv_precision < self.cache.kind() {
             self.reset(backend);
-        } else if tokens < self.position {
+            return;
+        }
+        self.marks.part_at(tokens);
+        if tokens < self.position {
             if self.needs_marks() {
-                self.snapshots.retain(|snapshot| snapshot.position() <= tokens);
                 self.go_back(backend);
             } else {
                 self.position = tokens;
@@ -114,7 +115,7 @@ impl Sequence {
     /// chunk that was finished, recurrent ones their last copy.
     pub(super) fn recover(&mut self, backend: &mut dyn Backend) {
         self.lost = false;
-        self.mark_wanted = 0;
+        self.marks.forget_wanted();
         if self.needs_marks() {
             self.go_back(backend);
         }
@@ -126,43 +127,47 @@ impl Sequence {
     }
 
     /// Makes it possible to cut the sequence back to where it is now, if there is place for that.
-    pub(super) fn mark(&mut self, backend: &mut dyn Backend) {
-        let known = |position| self.snapshots.iter().any(|snapshot| snapshot.position() == position);
-        if !self.needs_marks() || self.lost || self.position == 0 || known(self.position) {
+    fn mark(&mut self, backend: &mut dyn Backend, kind: Kind) {
+        if self.position == 0 || self.marks.has(self.position) {
             return;
         }
-        let no_room = self.untouched() < self.state.bytes();
-        let room = if self.snapshots.len() >= MARKS_MAX || no_room && !self.snapshots.is_empty() {
-            self.snapshots.remove(0)
-        } else if no_room {
-            return;
-        } else {
-            match self.state.room(backend) {
-                Ok(room) => room,
-                // Without it the next prompt is read again; that is no fault of this one.
-                Err(_) => return,
-            }
-        };
-        let (snapshot, copied) = self.state.snapshot(backend, room, self.position);
-        self.note(copied);
-        self.snapshots.push(snapshot);
+        let is_room = self.untouched() >= self.state.bytes();
+        // Without memory the next prompt is read again; that is no fault of this one.
+        let room = self.marks.room(kind, is_room, || self.state.room(backend).ok());
+        if let Some(room) = room {
+            let (snapshot, copied) = self.state.snapshot(backend, room, self.position);
+            self.note(copied);
+            self.marks.put(kind, snapshot);
+        }
     }
 
-    /// Tokens up to the place that is to be marked, where the next chunk may end for it: not while it
-    /// `streams`, since another chunk would read the layers once more.
+    /// Notes that a pass is about to hold `used` tokens: their place is not that of copies any more.
+    pub(super) fn touch(&mut self, backend: &mut dyn Backend, used: u32) {
+        if self.needs_marks() && self.untouched() < self.state.bytes().saturating_mul(2) {
+            // A longer sequence may have left memory behind those tokens, where a pass makes two copies at most.
+            let given_back = self.cache.give_back_behind(backend, used);
+            self.note(given_back);
+        }
+        self.cache.touch(used);
+        self.fit_marks(backend);
+        let is_room = self.untouched() >= self.state.bytes();
+        self.marks.forget_fork_without_room(is_room);
+    }
+
+    /// Tokens up to the next place that is to be marked, where the next chunk ends for it.
     pub(super) fn until_mark(&self, streams: bool) -> Option<usize> {
-        let left = self.mark_wanted.checked_sub(self.position).filter(|&left| left > 0)?;
-        (self.needs_marks() && !streams).then_some(left as usize)
+        let next = self.needs_marks().then(|| self.marks.next(self.position, streams)).flatten()?;
+        Some((next - self.position) as usize)
     }
 
-    /// Marks the sequence if this is the place, or the last one before it where a chunk ends.
+    /// Marks the sequence if this is a place for it, or the last one before it where a chunk ends.
     pub(super) fn mark_if_wanted(&mut self, backend: &mut dyn Backend, chunk: usize, streams: bool) {
+        if !self.needs_marks() || self.lost {
+            return;
+        }
         let chunk = u32::try_from(chunk).unwrap_or(u32::MAX);
-        if self.position <= self.mark_wanted
-            && (self.until_mark(streams).is_none() && self.position.saturating_add(chunk) > self.mark_wanted)
-        {
-            self.mark_wanted = 0;
-            self.mark(backend);
+        for kind in self.marks.due(self.position, chunk, streams).into_iter().flatten() {
+            self.mark(backend, kind);
         }
     }
 
@@ -195,8 +200,7 @@ impl Sequence {
         self.dropped.tokens += tokens;
         self.dropped.turn_back(turn);
         // Nothing before can be gone back to, and no prompt goes on from here.
-        self.snapshots.clear();
-        self.mark_wanted = 0;
+        self.marks.clear();
         tokens
     }
 
@@ -216,24 +220,15 @@ impl Sequence {
         self.cache.shape().block_tokens.get().max(1)
     }
 
-    /// Gives up the oldest copies until the rest have place beside the tokens; returns what the kernel had of them.
+    /// Gives up copies until the rest have place beside the tokens; returns what the kernel had of them.
     pub(super) fn fit_marks(&mut self, backend: &mut dyn Backend) -> Bytes {
         let mut freed = Bytes::ZERO;
-        while self.marks_bytes() > self.cache.untouched() {
+        while self.marks.bytes() > self.cache.untouched() {
             let all = backend.mark();
             let finished = backend.wait(all);
             self.note(finished);
-            freed += self.snapshots.remove(0).release();
+            freed += self.marks.pop().map_or(Bytes::ZERO, Snapshot::release);
         }
         freed
     }
-
-    /// Memory of all copies.
-    pub(super) fn marks_bytes(&self) -> Bytes {
-        self.snapshots.iter().map(Snapshot::bytes).sum()
-    }
 }
-
-/// The last two prompts: one that goes on from the last, and one that goes on from the one before (an answer that is
-/// asked for again).
-const MARKS_MAX: usize = 2;

@@ -1,0 +1,200 @@
+//! Copies of the recurrent state at places of the sequence where prompts part.
+//!
+//! ```text
+//!   conversation A   s s s s s s a a a a a a a|a       s: what both begin with
+//!   conversation B   s s s s s s|b b b b b b b|b
+//!                               fork          end
+//! ```
+//!
+//! A conversation usually parts from its own last prompt near the end of that; another conversation where the two differ
+//! first, which is known when the second of them is read. Each kind of place has copies of its own, so that a conversation
+//! that goes on does not push out what the others go on from.
+
+use crate::{engine::state::Snapshot, units::Bytes};
+
+/// Why a later prompt may part from the sequence at a place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// Another conversation has parted here.
+    Fork,
+    /// The conversation itself, where its prompt ends.
+    End,
+}
+
+/// The copies of one sequence, and where the next pass makes more.
+#[derive(Debug, Default)]
+pub(super) struct Marks {
+    /// By position.
+    taken: Vec<Mark>,
+    /// Where the next pass is to make one of each kind, as long as it has not come by.
+    fork: Option<u32>,
+    end: Option<u32>,
+    /// Prompts so far.
+    prompt: u64,
+}
+
+#[derive(Debug)]
+struct Mark {
+    snapshot: Snapshot,
+    kind: Kind,
+    /// The prompt that has made it, or the last one that parted there.
+    used: u64,
+}
+
+/// Where a copy finds memory.
+enum Place {
+    New,
+    /// That of another copy.
+    Of(usize),
+}
+
+impl Marks {
+    /// Memory of all copies.
+    pub(super) fn bytes(&self) -> Bytes {
+        self.taken.iter().map(|mark| mark.snapshot.bytes()).sum()
+    }
+
+    /// How much of it the kernel has in memory.
+    pub(super) fn resident(&self) -> Bytes {
+        self.taken.iter().map(|mark| mark.snapshot.resident()).sum()
+    }
+
+    /// The last copy.
+    pub(super) fn last(&self) -> Option<&Snapshot> {
+        self.taken.last().map(|mark| &mark.snapshot)
+    }
+
+    /// Gives up all copies, and marks nothing.
+    pub(super) fn clear(&mut self) {
+        self.taken.clear();
+        self.forget_wanted();
+    }
+
+    /// Marks nothing in the next pass.
+    pub(super) const fn forget_wanted(&mut self) {
+        (self.fork, self.end) = (None, None);
+    }
+
+    /// Gives up the copies behind the first `common` tokens, which is all that the next prompt shares with the sequence.
+    pub(super) fn part_at(&mut self, common: u32) {
+        self.prompt += 1;
+        self.taken.retain(|mark| mark.snapshot.position() <= common);
+        if let Some(last) = self.taken.last_mut()
+            && serves(&last.snapshot, common)
+        {
+            last.used = self.prompt;
+        }
+    }
+
+    /// Wants a copy where the prompt parts from another conversation, unless there is one that serves as well.
+    pub(super) fn want_fork(&mut self, position: u32) {
+        let is_served = self.taken.iter().any(|mark| serves(&mark.snapshot, position));
+        self.fork = (position >= FORK_MIN && !is_served).then_some(position);
+    }
+
+    /// Wants a copy where the prompt will part from what follows it.
+    pub(super) fn want_end(&mut self, position: u32) {
+        self.end = Some(position).filter(|position| *position > 0);
+    }
+
+    /// The first place behind `position` where a chunk is to end for a copy: while it `streams` only for a fork, which saves
+    /// each later prompt more than the one reading of the layers that the cut costs.
+    pub(super) fn next(&self, position: u32, streams: bool) -> Option<u32> {
+        let end = self.end.filter(|_| !streams);
+        self.fork.into_iter().chain(end).filter(|wanted| *wanted > position).min()
+    }
+
+    /// The kinds of which a copy is to be made now: where one is wanted, or the last chunk of `chunk` tokens ends before it.
+    pub(super) fn due(&mut self, position: u32, chunk: u32, streams: bool) -> [Option<Kind>; 2] {
+        let reach = position.saturating_add(chunk).min(self.next(position, streams).unwrap_or(u32::MAX));
+        let due = |wanted: &mut Option<u32>, kind| {
+            let at = (*wanted).filter(|at| position >= *at || reach > *at)?;
+            *wanted = None;
+            (position <= at).then_some(kind)
+        };
+        let (mut fork, mut end) = (self.fork, self.end);
+        let kinds = [due(&mut fork, Kind::Fork), due(&mut end, Kind::End)];
+        (self.fork, self.end) = (fork, end);
+        kinds
+    }
+
+    /// Memory for a copy of `kind`: of one that it replaces, or `new` where there `is_room`.
+    pub(super) fn room(
+        &mut self,
+        kind: Kind,
+        is_room: bool,
+        new: impl FnOnce() -> Option<Snapshot>,
+    ) -> Option<Snapshot> {
+        match self.place_for(kind, is_room)? {
+            Place::New => new(),
+            Place::Of(index) => Some(self.taken.remove(index).snapshot),
+        }
+    }
+
+    /// Wants no copy at a fork that would find no memory.
+    pub(super) fn forget_fork_without_room(&mut self, is_room: bool) {
+        self.fork = self.fork.filter(|_| self.place_for(Kind::Fork, is_room).is_some());
+    }
+
+    /// Where a copy of `kind` finds memory, if anywhere.
+    fn place_for(&self, kind: Kind, is_room: bool) -> Option<Place> {
+        let most = match kind {
+            Kind::Fork => FORKS_MAX,
+            Kind::End => ENDS_MAX,
+        };
+        if self.taken.iter().filter(|mark| mark.kind == kind).count() >= most {
+            return self.least_useful(|mark| mark.kind == kind).map(Place::Of);
+        }
+        if is_room {
+            return Some(Place::New);
+        }
+        // Where this prompt has parted from another conversation, that one is likely to part from this one next.
+        self.least_useful(|mark| mark.kind == Kind::End || mark.used < self.prompt).map(Place::Of)
+    }
+
+    /// Whether a copy of `position` is there.
+    pub(super) fn has(&self, position: u32) -> bool {
+        self.taken.iter().any(|mark| mark.snapshot.position() == position)
+    }
+
+    /// Takes a copy.
+    pub(super) fn put(&mut self, kind: Kind, snapshot: Snapshot) {
+        self.taken.push(Mark { snapshot, kind, used: self.prompt });
+        self.taken.sort_by_key(|mark| mark.snapshot.position());
+    }
+
+    /// Takes out the copy that is missed least.
+    pub(super) fn pop(&mut self) -> Option<Snapshot> {
+        let index = self.least_useful(|_| true)?;
+        Some(self.taken.remove(index).snapshot)
+    }
+
+    /// The copy among some that is missed least: the first of the ends, or the fork that saves the fewest tokens.
+    fn least_useful(&self, among: impl Fn(&Mark) -> bool) -> Option<usize> {
+        let before = |index: usize| {
+            let before = index.checked_sub(1).and_then(|index| self.taken.get(index));
+            before.map_or(0, |mark| mark.snapshot.position())
+        };
+        let marks = self.taken.iter().enumerate().filter(|(_, mark)| among(mark));
+        let saves = |index: usize, mark: &Mark| match mark.kind {
+            Kind::End => (false, 0),
+            Kind::Fork => (true, mark.snapshot.position() - before(index).min(mark.snapshot.position())),
+        };
+        marks.min_by_key(|(index, mark)| saves(*index, mark)).map(|(index, _)| index)
+    }
+}
+
+/// Whether a prompt that parts at `position` may as well go on from a copy.
+fn serves(snapshot: &Snapshot, position: u32) -> bool {
+    snapshot.position() <= position && position - snapshot.position() < FORK_NEAR
+}
+
+/// The last two prompts: one that goes on from the last, and one that goes on from the one before (an answer that is
+/// asked for again).
+const ENDS_MAX: usize = 2;
+/// What all conversations have in common, and what some of them have beyond that.
+const FORKS_MAX: usize = 2;
+/// Fewer tokens than this take no longer to read than a copy.
+const FORK_MIN: u32 = 64;
+/// Our choice: so few tokens are read again rather than copied for.
+const FORK_NEAR: u32 = 16;
