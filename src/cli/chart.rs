@@ -245,18 +245,17 @@ impl Chart {
         Ok(())
     }
 
-    /// The points that can be distinguished: of those within one pixel the one with the largest total.
+    /// The points that can be distinguished: of those within one pixel the one with the largest total, and the last one, which
+    /// holds until the next pixel with any.
     fn columns(&self, frame: &Frame) -> Vec<(i32, &ChartPoint)> {
         let mut columns: Vec<(i32, &ChartPoint)> = Vec::new();
-        for point in &self.points {
-            let x = frame.x(point.at);
-            match columns.last_mut() {
-                Some((last, kept)) if *last == x => {
-                    if point.total() >= kept.total() {
-                        *kept = point;
-                    }
-                }
-                _ => columns.push((x, point)),
+        for pixel in self.points.chunk_by(|one, other| frame.x(one.at) == frame.x(other.at)) {
+            let largest = pixel.iter().enumerate().max_by_key(|(_, point)| point.total());
+            let (Some((place, largest)), Some(last)) = (largest, pixel.last()) else { continue };
+            let x = frame.x(last.at);
+            columns.push((x, largest));
+            if place + 1 < pixel.len() {
+                columns.push((x, last));
             }
         }
         columns

@@ -1,7 +1,10 @@
 //! `cotenant events`: events and decisions, as they happen.
 
+use std::time::Duration;
+
 use clap::Args;
 use serde_json::Value;
+use tonic::transport::Channel;
 
 use super::{Global, Output, exit::CliError, output, quantity, show};
 use crate::rpc::{
@@ -15,7 +18,7 @@ use crate::rpc::{
 /// `!` lines that the journal lost, none for an event.
 #[derive(Debug, Args)]
 pub struct Events {
-    /// Go on as more happens.
+    /// Go on as more happens, with the next supervisor when this one ends.
     #[arg(short, long)]
     follow: bool,
     /// Begin after this line; without it, with the oldest that the supervisor keeps in memory.
@@ -24,10 +27,44 @@ pub struct Events {
 }
 
 pub(super) async fn run(global: &Global, events: &Events) -> Result<(), CliError> {
+    let mut seen = Seen { sequence: events.after, boot_id: String::new() };
     let mut client = OperatorServiceClient::new(global.connect().await?);
+    loop {
+        match print(global, events, &mut client, &mut seen).await {
+            Ok(()) if !events.follow => return Ok(()),
+            Err(error) if !events.follow || !error.is_gone() => return Err(error),
+            // The supervisor has ended; the next one goes on.
+            Ok(()) | Err(_) => {}
+        }
+        eprintln!("the supervisor has gone; waiting for the next one");
+        client = loop {
+            tokio::time::sleep(LOOK_EVERY).await;
+            if let Ok(channel) = global.connect().await {
+                break OperatorServiceClient::new(channel);
+            }
+        };
+        eprintln!("connected again");
+    }
+}
+
+/// The last line that was printed, and the run that it is of.
+struct Seen {
+    sequence: u64,
+    boot_id: String,
+}
+
+/// How often a supervisor that has gone is looked for. Our choice: systemd restarts it after a second.
+const LOOK_EVERY: Duration = Duration::from_millis(500);
+
+async fn print(
+    global: &Global,
+    events: &Events,
+    client: &mut OperatorServiceClient<Channel>,
+    seen: &mut Seen,
+) -> Result<(), CliError> {
     let request = tonic::Request::new(WatchEventsRequest {
-        after_sequence: events.after,
-        boot_id: String::new(),
+        after_sequence: seen.sequence,
+        boot_id: seen.boot_id.clone(),
         no_follow: !events.follow,
     });
     let mut stream = global.call(client.watch_events(request)).await?;
@@ -38,6 +75,7 @@ pub(super) async fn run(global: &Global, events: &Events) -> Result<(), CliError
             eprintln!("{} events are missing here", response.missed);
         }
         let Some(entry) = response.entry else { continue };
+        (seen.sequence, seen.boot_id) = (entry.sequence, entry.boot_id.clone());
         match global.output {
             // The answer to a request repeats the decision before it, for the client alone.
             Output::Table if std::mem::replace(&mut before, entry.summary.clone()) == entry.summary => {}

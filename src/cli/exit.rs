@@ -14,10 +14,11 @@
 
 use std::{borrow::Cow, error::Error, io, process::ExitCode};
 
+use serde_json::{Value, json};
 use tonic::{Code, Status};
 use tonic_types::StatusExt;
 
-use crate::rpc::client::ConnectError;
+use crate::{causes::in_one_line, rpc::client::ConnectError};
 
 /// Done.
 pub const OK: u8 = 0;
@@ -113,6 +114,14 @@ impl CliError {
             .with_code(REFUSED)
     }
 
+    /// Whether the supervisor is not there any more, or is about to end.
+    pub(super) fn is_gone(&self) -> bool {
+        match self {
+            Self::Call(status) if reason(status).as_deref() == Some("STOPPING") => true,
+            other => other.code() == UNREACHABLE,
+        }
+    }
+
     /// The exit code.
     #[must_use]
     pub fn code(&self) -> u8 {
@@ -148,10 +157,29 @@ impl CliError {
         }
     }
 
-    /// Prints the error, its causes and the remedy on stderr, and returns the exit code.
+    /// The error, its causes and the remedy as one JSON document.
+    fn to_json(&self) -> Value {
+        let mut causes = Vec::new();
+        let mut cause = self.source().filter(|_| !matches!(self, Self::Call(_)));
+        while let Some(error) = cause {
+            causes.push(error.to_string());
+            cause = error.source();
+        }
+        let reason = match self {
+            Self::Call(status) => reason(status),
+            _ => None,
+        };
+        json!({"error": {
+            "message": self.to_string(), "causes": causes, "hint": self.hint(), "reason": reason, "exitCode": self.code(),
+        }})
+    }
+
+    /// Prints the error, its causes and the remedy on stderr, as text or as JSON, and returns the exit code.
     #[must_use]
-    pub fn report(&self) -> ExitCode {
-        if !matches!(self, Self::OutputClosed) {
+    pub fn report(&self, as_json: bool) -> ExitCode {
+        if as_json && !matches!(self, Self::OutputClosed) {
+            eprintln!("{}", self.to_json());
+        } else if !matches!(self, Self::OutputClosed) {
             eprintln!("error: {}", escaped(&self.to_string()));
             // The text of a transparent or called error is its own; what lies below comes here.
             let mut cause = self.source();
@@ -214,6 +242,11 @@ fn call_text(status: &Status) -> String {
         Code::Internal | Code::Unknown | Code::Unavailable if broken(status) => {
             format!("the supervisor went away in the middle of an answer ({})", status.message())
         }
+        // Over TLS a connection that breaks off may leave a status without a word.
+        code if status.message().is_empty() => {
+            let cause = status.source().map(|cause| format!(" ({})", in_one_line(cause)));
+            format!("the call failed: {}{}", code.description(), cause.unwrap_or_default())
+        }
         _ => status.message().to_owned(),
     }
 }
@@ -236,13 +269,9 @@ fn call_hint(status: &Status) -> Option<String> {
     let reason = reason(status);
     let retry = status.get_details_retry_info().and_then(|info| info.retry_delay);
     match (reason.as_deref(), retry) {
-        (Some("ROLE_MISSING"), _) => {
-            Some(
-                "run as root or as the supervisor's user, or add your uid to `grpc.roles.operators.uids` of the configuration"
-                    .to_owned(),
-            )
+        (Some("DRAINING"), _) => {
+            Some("the supervisor is draining and admits nothing new; `cotenant drain --off` ends that".to_owned())
         }
-        (Some("DRAINING"), _) => Some("the supervisor is draining and admits nothing new; restart it to end that".to_owned()),
         (Some("STOPPING"), _) => Some("the supervisor is stopping; start it again first".to_owned()),
         (Some("BOOT_ID_CHANGED"), _) => Some("the supervisor has restarted; ask again".to_owned()),
         (_, Some(delay)) => {

@@ -59,18 +59,18 @@ pub(super) async fn run(global: &Global, health: &Health) -> ExitCode {
             match (status, shown) {
                 (ServingStatus::Serving, Ok(()) | Err(CliError::OutputClosed)) => exit::health::SERVING,
                 (ServingStatus::Serving, Err(error)) => {
-                    let _ = error.report();
+                    let _ = error.report(global.output != Output::Table);
                     exit::health::FAILED
                 }
                 _ => exit::health::NOT_SERVING,
             }
         }
         Found::Unreachable(error) => {
-            let _ = error.report();
+            let _ = error.report(global.output != Output::Table);
             exit::health::UNREACHABLE
         }
         Found::Failed(error) => {
-            let _ = error.report();
+            let _ = error.report(global.output != Output::Table);
             exit::health::FAILED
         }
     };

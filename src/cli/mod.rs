@@ -100,7 +100,7 @@ pub enum Command {
     Hold(hold::Hold),
     /// Show budget, pressure, LLM, workers and leases.
     Status,
-    /// Show the same as it changes, on a terminal.
+    /// Show state, holders and the last events on a terminal, as they change.
     Top(top::Top),
     /// Draw memory by owner over time, from the journal.
     Plot(plot::Plot),
@@ -162,9 +162,10 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
             return ExitCode::from(code);
         }
     };
+    let as_json = cli.global.output != Output::Table;
     match run(cli) {
         Ok(code) => code,
-        Err(error) => error.report(),
+        Err(error) => error.report(as_json),
     }
 }
 

@@ -156,7 +156,8 @@ pub(super) fn explain(error: &dyn Error, hint: Option<&str>) {
 fn log_format(config: &Config) -> telemetry::LogFormat {
     match config.log.format {
         config::LogFormat::Json => telemetry::LogFormat::Json,
-        config::LogFormat::Auto if !io::stderr().is_terminal() && !goes_to_the_journal() => telemetry::LogFormat::Json,
+        config::LogFormat::Auto | config::LogFormat::Text if goes_to_the_journal() => telemetry::LogFormat::Journal,
+        config::LogFormat::Auto if !io::stderr().is_terminal() => telemetry::LogFormat::Json,
         config::LogFormat::Auto | config::LogFormat::Text => telemetry::LogFormat::Text,
     }
 }

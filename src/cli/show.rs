@@ -1,5 +1,9 @@
 //! Messages as text.
 
+use std::io::{self, IsTerminal as _};
+
+use ratatui::crossterm::terminal::size;
+
 use super::output::{Column, Table, counted};
 use crate::{
     rpc::{
@@ -55,8 +59,9 @@ pub(super) fn leases_table(leases: &[v1::Lease]) -> String {
     table.render()
 }
 
-/// The state for people.
-pub(super) fn status_text(status: &v1::GetStatusResponse) -> String {
+/// The state for people, in lines of at most so many columns.
+pub(super) fn status_text(status: &v1::GetStatusResponse, columns: usize) -> String {
+    let wrapped = |line: &str| wrapped(line, columns);
     let mut lines = vec![format!(
         "cotenant {}, up {}, run {}{}",
         status.version,
@@ -159,8 +164,8 @@ pub(super) fn status_text(status: &v1::GetStatusResponse) -> String {
     shown
 }
 
-/// A line in lines of at most 80 characters, each but the first indented; a word that is longer stands alone.
-fn wrapped(line: &str) -> String {
+/// A line in lines of at most so many columns, each but the first indented; a word that is longer stands alone.
+fn wrapped(line: &str, columns: usize) -> String {
     let mut shown = String::new();
     let mut width = 0;
     let indent = line.len() - line.trim_start().len();
@@ -178,7 +183,7 @@ fn wrapped(line: &str) -> String {
         if width == 0 {
             shown.push_str(&" ".repeat(indent));
             width = indent;
-        } else if width + 1 + length > WIDTH {
+        } else if width + 1 + length > columns {
             shown.truncate(shown.trim_end().len());
             shown.push_str(&format!("\n{:INDENT$}", ""));
             width = INDENT;
@@ -192,8 +197,17 @@ fn wrapped(line: &str) -> String {
     shown + "\n"
 }
 
+/// Columns of the terminal that stdout is; the default of terminals where it is none.
+pub(super) fn columns() -> usize {
+    let size = if io::stdout().is_terminal() { size().ok() } else { None };
+    size.map_or(WIDTH, |(columns, _)| usize::from(columns).max(COLUMNS_MIN))
+}
+
 /// Default width of a terminal, in columns.
 const WIDTH: usize = 80;
+
+/// With fewer columns nothing can be read.
+const COLUMNS_MIN: usize = 40;
 
 /// Where the second line of a paragraph begins: below its text.
 const INDENT: usize = 10;
@@ -284,7 +298,7 @@ fn engine_line(engine: &v1::Engine) -> String {
     if engine.model.is_empty() {
         return match engine.failure.as_str() {
             "" => format!("engine    {state}"),
-            failure => format!("engine    {state}: {failure}"),
+            failure => format!("engine    {state}: {failure}{}", next_try(engine)),
         };
     }
     let mut line = format!(
@@ -330,9 +344,18 @@ fn engine_line(engine: &v1::Engine) -> String {
         line.push_str(", changing");
     }
     if !engine.failure.is_empty() {
-        line.push_str(&format!(": {}", engine.failure));
+        line.push_str(&format!(": {}{}", engine.failure, next_try(engine)));
     }
     line
+}
+
+/// When a failed engine is tried again.
+fn next_try(engine: &v1::Engine) -> String {
+    match &engine.next_try {
+        Some(left) => format!("; next try in {}.{} s", left.seconds, left.nanos / 100_000_000),
+        None if engine.failed_permanently => "; not tried again before that has changed".to_owned(),
+        None => String::new(),
+    }
 }
 
 fn peaks_table(peaks: &[v1::LearnedPeak]) -> String {
@@ -412,6 +435,13 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_wide_terminal_is_used() {
+        let line = "engine    ready: a model of some name, with so many layers, of which all are resident, and room for many tokens";
+        assert_eq!(wrapped(line, 200), format!("{line}\n"));
+        assert!(wrapped(line, WIDTH).lines().count() == 2);
+    }
+
+    #[test]
     fn the_state_of_a_busy_device_fits_into_80_columns() {
         let lease = |name: &str| v1::Lease {
             name: name.into(),
@@ -451,7 +481,7 @@ mod tests {
             leases: vec![lease("wake-word#12"), lease("vision#7")],
             ..v1::GetStatusResponse::default()
         };
-        let text = status_text(&status);
+        let text = status_text(&status, WIDTH);
         for line in text.lines() {
             assert!(line.chars().count() <= WIDTH && line.trim_end() == line, "{line}\n{text}");
         }

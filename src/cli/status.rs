@@ -10,7 +10,7 @@ pub(super) async fn status(global: &Global) -> Result<(), CliError> {
     let mut client = OperatorServiceClient::new(global.connect().await?);
     let status = global.call(client.get_status(global.request(GetStatusRequest {}))).await?;
     match global.output {
-        Output::Table => output::write(&show::status_text(&status)),
+        Output::Table => output::write(&show::status_text(&status, show::columns())),
         Output::Json | Output::Ndjson => output::write_json(global.output, &json::status(&status)),
     }
 }

@@ -55,7 +55,7 @@ pub(super) async fn run(global: &Global, args: &Talk) -> Result<(), CliError> {
     let mut exchange = client.open().await.map_err(failed)?;
     request_pipeline(&mut exchange).await.map_err(failed)?;
     let spoken = utter(&mut exchange, &recording).await.map_err(failed)?;
-    if let Some(out) = &args.out {
+    if let Some(out) = args.out.as_ref().filter(|_| !spoken.audio.samples.is_empty()) {
         let wav = spoken.audio.to_wav().map_err(|error| CliError::failed("cannot keep the answer", error))?;
         let path = out.display();
         fs::write(out, wav).map_err(|error| CliError::failed(format!("cannot write `{path}`"), error))?;
@@ -83,9 +83,14 @@ pub(super) async fn run(global: &Global, args: &Talk) -> Result<(), CliError> {
             }),
         )?,
     }
-    match spoken.heard.trim().is_empty() {
-        true => Err(CliError::plain("nothing was heard", FAILED)),
-        false => Ok(()),
+    let unwritten = match &args.out {
+        Some(out) if spoken.audio.samples.is_empty() => format!("; `{}` is not written", out.display()),
+        _ => String::new(),
+    };
+    match (spoken.heard.trim().is_empty(), unwritten.is_empty()) {
+        (true, _) => Err(CliError::plain(format!("nothing was heard{unwritten}"), FAILED)),
+        (false, false) => Err(CliError::plain(format!("nothing was said{unwritten}"), FAILED)),
+        (false, true) => Ok(()),
     }
 }
 

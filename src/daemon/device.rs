@@ -167,6 +167,9 @@ impl Perform for Device {
             }
             Action::StorePeaks { peaks } => self.peaks.store(peaks),
             Action::Weighed { weighing } => tracing::debug!(?weighing, "weighed the candidates for reclaim"),
+            Action::Decided { decision } if decision.is_error() => {
+                tracing::error!("{}", journal::render_decision(&decision));
+            }
             Action::Decided { decision } if decision.is_warning() => {
                 tracing::warn!("{}", journal::render_decision(&decision));
             }

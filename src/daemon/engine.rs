@@ -27,6 +27,7 @@ use crate::{
     http::backend::Weights,
     policy::{
         compute::Compute,
+        engine_failure::Cure,
         event::Event,
         residency::{EnginePlan, ModelShape},
         snapshot::EngineState,
@@ -86,11 +87,11 @@ impl Inspector {
         let begun = Arc::clone(&tried);
         let inspect = move || {
             *begun.write().unwrap_or_else(PoisonError::into_inner) = identity(&path);
+            let Inspected { mut shape, unused, tensors, .. } =
+                Engine::inspect_with(&path, vocabulary.as_ref(), compute)?;
             if let Some(reason) = backend::without_gpu(compute) {
                 tracing::info!(%reason, remedy = reason.remedy(), "the LLM computes on the CPU");
             }
-            let Inspected { mut shape, unused, tensors, .. } =
-                Engine::inspect_with(&path, vocabulary.as_ref(), compute)?;
             if !unused.is_empty() {
                 tracing::info!(unused = unused.join(", "), "parts that are not used stay in the model's file");
             }
@@ -143,18 +144,13 @@ impl Inspector {
                 Ok(Ok(shape)) => Event::EngineInspected { shape },
                 Ok(Err(error)) => {
                     hung = error.hung().cloned();
-                    let hint = error.hint().map_or_else(String::new, |hint| format!(" (hint: {hint})"));
-                    Event::EngineFailed {
-                        reason: format!("{}{hint}", in_one_line(&error)),
-                        left: hung.as_ref().map(Retained::bytes),
-                    }
+                    failed(in_one_line(&error), error.hint(), error.cure(), hung.as_ref())
                 }
-                Err(panicked) => Event::EngineFailed {
-                    reason: format!("reading the model's header broke down: {panicked}"),
-                    left: None,
-                },
+                Err(panicked) => {
+                    let reason = format!("reading the model's header broke down: {panicked}");
+                    failed(reason, None, Cure::Reload, None)
+                }
             };
-            log_failure(&event);
             self.control.tell(event).await;
             if hung.is_none() {
                 return;
@@ -184,12 +180,13 @@ async fn retry_when_changed(path: PathBuf, inspector: Inspector) {
     }
 }
 
-/// What changes with a file: its device and number, its length, and when it was written.
-type Identity = (u64, u64, u64, i64, i64);
+/// What changes with a file: its device and number, its length, when it was written, and when its permissions were changed.
+type Identity = (u64, u64, u64, [i64; 4]);
 
 fn identity(path: &Path) -> Option<Identity> {
     let file = std::fs::metadata(path).ok()?;
-    Some((file.dev(), file.ino(), file.len(), file.mtime(), file.mtime_nsec()))
+    let times = [file.mtime(), file.mtime_nsec(), file.ctime(), file.ctime_nsec()];
+    Some((file.dev(), file.ino(), file.len(), times))
 }
 
 /// How often the file of a model that failed is looked at. Our choice: a model takes longer to load.
@@ -258,7 +255,8 @@ impl EngineDriver {
                 Err(error) => {
                     let control = Arc::clone(&self.control);
                     let reason = format!("cannot start the engine's thread again: {error}");
-                    tokio::spawn(async move { control.tell(Event::EngineFailed { reason, left: None }).await });
+                    let event = failed(reason, None, Cure::Reread, None);
+                    tokio::spawn(async move { control.tell(event).await });
                     return;
                 }
             }
@@ -440,8 +438,6 @@ async fn forward(
     let control = Arc::clone(&inspector.control);
     // What reads that hang have left, once that is reported.
     let mut hung: Option<Retained> = None;
-    // Whether the model's file holds another one now.
-    let mut replaced = false;
     // What was timed while the plan changed says nothing of either.
     let mut changed = true;
     // The plan that was put into force last.
@@ -482,12 +478,10 @@ async fn forward(
                 }
             }
             EngineEvent::Calibrated { calibration } => Event::EngineCalibrated(calibration),
-            EngineEvent::LoadFailed { message, hint, hung: left, replaced: another, .. } => {
-                replaced = another;
+            EngineEvent::LoadFailed { message, hint, cure, hung: left, .. } => {
                 let _ = asked.try_recv();
-                let hint = hint.map_or_else(String::new, |hint| format!(" (hint: {hint})"));
                 hung = left;
-                Event::EngineFailed { reason: format!("{message}{hint}"), left: hung.as_ref().map(Retained::bytes) }
+                failed(message, hint, cure, hung.as_ref())
             }
             EngineEvent::Applied { revision, report, .. } => {
                 last = revision;
@@ -509,9 +503,9 @@ async fn forward(
             EngineEvent::ApplyFailed { revision, error } => {
                 Event::EngineApplyFailed { revision, reason: in_one_line(&error) }
             }
-            EngineEvent::Failed { message, hung: left } => {
+            EngineEvent::Failed { message, cure, hung: left } => {
                 hung = left;
-                Event::EngineFailed { reason: message, left: hung.as_ref().map(Retained::bytes) }
+                failed(message, None, cure, hung.as_ref())
             }
             EngineEvent::RequestStarted { .. } => activity(&handle),
             EngineEvent::RequestFinished { usage, .. } => {
@@ -530,20 +524,20 @@ async fn forward(
             }
             EngineEvent::Stopped => break,
         };
-        log_failure(&event);
         control.tell(event).await;
         if let Some(left) = hung.take() {
             inspector.begin_after(left);
-        } else if std::mem::take(&mut replaced) {
-            inspector.begin();
         }
     }
 }
 
-fn log_failure(event: &Event) {
-    if let Event::EngineFailed { reason, .. } = event {
-        tracing::error!(reason, "the engine has failed");
-    }
+/// The event of a failure. A remedy that only a change of something is stays beside the reason.
+fn failed(reason: String, hint: Option<&str>, cure: Cure, hung: Option<&Retained>) -> Event {
+    let reason = match (hint, &cure) {
+        (Some(hint), Cure::Reload | Cure::Reread) => format!("{reason} (hint: {hint})"),
+        (None, _) | (_, Cure::Change { .. }) => reason,
+    };
+    Event::EngineFailed { reason, cure, left: hung.map(Retained::bytes) }
 }
 
 fn applied(revision: u64, report: ApplyReport) -> Event {

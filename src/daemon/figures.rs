@@ -266,6 +266,23 @@ const fn name_of(denial: &Denial) -> &'static str {
     }
 }
 
+/// All that [`name_of`] gives.
+pub(super) const DENIALS: [&str; 13] = [
+    "draining",
+    "exceeds_budget",
+    "insufficient_memory",
+    "invalid",
+    "not_growing",
+    "not_holder",
+    "pressure_high",
+    "quota_exceeded",
+    "replaced",
+    "request_id_reused",
+    "stale_generation",
+    "stale_sample",
+    "unknown_lease",
+];
+
 #[cfg(test)]
 mod tests {
     use std::time::Duration;

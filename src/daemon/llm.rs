@@ -12,13 +12,13 @@ use futures_util::{FutureExt as _, future::BoxFuture};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-use super::{control_handle::ControlHandle, engine::CurrentEngine};
+use super::{control_handle::ControlHandle, control_loop::Clock as _, engine::CurrentEngine};
 use crate::{
     causes::in_one_line,
     config::LlmConfig,
     conversation::{FinishReason, SamplingWish},
     engine::{self, AnswerStyle, EngineHandle, EngineSnapshot, PromptError, RequestId, SubmitError},
-    policy::{event::Event, refusal::Refusal, snapshot::EngineState},
+    policy::{engine_failure::NextTry, event::Event, refusal::Refusal, snapshot::EngineState},
     rpc::{
         llm::{self, Generator},
         supervisor::Supervisor as _,
@@ -261,15 +261,23 @@ impl Llm {
     }
 
     /// Why there is no engine to wait for, when the arbiter has given it up or waits to load it again.
-    fn failure(&self) -> Option<String> {
-        let engine = &self.0.control.state().engine;
-        (engine.state == EngineState::Failed).then(|| engine.failure.clone().unwrap_or_default())
+    fn failure(&self) -> Option<Refusal> {
+        let state = self.0.control.state();
+        let failure = state.engine.failure.as_ref().filter(|_| state.engine.state == EngineState::Failed)?;
+        let wait = match failure.next {
+            NextTry::Never { .. } => return Some(Refusal::ModelFailed { failure: failure.to_string() }),
+            NextTry::At(at) => at.saturating_since(self.0.control.clock().now()),
+            NextTry::Now | NextTry::WhenDiskAnswers => Duration::ZERO,
+        };
+        Some(Refusal::EngineLost { reason: failure.to_string(), retry_after: wait.max(RETRY_SOON) })
     }
 
     fn refuse(&self, error: &SubmitError) -> Refusal {
         let act = || "start an answer".to_owned();
-        if let (SubmitError::NotReady { .. }, Some(reason)) = (error, self.failure()) {
-            return Refusal::EngineLost { reason, retry_after: RETRY_SOON };
+        if matches!(error, SubmitError::NotReady { .. } | SubmitError::Failed { .. })
+            && let Some(refusal) = self.failure()
+        {
+            return refusal;
         }
         match error {
             SubmitError::Draining => Refusal::Draining { act: act(), retry_after: RETRY_SOON },
@@ -331,7 +339,7 @@ impl Llm {
             E::Form { message } => Refusal::Invalid {
                 field: "response_format".to_owned(),
                 value: String::new(),
-                problem: format!("cannot be followed any further: {message}"),
+                problem: format!("the form that it asks for cannot be followed any further: {message}"),
             },
             E::Stopping => Refusal::Draining { act: "finish the answer".to_owned(), retry_after: RETRY_SOON },
             // Only gRPC sets a deadline, and reports it itself.

@@ -4,7 +4,7 @@ use std::{sync::Arc, time::Duration};
 
 use sd_notify::NotifyState;
 
-use crate::policy::snapshot::Snapshot;
+use crate::policy::snapshot::{EngineState, Snapshot};
 
 /// Tells that gRPC and HTTP answer and that the budget is fixed; the model may still be loading.
 pub(super) fn ready() {
@@ -46,6 +46,11 @@ pub(super) fn status_line(snapshot: &Snapshot) -> String {
             plan.kv_capacity
         ),
         _ => String::new(),
+    };
+    let engine = match (&snapshot.engine.failure, snapshot.engine.state) {
+        (Some(failure), EngineState::Failed) => format!(", llm failed: {failure}"),
+        (_, EngineState::Loading) => ", llm loading".to_owned(),
+        _ => engine,
     };
     format!("{}{engine}, {} leases, {} free", snapshot.pressure.level, snapshot.leases.len(), snapshot.memory.free)
 }

@@ -35,6 +35,7 @@ const fn expected(refusal: &Refusal) -> &'static str {
         R::Draining { .. } => "Unavailable DRAINING retry, 503 draining retry, 529 overloaded_error, draining",
         R::Starting { .. } => "Unavailable ENGINE_NOT_READY retry, 503 starting retry, 529 overloaded_error, starting",
         R::EngineLost { .. } => "Internal ENGINE_LOST, 503 engine_lost retry, 500 api_error, engine-lost",
+        R::ModelFailed { .. } => "FailedPrecondition MODEL_FAILED, 500 model_failed, 500 api_error, model-failed",
         R::WorkerLost { .. } => "Unavailable WORKER_LOST retry, 503 worker_lost retry, 500 api_error, worker-lost",
         R::DeadlineUnreachable { .. } => {
             "DeadlineExceeded DEADLINE_UNREACHABLE retry, 503 deadline_unreachable retry, 529 overloaded_error, \

@@ -18,7 +18,7 @@ use super::{
     device::{Accounts, Device, Upkeep},
     engine::{CurrentEngine, EngineDriver, start_engine},
     error::RunError,
-    figures::Figures,
+    figures::{DENIALS, Figures},
     folders,
     handoff::{Handoff, Inheritance, Place},
     listeners::{Bound, Clients, Listeners},
@@ -52,6 +52,7 @@ use crate::{
     policy::{
         arbiter::Arbiter,
         book::AdoptedWorker,
+        engine_failure::Cure,
         event::Event,
         params::{MachineMemory, Params, Scope},
         peaks::Peaks,
@@ -138,6 +139,7 @@ pub async fn run(
     control.note_listeners(config.listeners());
     let recorder = Recorder::open(&config, &control, &params)?;
     let metrics = Arc::new(Metrics::new());
+    metrics.expect(params.workers.iter().map(|worker| worker.name.as_str()), &DENIALS);
     let (parts, losses) = Parts::new();
     let tracer = tracer_of(&config.telemetry, &boot_id, &parts);
     let on_control = parts.on(&control_runtime);
@@ -193,7 +195,8 @@ pub async fn run(
     let listeners = Listeners::open(bound, &control, clients, &config, holders, (&parts, &on_control)).await?;
     if let Some(reason) = safe_profile.filter(|_| config.llm.is_some()) {
         tracing::warn!("{reason}");
-        control_loop.handle(Event::EngineFailed { reason, left: None });
+        let cure = Cure::Change { remedy: String::new() };
+        control_loop.handle(Event::EngineFailed { reason, cure, left: None });
     } else if let Some(engine) = &control_loop.device().engine {
         engine.inspect();
     }

@@ -21,7 +21,7 @@ use super::{
 };
 use crate::{
     emergency,
-    policy::{lease::Class, residency::EnginePlan},
+    policy::{engine_failure::Cure, lease::Class, residency::EnginePlan},
     units::{Bytes, Tokens},
 };
 
@@ -414,6 +414,7 @@ impl EngineLoop {
     /// Takes nothing more and answers every waiting request. `failure` says why, when it was not asked for.
     pub(super) fn close(&mut self, failure: Option<Broken>) {
         let message = failure.as_ref().map(|failure| failure.message.clone());
+        let cure = failure.as_ref().map_or(Cure::Reload, |failure| failure.cure.clone());
         let error = message.clone().map_or(GenerateError::Stopping, |message| GenerateError::EngineLost { message });
         let apply_error = message.clone().map_or(ApplyFailure::Stopping, |message| ApplyFailure::Model { message });
         self.state.phase = message.map_or(EnginePhase::Stopped, |message| EnginePhase::Failed { message });
@@ -447,13 +448,13 @@ impl EngineLoop {
                     path,
                     message: apply_error.to_string(),
                     hint: None,
+                    cure: cure.clone(),
                     hung: None,
-                    replaced: false,
                 }),
             }
         }
-        if let Some(Broken { message, hung }) = failure {
-            self.tell(EngineEvent::Failed { message, hung });
+        if let Some(Broken { message, cure, hung }) = failure {
+            self.tell(EngineEvent::Failed { message, cure, hung });
         }
         self.publish();
         self.outbox.push_back(EngineEvent::Stopped);
@@ -472,6 +473,7 @@ const PREFILL_MEASURED: u32 = 16;
 /// Why the thread ends, when it was not asked to.
 pub(super) struct Broken {
     pub(super) message: String,
+    pub(super) cure: Cure,
     /// What reads that hang keep of its model.
     pub(super) hung: Option<Retained>,
 }

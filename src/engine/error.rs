@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::disk::{Retained, Stalled};
 use crate::{
-    policy::residency::EnginePlan,
+    policy::{engine_failure::Cure, residency::EnginePlan},
     units::{Bytes, Tokens},
 };
 
@@ -86,10 +86,10 @@ impl LoadError {
         &self.kind
     }
 
-    /// Whether the file holds another model than its plan was made for.
+    /// What loading it again needs.
     #[must_use]
-    pub const fn is_replaced(&self) -> bool {
-        matches!(self.kind, LoadErrorKind::Replaced)
+    pub fn cure(&self) -> Cure {
+        self.kind.cure()
     }
 
     /// The remedy, where there is one.
@@ -140,6 +140,12 @@ pub enum LoadErrorKind {
         /// How long it is.
         is: Bytes,
     },
+    /// Weights that are not what the model was saved with.
+    #[error("its weights are damaged: {problem}")]
+    Damaged {
+        /// What shows it.
+        problem: String,
+    },
     /// The device computes nothing.
     #[error(transparent)]
     Device(#[from] DeviceError),
@@ -149,6 +155,12 @@ pub enum LoadErrorKind {
     /// Another model than the one for which its plan was made.
     #[error("it holds another model than when it was looked at")]
     Replaced,
+    /// Nothing at all.
+    #[error("it is empty: it has 0 bytes")]
+    Empty,
+    /// The note that Git keeps in place of a large file.
+    #[error("it is a pointer of Git LFS, not the model itself")]
+    GitLfsPointer,
     /// A name that appears twice.
     #[error("`{name}` appears twice in the header")]
     Duplicate {
@@ -323,11 +335,39 @@ impl From<ReadError> for LoadErrorKind {
 }
 
 impl LoadErrorKind {
+    /// What loading the model again needs: time, where reading it failed or the system lacked something; otherwise a change,
+    /// for its file does not get better by itself.
+    #[must_use]
+    pub fn cure(&self) -> Cure {
+        use io::ErrorKind as Kind;
+        match self {
+            Self::Open(error) => match error.kind() {
+                Kind::NotFound | Kind::NotADirectory | Kind::IsADirectory | Kind::PermissionDenied => {
+                    let remedy = "put the file there, readable for this user, or set `llm.path` to where it is";
+                    Cure::Change { remedy: remedy.to_owned() }
+                }
+                _ => Cure::Reread,
+            },
+            Self::Part { source, .. } if source.cure() == Cure::Reread => Cure::Reread,
+            Self::Changed { .. } | Self::Replaced | Self::Stalled(_) | Self::Threads(_) | Self::Weights(_) => {
+                Cure::Reread
+            }
+            // Memory may be there the next time, and a device may compute again.
+            Self::Allocate { .. } | Self::Device(_) => Cure::Reload,
+            _ => Cure::Change { remedy: self.hint().unwrap_or_default().to_owned() },
+        }
+    }
+
     /// The remedy, where there is one.
     #[must_use]
     pub fn hint(&self) -> Option<&'static str> {
         match self {
             Self::Architecture { architecture, .. } => Some(nearest_family(architecture)),
+            Self::Damaged { .. } => Some("fetch the file again, and compare its SHA-256 with the publisher's"),
+            Self::Empty => Some("the download has not begun, or has failed: fetch the file again"),
+            Self::GitLfsPointer => {
+                Some("fetch the model by `git lfs pull` in its repository, or download the file itself")
+            }
             Self::Gpu(error) => Some(error.remedy()),
             Self::Metadata { key, .. } if key.ends_with(".expert_count") => Some(nearest_family(key)),
             Self::BigEndian { .. } => Some("turn a copy of it round with `gguf-convert-endian FILE little`"),
@@ -375,7 +415,9 @@ fn nearest_type(dtype: &str) -> &'static str {
     match dtype.get(..3) {
         Some("IQ1" | "IQ2" | "TQ1" | "TQ2") => "take the Q2_K file of the same model",
         Some("IQ3") => "take the Q3_K_M file of the same model",
-        Some("IQ4" | "MXF" | "NVF" | "Q4_") => "take the Q4_K_M file of the same model",
+        // The type of gpt-oss, of which no file in another type would run.
+        Some("MXF") => "use a dense model of about the same size, for example Qwen3.5 4B or 9B in Q4_K_M",
+        Some("IQ4" | "NVF" | "Q4_") => "take the Q4_K_M file of the same model",
         _ => "take the Q4_K_M or Q8_0 file of the same model",
     }
 }
@@ -462,21 +504,32 @@ pub enum ForwardError {
 }
 
 impl ForwardError {
-    /// Whether the engine has to end: the device has failed, or the file holds another model by now, see
-    /// [`ReadError::replaced`].
+    /// What loading the model again needs where the engine has to end: the device has failed, or the weights cannot be read,
+    /// or belong to another model by now.
     #[must_use]
-    pub const fn is_final(&self) -> bool {
-        matches!(self, Self::Device(_) | Self::Read(ReadError { replaced: true, .. }))
+    pub const fn cure(&self) -> Option<Cure> {
+        match self {
+            Self::Device(_) => Some(Cure::Reload),
+            Self::Read(_) => Some(Cure::Reread),
+            _ => None,
+        }
     }
 }
 
 impl ApplyError {
-    /// As [`ForwardError::is_final`].
+    /// As [`ForwardError::cure`].
     #[must_use]
-    pub const fn is_final(&self) -> bool {
-        matches!(self, Self::Device(_) | Self::Read(ReadError { replaced: true, .. }))
+    pub const fn cure(&self) -> Option<Cure> {
+        match self {
+            Self::Device(_) => Some(Cure::Reload),
+            Self::Read(_) => Some(Cure::Reread),
+            _ => None,
+        }
     }
 }
+
+/// The remedy where results are not finite.
+pub(super) const NOT_FINITE_REMEDY: &str = "the weights are damaged: fetch the file again, or take another one";
 
 /// A plan that could not be put into force as a whole; [`Model::plan`](super::Model::plan) says what is.
 #[derive(Debug, thiserror::Error)]
@@ -559,3 +612,45 @@ pub struct ApplyReport {
 }
 
 const KNOWN_TYPES: &str = "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K and Q6_K";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_may_pass_is_tried_again_and_what_does_not_names_its_remedy() {
+        for (errno, may_pass) in [
+            (libc::EIO, true),
+            (libc::EMFILE, true),
+            (libc::ENFILE, true),
+            (libc::ENOMEM, true),
+            (libc::ESTALE, true),
+            (libc::ELOOP, true),
+            (libc::ENOENT, false),
+            (libc::EACCES, false),
+            (libc::ENOTDIR, false),
+        ] {
+            let open = || LoadErrorKind::Open(io::Error::from_raw_os_error(errno));
+            let part = LoadErrorKind::Part { path: "part".into(), source: Box::new(open()) };
+            for kind in [open(), part] {
+                match kind.cure() {
+                    Cure::Reread => assert!(may_pass, "{kind:?}"),
+                    Cure::Change { remedy } => assert!(!may_pass && !remedy.is_empty(), "{kind:?}"),
+                    Cure::Reload => panic!("{kind:?}"),
+                }
+            }
+        }
+        let unknown = LoadErrorKind::Architecture { architecture: "mamba".to_owned(), known: String::new() };
+        assert!(matches!(unknown.cure(), Cure::Change { remedy } if remedy.contains("Qwen3.5")));
+        let read = ReadError {
+            path: "model".into(),
+            what: "blk.0".to_owned(),
+            offset: 0,
+            bytes: Bytes::new(1),
+            problem: "Input/output error".to_owned(),
+            replaced: false,
+        };
+        assert_eq!(ForwardError::from(read.clone()).cure(), Some(Cure::Reread));
+        assert_eq!(LoadErrorKind::from(read).cure(), Cure::Reread);
+    }
+}

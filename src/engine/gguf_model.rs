@@ -66,6 +66,7 @@ impl GgufModel {
         helper: Option<PathBuf>,
     ) -> Result<Inspected, LoadError> {
         let (shape, header) = Model::inspect_with(path, vocabulary, compute)?;
+        Model::refuse_zeros(&header).map_err(|kind| LoadError::new(path, kind))?;
         TextSide::with_helper(&header, shape.context_max, helper)
             .map_err(|error| LoadError::new(path, error.into()))?;
         Self::inspect(path, vocabulary, compute)
@@ -95,6 +96,11 @@ impl GgufModel {
                 return Err(LoadError::new(path, error.into()).leaving(left));
             }
         };
+        if let Err(kind) = model.prove() {
+            let left = model.kept();
+            drop(model);
+            return Err(LoadError::new(path, kind).leaving(left));
+        }
         model.forget_lists();
         model.settle();
         // What the form of an answer needs is leased from the start, and made when it is first asked for.
@@ -300,8 +306,50 @@ impl LanguageModel for GgufModel {
 
 #[cfg(test)]
 mod tests {
+    use std::{fs, os::unix::fs::FileExt as _};
+
+    use candle_core::quantized::GgmlDType;
+
     use super::*;
-    use crate::policy::{params::EngineParams, residency::PlanLimits};
+    use crate::{
+        engine::{
+            spec::Architecture,
+            synthetic::{Synthetic, TypeMix},
+        },
+        policy::{engine_failure::Cure, params::EngineParams, residency::PlanLimits},
+        weights::Weights as _,
+    };
+
+    #[test]
+    fn weights_that_give_no_result_are_refused_with_the_tensor_at_fault() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.gguf");
+        let options = ModelOptions::for_threads(1);
+        let limits = PlanLimits::new(&EngineParams::default(), Tokens::ZERO);
+        let opened = |resident: bool| {
+            let shape = GgufModel::inspect(&path, None, 1.into()).unwrap().shape;
+            let plan = if resident { shape.full_plan(&limits) } else { shape.floor_plan(&limits) };
+            GgufModel::open(&path, &plan, &options, &Expected::default(), &LoadProgress::default()).map(drop)
+        };
+        for (types, tensor, byte, problem) in [
+            (GgmlDType::F32, "blk.1.ffn_norm.weight", 0xff, "tensor `blk.1.ffn_norm.weight` has values"),
+            (GgmlDType::Q8_0, "blk.0.ffn_down.weight", 0xff, "tensor `blk.0.ffn_down.weight` has values"),
+            (GgmlDType::F16, "blk.1.attn_q.weight", 0xff, "tensor `blk.1.attn_q.weight` has values"),
+            (GgmlDType::Q8_0, "output_norm.weight", 0, "every token is as likely as any other"),
+        ] {
+            Synthetic::tiny(Architecture::Qwen3, TypeMix::All(types), 7).write(&path).unwrap();
+            opened(true).unwrap();
+            let header = Model::inspect(&path, 1).unwrap().1;
+            let at = header.tensor(tensor).unwrap();
+            let bytes = vec![byte; usize::try_from(at.bytes.get()).unwrap()];
+            fs::File::options().write(true).open(&path).unwrap().write_all_at(&bytes, at.offset).unwrap();
+            for resident in [true, false] {
+                let error = opened(resident).unwrap_err();
+                assert!(error.kind().to_string().contains(problem), "{:?}", error.kind());
+                assert!(matches!(error.cure(), Cure::Change { remedy } if remedy.contains("fetch the file again")));
+            }
+        }
+    }
 
     #[test]
     fn what_the_tokenizer_holds_is_in_what_the_engine_says_that_it_holds() {

@@ -16,6 +16,7 @@ use super::{
 use crate::{
     causes::in_one_line,
     policy::{
+        engine_failure::Cure,
         lease::Class,
         residency::{EnginePlan, ModelShape},
         streaming::Calibration,
@@ -87,6 +88,8 @@ pub enum EngineEvent {
     Failed {
         /// What happened.
         message: String,
+        /// What loading the model again needs.
+        cure: Cure,
         /// What reads that hang keep of its model: nothing is loaded before they have returned.
         hung: Option<Retained>,
     },
@@ -98,10 +101,10 @@ pub enum EngineEvent {
         message: String,
         /// The remedy, where there is one.
         hint: Option<&'static str>,
+        /// What loading it again needs.
+        cure: Cure,
         /// What reads that hang keep, where the disk does not answer: nothing is loaded before they have returned.
         hung: Option<Retained>,
-        /// Whether the file holds another model than its plan was made for: it has to be looked at again.
-        replaced: bool,
     },
     /// A model is loaded.
     Ready {

@@ -30,7 +30,7 @@ use super::{
     answer::call_tags,
     disk::{DiskTimeout, Retained},
     engine_loop::{BetweenLayers, Broken, EngineLoop, Outcome},
-    error::{ForwardError, LoadError},
+    error::{ForwardError, LoadError, NOT_FINITE_REMEDY},
     generate::{FinishReason, GenerateError},
     gguf_model::GgufModel,
     language_model::{LanguageModel, Opened, Opener},
@@ -48,6 +48,7 @@ use crate::{
     emergency,
     policy::{
         compute::Compute,
+        engine_failure::Cure,
         residency::{EnginePlan, ModelShape},
     },
     units::{Bytes, Tokens},
@@ -168,8 +169,11 @@ impl Drop for Engine {
 
 struct Worker {
     model: Option<Box<dyn LanguageModel>>,
-    /// Why the thread ends, so that the model is loaded into a new engine: its file holds another one, or the device has failed.
-    ends: Option<String>,
+    /// Why the thread ends, so that the model is loaded into a new engine, and what that needs: its file cannot be read or holds
+    /// another one, the device has failed, or the weights are damaged.
+    ends: Option<(String, Cure)>,
+    /// Answers in a row that ended in results that are not finite.
+    not_finite: u32,
     /// What a load that failed has left to reads that hang.
     left: Retained,
     text: Option<Arc<TextSide>>,
@@ -202,6 +206,7 @@ impl Worker {
         Self {
             model: None,
             ends: None,
+            not_finite: 0,
             left: Retained::default(),
             text: None,
             opener,
@@ -222,8 +227,9 @@ impl Worker {
         kept.add(self.left.clone());
         let dropped = catch_unwind(AssertUnwindSafe(|| drop(model)));
         let panic = outcome.err().or_else(|| dropped.err());
-        let message = panic.map(|payload| panic_message(&*payload)).or(self.ends);
-        self.engine_loop.close(message.map(|message| Broken { message, hung: kept.hangs().then_some(kept) }));
+        let broken = panic.map(|payload| (panic_message(&*payload), Cure::Reload)).or(self.ends);
+        let hung = kept.hangs().then_some(kept);
+        self.engine_loop.close(broken.map(|(message, cure)| Broken { message, cure, hung }));
     }
 
     fn work(&mut self) {
@@ -262,8 +268,8 @@ impl Worker {
                 path,
                 message: "a model is loaded already".to_owned(),
                 hint: Some("start another engine for another model"),
+                cure: Cure::Reload,
                 hung: None,
-                replaced: false,
             });
             return;
         }
@@ -310,8 +316,8 @@ impl Worker {
             path,
             message: in_one_line(error),
             hint: error.hint(),
+            cure: error.cure(),
             hung: error.hung().cloned(),
-            replaced: error.is_replaced(),
         });
     }
 
@@ -394,8 +400,8 @@ impl Worker {
                 // A part of it may have been done.
                 self.engine_loop.note_held(&**model);
                 self.engine_loop.apply_failed(revision, ApplyFailure::of(&error));
-                if error.is_final() {
-                    self.ends = Some(in_one_line(&error));
+                if let Some(cure) = error.cure() {
+                    self.ends = Some((in_one_line(&error), cure));
                 }
             }
         }
@@ -411,6 +417,7 @@ impl Worker {
             // Without a model no request gets past the handle.
             None => Err(GenerateError::Stopping),
         };
+        self.note_outcome(&outcome);
         if let Some(model) = self.model.as_mut() {
             let mut dropped = Tokens::ZERO;
             if let Some(active) = self.engine_loop.active.as_mut() {
@@ -429,6 +436,21 @@ impl Worker {
             self.engine_loop.note_held(&**model);
         }
         self.engine_loop.finish(&rest, outcome);
+    }
+
+    /// Gives the model up once answers in a row have ended in results that are not finite: a single one may be due to its prompt.
+    fn note_outcome(&mut self, outcome: &Outcome) {
+        match outcome {
+            Err(error @ GenerateError::NotFinite { .. }) => {
+                self.not_finite = self.not_finite.saturating_add(1);
+                if self.not_finite >= NOT_FINITE_MAX {
+                    let remedy = NOT_FINITE_REMEDY.to_owned();
+                    self.ends = Some((in_one_line(error), Cure::Change { remedy }));
+                }
+            }
+            Ok(FinishReason::Cancelled) | Err(_) => {}
+            Ok(_) => self.not_finite = 0,
+        }
     }
 
     /// Writes the answer of the active request; `rest` becomes the text that was held back to the end.
@@ -679,8 +701,8 @@ impl Worker {
                 capacity,
             })),
             Err(error) => {
-                if error.is_final() {
-                    self.ends = Some(in_one_line(&error));
+                if let Some(cure) = error.cure() {
+                    self.ends = Some((in_one_line(&error), cure));
                 }
                 // Before anything of it is given up.
                 if let Some(active) = self.engine_loop.active.as_mut() {
@@ -741,6 +763,9 @@ const ROOM_PATIENCE: Duration = Duration::from_secs(1);
 const ROOM_PAUSE: Duration = Duration::from_millis(100);
 /// How often it looks whether there is room.
 const ROOM_LOOK: Duration = Duration::from_millis(1);
+
+/// Answers in a row with results that are not finite after which the model is given up. Our choice.
+const NOT_FINITE_MAX: u32 = 3;
 
 /// How often the wait for a mask takes commands.
 const MASK_SLICE: Duration = Duration::from_millis(5);

@@ -133,6 +133,8 @@ impl From<Refusal> for Fault {
             Refusal::Draining { .. } => (StatusCode::SERVICE_UNAVAILABLE, SERVER_ERROR, "draining", None),
             Refusal::Starting { .. } => (StatusCode::SERVICE_UNAVAILABLE, SERVER_ERROR, "starting", None),
             Refusal::EngineLost { .. } => (StatusCode::SERVICE_UNAVAILABLE, SERVER_ERROR, "engine_lost", None),
+            // No 503, which every client and proxy takes for temporary.
+            Refusal::ModelFailed { .. } => (StatusCode::INTERNAL_SERVER_ERROR, SERVER_ERROR, "model_failed", None),
             Refusal::WorkerLost { .. } => (StatusCode::SERVICE_UNAVAILABLE, SERVER_ERROR, "worker_lost", None),
             Refusal::DeadlineUnreachable { .. } => {
                 (StatusCode::SERVICE_UNAVAILABLE, SERVER_ERROR, "deadline_unreachable", None)

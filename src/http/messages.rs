@@ -98,7 +98,9 @@ fn of_fault(fault: &Fault) -> (StatusCode, Value) {
         StatusCode::SERVICE_UNAVAILABLE if fault.passes() && !fault.code().ends_with("_lost") => {
             (overloaded(), "overloaded_error")
         }
-        StatusCode::SERVICE_UNAVAILABLE => (StatusCode::INTERNAL_SERVER_ERROR, "api_error"),
+        StatusCode::SERVICE_UNAVAILABLE | StatusCode::INTERNAL_SERVER_ERROR => {
+            (StatusCode::INTERNAL_SERVER_ERROR, "api_error")
+        }
         status @ StatusCode::TOO_MANY_REQUESTS => (status, "rate_limit_error"),
         status @ StatusCode::NOT_FOUND => (status, "not_found_error"),
         status @ StatusCode::UNAUTHORIZED => (status, "authentication_error"),

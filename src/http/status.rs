@@ -4,7 +4,7 @@ use std::time::{Duration, SystemTime};
 
 use axum::{
     Json,
-    extract::{Path, State},
+    extract::{Path, RawQuery, State},
     http::{HeaderMap, HeaderValue, StatusCode, header},
     response::{Html, IntoResponse, Response},
 };
@@ -66,12 +66,25 @@ fn model_json(model: &ModelInfo, name: &str) -> Value {
     })
 }
 
-/// `GET /health`: 200 when a request would be taken, 503 while it would not. Pressure alone never makes it fail.
-pub(super) async fn health(State(api): State<Api>) -> Response {
+/// `GET /health`: 200 when a request would be taken, 503 while it would not: pressure alone never makes it fail.
+/// `GET /health?live`: 200 as long as the program answers, for what restarts it otherwise.
+pub(super) async fn health(State(api): State<Api>, RawQuery(query): RawQuery) -> Response {
+    let asked = query.as_deref().unwrap_or_default();
+    if asked.split('&').any(|part| part.split('=').next() == Some("live")) {
+        return Json(json!({"status": "alive"})).into_response();
+    }
     let status = &api.backends().status;
     let snapshot = status.snapshot();
     let (code, state) = health_of(&snapshot, status.sample_age());
-    (code, Json(json!({"status": state, "pressure": snapshot.pressure.level}))).into_response()
+    let mut body = json!({"status": state, "pressure": snapshot.pressure.level});
+    if let (Some(failure), Some(fields)) = (&snapshot.engine.failure, body.as_object_mut()) {
+        let llm = json!({
+            "state": snapshot.engine.state, "reason": failure.reason, "permanent": failure.permanent().is_some(),
+            "remedy": failure.permanent().filter(|remedy| !remedy.is_empty()),
+        });
+        fields.insert("llm".to_owned(), llm);
+    }
+    (code, Json(body)).into_response()
 }
 
 fn health_of(snapshot: &Snapshot, sample_age: Option<Duration>) -> (StatusCode, String) {
@@ -80,12 +93,10 @@ fn health_of(snapshot: &Snapshot, sample_age: Option<Duration>) -> (StatusCode, 
         Health::Draining => fails("draining"),
         Health::Blind { age } => fails(&format!("degraded: no sample of the machine for {:.1} s", age.as_secs_f64())),
         Health::SafeProfile { reason } => fails(&reason),
-        Health::EngineFailed => fails("engine failed"),
+        Health::EngineFailed { failure } => fails(&format!("engine failed: {failure}")),
+        _ if snapshot.engine.state == EngineState::Loading => fails("loading model"),
         Health::WorkerGivenUp { worker } => {
             (StatusCode::OK, format!("degraded: worker `{worker}` is not restarted any more"))
-        }
-        Health::Serving | Health::RebootAdvised { .. } if snapshot.engine.state == EngineState::Loading => {
-            fails("loading model")
         }
         Health::RebootAdvised { reason } => (StatusCode::OK, format!("ok, reboot advised: {reason}")),
         Health::Serving => (StatusCode::OK, "ok".to_owned()),

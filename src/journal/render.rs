@@ -85,8 +85,8 @@ fn render_event(event: &Event) -> String {
             plan(in_force)
         ),
         Event::EngineApplyFailed { revision, reason } => format!("engine could not apply plan {revision}: {reason}"),
-        Event::EngineFailed { reason, left: None } => format!("engine failed: {reason}"),
-        Event::EngineFailed { reason, left: Some(left) } => {
+        Event::EngineFailed { reason, left: None, .. } => format!("engine failed: {reason}"),
+        Event::EngineFailed { reason, left: Some(left), .. } => {
             format!("engine failed: {reason}; reads that hang keep {left}")
         }
         Event::EngineActivity { requests, kv_used, kv_kept, kv_dropped, untouched, .. } => format!(

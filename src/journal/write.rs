@@ -11,7 +11,7 @@ use std::{
         mpsc::{Receiver, SyncSender, TryRecvError, TrySendError, sync_channel},
     },
     thread::JoinHandle,
-    time::{Duration, SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use tracing::warn;
@@ -107,6 +107,7 @@ impl Journal {
             observer,
             lost: Arc::clone(&lost),
             failing: false,
+            loss_logged: None,
             wants_checkpoint: Arc::clone(&wants_checkpoint),
         };
         let writer = std::thread::Builder::new()
@@ -200,8 +201,13 @@ struct Writer<F> {
     observer: F,
     lost: Arc<Lost>,
     failing: bool,
+    /// When it was logged last that lines were lost.
+    loss_logged: Option<Instant>,
     wants_checkpoint: Arc<AtomicBool>,
 }
+
+/// How often it is logged that lines were lost, at most. Our choice.
+const LOSS_LOGGED_EVERY: Duration = Duration::from_secs(60);
 
 impl<F: FnMut(&JournalEntry, &str)> Writer<F> {
     fn run(mut self) {
@@ -230,6 +236,12 @@ impl<F: FnMut(&JournalEntry, &str)> Writer<F> {
                 return;
             }
         };
+        if let Content::Dropped { lines } = entry.content
+            && self.loss_logged.is_none_or(|at| at.elapsed() >= LOSS_LOGGED_EVERY)
+        {
+            self.loss_logged = Some(Instant::now());
+            warn!(lines, "the journal has lost lines: its disk was too slow for them");
+        }
         (self.observer)(entry, &line);
         line.push('\n');
         let is_checkpoint = matches!(entry.content, Content::Checkpoint(_));

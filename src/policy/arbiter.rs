@@ -228,7 +228,7 @@ fn take(cx: &mut Context<'_>, event: Event) {
             engine_events::take_applied(cx, revision, in_force, &applied);
         }
         Event::EngineApplyFailed { revision, reason } => engine_events::take_apply_failed(cx, revision, &reason),
-        Event::EngineFailed { reason, left } => engine_events::take_failed(cx, &reason, left),
+        Event::EngineFailed { reason, cure, left } => engine_events::take_failed(cx, &reason, cure, left),
         Event::EngineActivity {
             requests,
             kv_used,

@@ -40,6 +40,16 @@ pub enum Decision {
 }
 
 impl Decision {
+    /// Whether it ends a service until something changes: a log shows it as an error.
+    #[must_use]
+    pub const fn is_error(&self) -> bool {
+        use NextLoad as Next;
+        matches!(
+            self,
+            Self::Engine(EngineDecision::Gone { next: Next::NeedsChange | Next::GivenUp | Next::NothingToLoad, .. })
+        )
+    }
+
     /// Whether something has not gone as it should: a log shows it as a warning.
     #[must_use]
     pub const fn is_warning(&self) -> bool {
@@ -329,6 +339,10 @@ pub enum PlanOutcome {
 #[serde(rename_all = "snake_case")]
 pub enum NextLoad {
     In(Duration),
+    /// Its file is read again.
+    ReadIn(Duration),
+    /// When the file or the settings have changed.
+    NeedsChange,
     /// It failed too often.
     GivenUp,
     /// When the disk has answered; reads that hang keep so much.

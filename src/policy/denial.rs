@@ -16,6 +16,9 @@ use super::{
 };
 use crate::units::Bytes;
 
+/// Stands for the tenant where an operator asks for a shed; no tenant has a name with a space.
+pub const OPERATOR: &str = "an operator";
+
 /// Why a request was not granted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "denial")]

@@ -6,6 +6,8 @@
 //!                              └── retry, memory ── failed ◄── the engine is gone
 //! ```
 //!
+//! A failure is cured by another load, by reading the file again later, or only by a change ([`Cure`]).
+//!
 //! Its lease holds the larger of what is in force and of everything asked and not answered yet. Growth is booked before it
 //! is asked; a shed is credited with the answer, as far as the engine's own mappings show it.
 
@@ -17,6 +19,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     deadline::Deadline,
+    engine_failure::{Cure, EngineFailure, NextTry},
     kv_type::KvType,
     lease::{LeaseId, Ticket},
     params::{EngineParams, ResidencyMode},
@@ -38,7 +41,10 @@ pub(super) struct EngineControl {
     pub(super) lease: Option<LeaseId>,
     phase: Phase,
     /// Why it failed last, until it is ready again.
-    pub(super) failure: Option<String>,
+    failure: Option<String>,
+    /// Its remedy, where only a change helps and one is known.
+    #[serde(default)]
+    remedy: String,
     restart: Option<Restart>,
     pub(super) plans: Plans,
     pub(super) kv: KvUse,
@@ -71,6 +77,10 @@ enum Retry {
     At(Timestamp),
     /// When its model can be read again, and not before.
     WhenReadable(Timestamp),
+    /// The header of its model is read again then.
+    ReadAt(Timestamp),
+    /// The header of its model is being read again.
+    Reading,
 }
 
 /// The next step of an engine that has failed.
@@ -78,6 +88,10 @@ enum Retry {
 pub(super) enum AfterFailure {
     /// It is loaded again at this instant.
     RetryAt(Timestamp),
+    /// Its header is read again at this instant.
+    ReadAt(Timestamp),
+    /// A change is needed first.
+    NeedsChange,
     /// It has failed too often.
     GivenUp,
     /// The disk has to answer first.
@@ -192,6 +206,7 @@ impl EngineControl {
             lease: None,
             phase: Phase::Absent,
             failure: None,
+            remedy: String::new(),
             restart: params.map(|params| Restart::new(params.restart)),
             plans: Plans::default(),
             kv: KvUse::default(),
@@ -204,8 +219,8 @@ impl EngineControl {
 
     pub(super) const fn state(&self) -> EngineState {
         match self.phase {
-            Phase::Absent => EngineState::Absent,
-            Phase::Loading { .. } => EngineState::Loading,
+            Phase::Absent if self.params.is_none() => EngineState::Absent,
+            Phase::Absent | Phase::Loading { .. } => EngineState::Loading,
             Phase::Ready => EngineState::Ready,
             Phase::Failed(_) => EngineState::Failed,
         }
@@ -231,16 +246,37 @@ impl EngineControl {
         None
     }
 
+    /// Why it failed last, and when it is tried again; `None` once it is ready.
+    pub(super) fn failure(&self) -> Option<EngineFailure> {
+        let next = match self.phase {
+            Phase::Failed(Retry::Never) => NextTry::Never { remedy: self.remedy.clone() },
+            Phase::Failed(Retry::At(at) | Retry::ReadAt(at)) => NextTry::At(at),
+            Phase::Failed(Retry::WhenReadable(_)) => NextTry::WhenDiskAnswers,
+            Phase::Failed(Retry::Reading) | Phase::Absent | Phase::Loading { .. } | Phase::Ready => NextTry::Now,
+        };
+        Some(EngineFailure { reason: self.failure.clone()?, next })
+    }
+
+    /// Whether the header of its file is to be read again now; from then on it is being read.
+    pub(super) fn take_read(&mut self, now: Timestamp) -> bool {
+        let due = matches!(self.phase, Phase::Failed(Retry::ReadAt(at)) if at <= now);
+        if due {
+            self.phase = Phase::Failed(Retry::Reading);
+        }
+        due
+    }
+
     /// An operator has its file read again: what failed before does not delay the load that follows.
     pub(super) fn read_again(&mut self) {
         if matches!(self.phase, Phase::Failed(_)) {
-            self.phase = Phase::Failed(Retry::Never);
+            self.phase = Phase::Failed(Retry::Reading);
         }
     }
 
     /// Its model is not loaded until its file is read again.
-    pub(super) fn refuse(&mut self, reason: String) {
+    pub(super) fn refuse(&mut self, reason: String, remedy: &str) {
         self.failure = Some(reason);
+        remedy.clone_into(&mut self.remedy);
         self.phase = Phase::Failed(Retry::Never);
     }
 
@@ -281,6 +317,7 @@ impl EngineControl {
         }
         self.phase = Phase::Ready;
         self.failure = None;
+        self.remedy.clear();
         if let Some(restart) = &mut self.restart {
             restart.ready(now);
         }
@@ -288,21 +325,30 @@ impl EngineControl {
     }
 
     /// It is gone, its lease and its plans with it. `hangs` says that the disk does not answer.
-    pub(super) fn failed(&mut self, reason: &str, hangs: bool, now: Timestamp) -> AfterFailure {
+    pub(super) fn failed(&mut self, reason: &str, cure: Cure, hangs: bool, now: Timestamp) -> AfterFailure {
         self.lease = None;
         self.plans = Plans { last: self.plans.last, ..Plans::default() };
         self.kv = KvUse::default();
         self.blocked.chunk = None;
         self.requests = 0;
         self.failure = Some(reason.to_owned());
-        let (retry, after) = match self.restart.as_mut().filter(|_| self.shape.is_some()) {
-            Some(restart) if hangs => (Retry::WhenReadable(restart.held_up(now)), AfterFailure::WaitsForDisk),
-            Some(restart) => match restart.failed(now) {
+        AGAIN.clone_into(&mut self.remedy);
+        let has_shape = self.shape.is_some();
+        let (retry, after) = match (self.restart.as_mut(), cure) {
+            (Some(restart), _) if hangs => (Retry::WhenReadable(restart.held_up(now)), AfterFailure::WaitsForDisk),
+            (_, Cure::Change { remedy }) => {
+                self.remedy = remedy;
+                (Retry::Never, AfterFailure::NeedsChange)
+            }
+            (Some(restart), Cure::Reread) => {
+                let at = restart.held_up(now);
+                (Retry::ReadAt(at), AfterFailure::ReadAt(at))
+            }
+            (Some(restart), Cure::Reload) if has_shape => match restart.failed(now) {
                 Verdict::RetryAt(at) => (Retry::At(at), AfterFailure::RetryAt(at)),
                 Verdict::GiveUp => (Retry::Never, AfterFailure::GivenUp),
             },
-            None if hangs => (Retry::Never, AfterFailure::WaitsForDisk),
-            None => (Retry::Never, AfterFailure::NothingToLoad),
+            (_, Cure::Reload | Cure::Reread) => (Retry::Never, AfterFailure::NothingToLoad),
         };
         self.phase = Phase::Failed(retry);
         after
@@ -538,7 +584,7 @@ impl EngineControl {
         let last = self.plans.pending.last_key_value();
         let overdue = last.and_then(|(_, pending)| self.answer_due(pending));
         let retry = match self.phase {
-            Phase::Failed(Retry::At(at)) => Some(at).filter(|at| *at > now),
+            Phase::Failed(Retry::At(at) | Retry::ReadAt(at)) => Some(at).filter(|at| *at > now),
             _ => None,
         };
         let pinned = self.kv.pinned.map(|(_, until)| until);
@@ -613,6 +659,9 @@ fn larger_of_both(one: &EnginePlan, other: &EnginePlan) -> EnginePlan {
 /// asks for more, and some sentences of speech where there is nothing more to have.
 const ANSWER_AHEAD: u32 = 128;
 
+/// The remedy where it failed too often, or was never read.
+const AGAIN: &str = "`cotenant load` tries it again";
+
 /// How long a capacity that a sequence needs, and the chunk that is under way, are not reclaimed again.
 const PINNED_FOR: Duration = Duration::from_secs(1);
 
@@ -636,9 +685,9 @@ mod tests {
     #[test]
     fn an_engine_without_a_model_has_nothing_to_load_after_a_failure() {
         let mut engine = EngineControl::new(Some(&EngineParams::default()));
-        assert_eq!(engine.state(), EngineState::Absent);
+        assert_eq!(engine.state(), EngineState::Loading);
         assert_eq!(engine.load_overdue_at(), Some(at(120_000)));
-        assert_eq!(engine.failed("no file", false, at(1)), AfterFailure::NothingToLoad);
+        assert_eq!(engine.failed("no file", Cure::Reload, false, at(1)), AfterFailure::NothingToLoad);
         assert_eq!((engine.state(), engine.load_overdue_at()), (EngineState::Failed, None));
         assert!(!engine.waits_to_load(at(1_000_000)) && engine.returning().is_none());
     }

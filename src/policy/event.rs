@@ -13,6 +13,7 @@ use super::{
     death::DeathCertificate,
     decision::{Decision, LeaseEnd},
     denial::Denial,
+    engine_failure::Cure,
     kv_type::KvType,
     lease::{LeaseId, LeaseName, LeaseRequest, LeaseView, Peer, TargetAnswer, Ticket},
     params::{MachineMemory, Params},
@@ -101,6 +102,9 @@ pub enum Event {
     /// The engine is gone, its memory with it.
     EngineFailed {
         reason: String,
+        /// What loading it again needs. A journal of an older version has none.
+        #[serde(default)]
+        cure: Cure,
         /// What reads keep that hang, where the disk does not answer. The model's header is read again when they have
         /// returned, and comes as [`Self::EngineInspected`]; nothing is loaded before. A journal of an older version
         /// has none.

@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use super::{
+    engine_failure::{EngineFailure, NextTry},
     reboot::RebootReason,
     snapshot::{EngineState, Snapshot, WorkerState},
 };
@@ -23,7 +24,7 @@ pub enum Health {
         reason: String,
     },
     /// The LLM failed.
-    EngineFailed,
+    EngineFailed { failure: EngineFailure },
     /// A worker failed so often that only an operator starts it again.
     WorkerGivenUp { worker: String },
     /// Everything works, and the machine has lost memory that only a reboot gives back.
@@ -35,7 +36,7 @@ pub enum Health {
 pub const HEALTHY_SAMPLE_AGE: Duration = Duration::from_secs(5);
 
 impl Health {
-    /// Whether all that is configured works, which a state of the machine does not change.
+    /// Whether all that is configured works, or starts, which a state of the machine does not change.
     #[must_use]
     pub const fn serves(&self) -> bool {
         matches!(self, Self::Serving | Self::RebootAdvised { .. })
@@ -56,7 +57,8 @@ impl Health {
             return Self::SafeProfile { reason: reason.to_owned() };
         }
         if state.engine.state == EngineState::Failed {
-            return Self::EngineFailed;
+            let unknown = || EngineFailure { reason: "unknown".to_owned(), next: NextTry::Now };
+            return Self::EngineFailed { failure: state.engine.failure.clone().unwrap_or_else(unknown) };
         }
         let given_up = |worker: &&super::snapshot::WorkerView| worker.state == WorkerState::Degraded;
         match state.workers.iter().find(given_up) {
@@ -72,7 +74,7 @@ impl Health {
 /// Why the LLM is off after crashes of the supervisor, while it is.
 #[must_use]
 pub fn safe_profile(state: &Snapshot) -> Option<&str> {
-    let failure = state.engine.failure.as_deref()?;
+    let failure = state.engine.failure.as_ref()?.reason.as_str();
     (state.engine.state == EngineState::Failed && failure.starts_with(SAFE_PROFILE)).then_some(failure)
 }
 
@@ -102,15 +104,18 @@ mod tests {
         let given_up = Health::WorkerGivenUp { worker: "asr".to_owned() };
         assert_eq!(Health::of(&state, fresh), given_up);
         state.engine.state = EngineState::Failed;
-        assert_eq!(Health::of(&state, fresh), Health::EngineFailed);
+        let failed = |reason: &str| EngineFailure { reason: reason.to_owned(), next: NextTry::Now };
+        state.engine.failure = Some(failed("it panicked"));
+        let failure = failed("it panicked");
+        assert_eq!(Health::of(&state, fresh), Health::EngineFailed { failure: failure.clone() });
         let reason = format!("{SAFE_PROFILE}: 3 crashes");
-        state.engine.failure = Some(reason.clone());
+        state.engine.failure = Some(failed(&reason));
         assert_eq!(Health::of(&state, fresh), Health::SafeProfile { reason });
-        state.engine.failure = None;
+        state.engine.failure = Some(failure.clone());
         let age = HEALTHY_SAMPLE_AGE + Duration::from_millis(1);
         assert_eq!(Health::of(&state, Some(age)), Health::Blind { age });
         state.pressure.sample_interval = Duration::from_secs(4);
-        assert_eq!(Health::of(&state, Some(age)), Health::EngineFailed, "sampled on purpose so rarely");
+        assert_eq!(Health::of(&state, Some(age)), Health::EngineFailed { failure }, "sampled on purpose so rarely");
         state.draining = true;
         assert_eq!(Health::of(&state, fresh), Health::Draining);
     }

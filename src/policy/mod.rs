@@ -13,6 +13,7 @@ pub mod decision;
 pub mod denial;
 pub mod dwell;
 mod engine_control;
+pub mod engine_failure;
 mod engine_supply;
 pub mod event;
 pub mod growth;

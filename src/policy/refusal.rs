@@ -72,6 +72,9 @@ pub enum Refusal {
     /// The engine died; what it was generating is lost.
     #[error("the engine is lost: {reason}")]
     EngineLost { reason: String, retry_after: Duration },
+    /// The LLM failed for good: nothing but a change of its file, the settings or the machine brings it back.
+    #[error("the LLM has failed and is not loaded again by itself: {failure}")]
+    ModelFailed { failure: String },
     /// A worker died, hung, or answered nonsense in the middle of the request.
     #[error("worker `{worker}` failed: {reason}")]
     WorkerLost { worker: String, reason: String, retry_after: Duration },
@@ -86,11 +89,11 @@ pub enum Refusal {
         retry_after: Duration,
     },
     /// A value of the request is wrong or not supported.
-    #[error("{field}: `{value}` {problem}")]
+    #[error("{field}: {}{problem}", quoted(value))]
     Invalid {
         /// Field at fault, as the protocol names it.
         field: String,
-        /// Its value, shortened.
+        /// Its value, shortened; empty where the problem names what is meant.
         value: String,
         /// What is wrong with it: `is above the limit of 2`.
         problem: String,
@@ -130,6 +133,7 @@ impl Refusal {
             | Self::WorkerLost { retry_after, .. }
             | Self::DeadlineUnreachable { retry_after, .. } => Some(*retry_after),
             Self::ContextLengthExceeded { .. }
+            | Self::ModelFailed { .. }
             | Self::Invalid { .. }
             | Self::UnknownModel { .. }
             | Self::NotConfigured { .. }
@@ -148,16 +152,25 @@ impl Refusal {
             Self::KvCapacityShed { .. } => "try again when the KV cache has grown back, or shorten the prompt",
             Self::KvReclaimed { .. } | Self::Starting { .. } => "try again after the stated time",
             Self::QuotaExceeded { .. } => "try again with fewer requests at once",
-            Self::Draining { .. } => "try again when the supervisor has been restarted",
+            Self::Draining { .. } => {
+                "try again later: an operator ends it by `cotenant drain --off`, or a restart does"
+            }
             Self::EngineLost { .. } | Self::WorkerLost { .. } => {
                 "try again after the stated time; `cotenant events` shows what happened"
             }
             Self::DeadlineUnreachable { .. } => "allow a longer read timeout, or try again when pressure has fallen",
             Self::NotConfigured { .. } => "add it to the configuration",
             Self::Stopped { .. } => "an operator starts it by `cotenant start`",
-            Self::Invalid { .. } | Self::UnknownModel { .. } => return None,
+            // The failure names its remedy.
+            Self::ModelFailed { .. } | Self::Invalid { .. } | Self::UnknownModel { .. } => return None,
         })
     }
+}
+
+/// A value in front of its problem, where there is one.
+#[must_use]
+pub fn quoted(value: &str) -> String {
+    if value.is_empty() { String::new() } else { format!("`{value}` ") }
 }
 
 /// For decisions that come without a time of their own.
@@ -194,6 +207,7 @@ pub(crate) fn samples() -> Vec<Refusal> {
         Refusal::Draining { act: act(), retry_after },
         Refusal::Starting { act: act(), who: "the engine".to_owned(), state: "loading".to_owned(), retry_after },
         Refusal::EngineLost { reason: "it panicked".to_owned(), retry_after },
+        Refusal::ModelFailed { failure: "its weights are damaged".to_owned() },
         Refusal::WorkerLost {
             worker: "tts".to_owned(),
             reason: "killed by SIGKILL, sender unknown".to_owned(),

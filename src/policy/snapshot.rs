@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     death::DeathSummary,
+    engine_failure::EngineFailure,
     growth_wait::GrowthWait,
     lease::LeaseView,
     page_pool::Release,
@@ -22,10 +23,10 @@ use crate::units::{Bytes, Timestamp, Tokens};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EngineState {
-    /// No model is configured, or its header has not been read.
+    /// No model is configured.
     #[default]
     Absent,
-    /// Waits for memory, or loads.
+    /// Its header is read, it waits for memory, or it loads.
     Loading,
     /// Answers.
     Ready,
@@ -45,7 +46,8 @@ pub struct EngineView {
     pub full: Option<EnginePlan>,
     /// What its growth waits for; `None` while it has its full plan, or changes.
     pub waits: Option<GrowthWait>,
-    pub failure: Option<String>,
+    /// Why it failed last, until it is ready again.
+    pub failure: Option<EngineFailure>,
     /// Tokens of an answer per second under the plan in force, in thousandths, as reckoned from what was measured when
     /// it was loaded.
     pub milli_tokens_per_s: Option<u64>,
@@ -88,6 +90,31 @@ pub enum WorkerState {
 }
 
 impl WorkerState {
+    /// All of them.
+    pub const ALL: [Self; 7] = [
+        Self::Stopped,
+        Self::AwaitingMemory,
+        Self::BackingOff,
+        Self::Starting,
+        Self::Ready,
+        Self::Stopping,
+        Self::Degraded,
+    ];
+
+    /// Its name in metrics.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Stopped => "stopped",
+            Self::AwaitingMemory => "awaiting_memory",
+            Self::BackingOff => "backing_off",
+            Self::Starting => "starting",
+            Self::Ready => "ready",
+            Self::Stopping => "stopping",
+            Self::Degraded => "degraded",
+        }
+    }
+
     /// As messages name it.
     #[must_use]
     pub const fn word(self) -> &'static str {

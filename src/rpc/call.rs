@@ -77,6 +77,13 @@ impl Context {
                 uid: peer.map_or(u32::MAX, |peer| peer.uid),
                 role: role.map_or_else(|| "no role".to_owned(), |role| format!("role {role}")),
                 needed: needed.to_string(),
+                remedy: match self.remote {
+                    Some(_) => format!("set `grpc.tcp.role` of the configuration to `{}`", needed.least_role(true)),
+                    None => format!(
+                        "run as root or as the supervisor's user, or add your uid to `grpc.roles.{}s.uids` of the configuration",
+                        needed.least_role(false)
+                    ),
+                },
             }),
         }
     }

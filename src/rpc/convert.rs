@@ -10,6 +10,7 @@ use super::{
 use crate::{
     policy::{
         death::DeathCertificate,
+        engine_failure::NextTry,
         event::WorkerCommand,
         kv_type::KvType,
         lease::{Class, LeaseId, LeaseKind, LeaseState, LeaseView, Target},
@@ -175,7 +176,7 @@ fn status(snapshot: &Snapshot, boot_id: &str, last_sequence: u64, clock: Clock) 
             released_to_os_bytes: snapshot.last_release.map(|release| release.to_os.get()),
             cma_failures: sample.and_then(|sample| sample.counters.cma_failures),
         }),
-        engine: Some(engine(snapshot)),
+        engine: Some(engine(snapshot, clock)),
         workers: snapshot.workers.iter().map(worker).collect(),
         leases: snapshot.leases.iter().map(|view| lease(view, boot_id, clock)).collect(),
         waiting_requests: snapshot.waiting,
@@ -196,7 +197,7 @@ fn status(snapshot: &Snapshot, boot_id: &str, last_sequence: u64, clock: Clock) 
     }
 }
 
-fn engine(snapshot: &Snapshot) -> v1::Engine {
+fn engine(snapshot: &Snapshot, clock: Clock) -> v1::Engine {
     let EngineView { state, shape, in_force, asked, full, waits, failure, milli_tokens_per_s, kv } = &snapshot.engine;
     let bytes_of = |plan: &Option<EnginePlan>| match (shape, plan) {
         (Some(shape), Some(plan)) => shape.plan_bytes(plan).get(),
@@ -230,7 +231,12 @@ fn engine(snapshot: &Snapshot) -> v1::Engine {
         plan_bytes: bytes_of(in_force),
         full_plan_bytes: bytes_of(full),
         changing: asked.is_some(),
-        failure: failure.clone().unwrap_or_default(),
+        failure: failure.as_ref().map(ToString::to_string).unwrap_or_default(),
+        failed_permanently: failure.as_ref().is_some_and(|failure| failure.permanent().is_some()),
+        next_try: match failure.as_ref().map(|failure| &failure.next) {
+            Some(NextTry::At(at)) => Some(clock.left(*at)),
+            _ => None,
+        },
         sheds: snapshot.totals.sheds,
         shed_bytes: snapshot.totals.shed_bytes.get(),
         regrown_bytes: snapshot.totals.regrown_bytes.get(),

@@ -169,7 +169,10 @@ fn engine_json(engine: &v1::Engine) -> Value {
         load_bytes = is_loading.then_some(engine.load_bytes),
         kv_block_tokens,
         sequences = engine.sequences.iter().map(sequence_json).collect::<Value>(),
-        failure, sheds, shed_bytes, regrown_bytes,
+        failure,
+        failed_permanently = engine.failed_permanently.then_some(true),
+        next_try = engine.next_try.as_ref().map(seconds),
+        sheds, shed_bytes, regrown_bytes,
     )
 }
 

@@ -33,6 +33,19 @@ impl Role {
     }
 }
 
+impl Permission {
+    /// The least role that has it, of those that peers of this machine, or remote ones, can have.
+    #[must_use]
+    pub const fn least_role(self, remote: bool) -> &'static str {
+        match self {
+            Self::Observe => "viewer",
+            Self::Intervene => "watchdog",
+            Self::Generate | Self::Lease if !remote => "tenant",
+            Self::Generate | Self::Lease | Self::Operate => "operator",
+        }
+    }
+}
+
 impl fmt::Display for Permission {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {

@@ -24,6 +24,7 @@
 //! | nothing of the kind is configured, or an operator stopped it | FAILED_PRECONDITION | `NOT_CONFIGURED`, `STOPPED` | |
 //! | no such model | NOT_FOUND | `UNKNOWN_MODEL` | ResourceInfo |
 //! | the engine failed | INTERNAL | `ENGINE_LOST` | |
+//! | the engine failed, and no retry cures it | FAILED_PRECONDITION | `MODEL_FAILED` | |
 //!
 //! All carry an ErrorInfo of domain `cotenant`; its metadata has the figures, bytes as decimal numbers, and `hint` where the
 //! caller can do something about a denial.
@@ -35,7 +36,10 @@ use tonic_types::{ErrorDetails, FieldViolation, QuotaViolation, StatusExt};
 
 use super::supervisor::SubmitError;
 use crate::{
-    policy::{denial::Denial, refusal::Refusal},
+    policy::{
+        denial::Denial,
+        refusal::{Refusal, quoted},
+    },
     units::Bytes,
 };
 
@@ -56,6 +60,8 @@ pub enum CallError {
         role: String,
         /// What it needs.
         needed: String,
+        /// The key of the configuration that gives it.
+        remedy: String,
     },
     /// The deadline that the client set has passed.
     #[error("no answer within the {} ms that the client allows", .allowed.as_millis())]
@@ -252,11 +258,12 @@ impl From<CallError> for Status {
         let message = error.to_string();
         let build = |code, reason| Builder::new(code, reason, &message);
         let builder = match error {
-            E::RoleMissing { call, uid, role, needed } => build(Code::PermissionDenied, "ROLE_MISSING")
+            E::RoleMissing { call, uid, role, needed, remedy } => build(Code::PermissionDenied, "ROLE_MISSING")
                 .with("call", call)
                 .with("uid", uid)
                 .with("role", role)
-                .with("needed", needed),
+                .with("needed", needed)
+                .with("hint", remedy),
             E::DeadlinePassed { allowed } => {
                 build(Code::DeadlineExceeded, "DEADLINE_PASSED").with("allowed_ms", allowed.as_millis())
             }
@@ -351,6 +358,7 @@ impl From<Refusal> for Status {
                 build(Code::Unavailable, "ENGINE_NOT_READY").with("who", who).with("state", state).retry(retry_after)
             }
             R::EngineLost { .. } => build(Code::Internal, "ENGINE_LOST"),
+            R::ModelFailed { .. } => build(Code::FailedPrecondition, "MODEL_FAILED"),
             R::WorkerLost { worker, .. } => {
                 build(Code::Unavailable, "WORKER_LOST").with("worker", worker).retry(retry_after)
             }
@@ -405,7 +413,7 @@ impl<'a> Builder<'a> {
     }
 
     fn invalid_field(self, field: &str, value: &str, problem: &str) -> Self {
-        self.with("field", field).bad_request(field, &format!("`{value}` {problem}"))
+        self.with("field", field).bad_request(field, &format!("{}{problem}", quoted(value)))
     }
 
     /// What is missing, also as a figure of the name of its kind.

@@ -78,8 +78,11 @@ impl MonoAudio {
     /// A WAV file of it.
     ///
     /// # Errors
-    /// When it does not fit the 4 GiB of a WAV file.
+    /// When it does not fit the 4 GiB of a WAV file, or has no rate.
     pub fn to_wav(&self) -> Result<Vec<u8>, AudioError> {
+        if self.sample_rate_hz == 0 {
+            return Err(AudioError::Rate { rate_hz: 0 });
+        }
         let mut file = Cursor::new(Vec::with_capacity(WAV_HEADER_BYTES + 2 * self.samples.len()));
         let mut writer = WavWriter::new(&mut file, mono_spec(self.sample_rate_hz)).map_err(AudioError::Wav)?;
         {

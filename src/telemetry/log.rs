@@ -12,7 +12,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-use tracing_subscriber::{EnvFilter, fmt::MakeWriter, reload};
+use tracing::Level;
+use tracing_subscriber::{
+    EnvFilter,
+    fmt::{
+        FmtContext, FormatEvent, FormatFields, MakeWriter,
+        format::{self, Format, Full, Writer},
+    },
+    registry::LookupSpan,
+    reload,
+};
 
 /// How log lines look.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,6 +30,8 @@ pub enum LogFormat {
     Json,
     /// For people.
     Text,
+    /// For systemd's journal: each line with its priority, and without the time, which the journal has.
+    Journal,
 }
 
 /// Logging that could not be set up.
@@ -140,8 +151,48 @@ pub fn init(filter: &str, format: LogFormat) -> Result<(LogGuard, LogFilter), Lo
             let filter = LogFilter(Arc::new(move |filter| handle.reload(filter)));
             (builder.try_init(), filter)
         }
+        LogFormat::Journal => {
+            let builder = builder.with_ansi(false).event_format(WithPriority(without_time())).with_filter_reloading();
+            let handle = builder.reload_handle();
+            let filter = LogFilter(Arc::new(move |filter| handle.reload(filter)));
+            (builder.try_init(), filter)
+        }
     };
     result.map(|()| (guard, filter)).map_err(|_| LogError::Taken)
+}
+
+/// Lines of another format behind the priority that journald takes from them (sd-daemon(3)).
+struct WithPriority<F>(F);
+
+impl<S, N, F> FormatEvent<S, N> for WithPriority<F>
+where
+    S: tracing::Subscriber + for<'span> LookupSpan<'span>,
+    N: for<'writer> FormatFields<'writer> + 'static,
+    F: FormatEvent<S, N>,
+{
+    fn format_event(
+        &self,
+        context: &FmtContext<'_, S, N>,
+        mut writer: Writer<'_>,
+        event: &tracing::Event<'_>,
+    ) -> fmt::Result {
+        write!(writer, "<{}>", priority(*event.metadata().level()))?;
+        self.0.format_event(context, writer, event)
+    }
+}
+
+fn without_time() -> Format<Full, ()> {
+    format::format().with_ansi(false).without_time()
+}
+
+/// The priority of syslog(3) that a level is.
+const fn priority(level: Level) -> u8 {
+    match level {
+        Level::ERROR => 3,
+        Level::WARN => 4,
+        Level::INFO => 6,
+        _ => 7,
+    }
 }
 
 fn parsed(filter: &str) -> Result<EnvFilter, LogError> {

@@ -26,11 +26,12 @@ use prometheus_client::{
 
 use crate::{
     policy::{
+        death::DeathClass,
         health::safe_profile,
         lease::{LeaseKind, LeaseState},
         pressure::{GpuUse, PressureLevel},
         reboot::RebootReason,
-        snapshot::Snapshot,
+        snapshot::{EngineState, Snapshot, WorkerState},
     },
     units::Bytes,
 };
@@ -58,6 +59,7 @@ pub struct Metrics {
     lease_denied: Family<Labels<1>, Counter>,
     reclaim: Histogram,
     reclaim_missed: Family<Labels<1>, Counter>,
+    llm_state: Family<Labels<1>, Size>,
     layers: Family<Labels<1>, Size>,
     weights_resident: Size,
     kv_capacity: Size,
@@ -72,6 +74,7 @@ pub struct Metrics {
     reboot_advised: Family<Labels<1>, Size>,
     pressure_some: Family<Labels<1>, Gauge<f64, AtomicU64>>,
     pressure_stall: Family<Labels<1>, Counter<f64, AtomicU64>>,
+    worker_state: Family<Labels<2>, Size>,
     worker_deaths: Family<Labels<2>, Counter>,
     worker_restarts: Family<Labels<2>, Counter>,
     worker_memory: Family<Labels<2>, Size>,
@@ -123,6 +126,7 @@ impl Metrics {
                 Histogram::new(exponential_buckets(0.005, 2.0, 12)),
             ),
             reclaim_missed: table.add("reclaim_missed", "Targets that were not reached by their deadline"),
+            llm_state: table.add("llm_state", "1 for the state that the LLM is in, 0 for the others"),
             layers: table.add("llm_layers", "Layers of the model, resident or streamed"),
             weights_resident: table.add("llm_weights_resident_bytes", "Weights in memory"),
             kv_capacity: table.add("kv_capacity_bytes", "What the KV cache may hold"),
@@ -140,6 +144,7 @@ impl Metrics {
             pressure_level: table.add("pressure_level", "0 Normal, 1 Elevated, 2 Critical"),
             pressure_some: table.add("pressure_some_ratio", "Share of time in which tasks waited for memory"),
             pressure_stall: table.add("pressure_stall_seconds", "Time in which tasks waited for memory, since boot"),
+            worker_state: table.add("worker_state", "1 for the state that a worker is in, 0 for the others"),
             worker_deaths: table.add("worker_deaths", "Ends of a worker by what it died of"),
             worker_restarts: table
                 .add("worker_restarts", "Starts of a worker that had ended without being asked, by the way it ended"),
@@ -196,6 +201,35 @@ impl Metrics {
         self.observe_sample(snapshot);
         self.observe_leases(snapshot);
         self.observe_engine(snapshot);
+        self.observe_workers(snapshot);
+    }
+
+    /// Makes the series of all that may be counted, at zero: an increase from no series to 1 is none for Prometheus.
+    pub fn expect<'name>(&self, workers: impl Iterator<Item = &'name str>, denials: &[&str]) {
+        let _whole = self.whole.lock().unwrap_or_else(PoisonError::into_inner);
+        for worker in workers {
+            for class in DeathClass::ALL {
+                drop(self.worker_deaths.get_or_create(&labels([("worker", worker), ("class", class.name())])));
+            }
+            for reason in ["exited", "killed", "not_ready"] {
+                drop(self.worker_restarts.get_or_create(&labels([("worker", worker), ("reason", reason)])));
+            }
+            drop(self.reclaim_missed.get_or_create(&labels([("tenant", worker)])));
+        }
+        for reason in denials {
+            drop(self.lease_denied.get_or_create(&labels([("reason", reason)])));
+        }
+        for level in ["normal", "elevated", "critical"] {
+            drop(self.shed_events.get_or_create(&labels([("level", level)])));
+        }
+        for what in ["kv", "layers", "workspace", "worker", "tenant"] {
+            for reason in ["lease", "operator", "pressure"] {
+                drop(self.shed_bytes.get_or_create(&labels([("what", what), ("reason", reason)])));
+            }
+        }
+        for kind in ["prompt", "cached", "completion"] {
+            drop(self.tokens.get_or_create(&labels([("kind", kind)])));
+        }
     }
 
     /// A request for a lease was denied.
@@ -391,10 +425,38 @@ impl Metrics {
             weights = weights.saturating_add(shape.fixed_bytes);
             capacity = shape.kv.capacity_bytes(plan.kv_capacity, plan.kv_type);
         }
-        self.layers.get_or_create(&labels([("state", "resident")])).set(resident);
-        self.layers.get_or_create(&labels([("state", "streamed")])).set(streamed);
+        if snapshot.engine.state != EngineState::Absent {
+            let permanent = snapshot.engine.failure.as_ref().is_some_and(|failure| failure.permanent().is_some());
+            let now = match snapshot.engine.state {
+                EngineState::Failed if permanent => "failed",
+                EngineState::Failed => "retrying",
+                EngineState::Ready => "ready",
+                EngineState::Absent | EngineState::Loading => "loading",
+            };
+            for state in ["loading", "ready", "retrying", "failed"] {
+                self.llm_state.get_or_create(&labels([("state", state)])).set((state == now).into());
+            }
+        }
+        // Without a plan there are no layers: a share of nothing is no figure.
+        if resident + streamed > 0 {
+            self.layers.get_or_create(&labels([("state", "resident")])).set(resident);
+            self.layers.get_or_create(&labels([("state", "streamed")])).set(streamed);
+        } else {
+            self.layers.clear();
+        }
         set(&self.weights_resident, weights);
         set(&self.kv_capacity, capacity);
+    }
+}
+
+impl Metrics {
+    fn observe_workers(&self, snapshot: &Snapshot) {
+        for worker in &snapshot.workers {
+            for state in WorkerState::ALL {
+                let series = labels([("worker", &worker.name), ("state", state.name())]);
+                self.worker_state.get_or_create(&series).set((state == worker.state).into());
+            }
+        }
     }
 }
 
@@ -458,9 +520,10 @@ mod tests {
     use super::*;
     use crate::{
         policy::{
+            engine_failure::{EngineFailure, NextTry},
             lease::{Class, LeaseId, LeaseMemory, LeaseOwner, LeaseView, Target},
             pressure::{KernelCounters, MemoryReading, Sample, StallReading},
-            snapshot::{MemoryView, PressureView, Totals},
+            snapshot::{MemoryView, PressureView, Totals, WorkerView},
         },
         units::Timestamp,
     };
@@ -545,6 +608,53 @@ mod tests {
         assert_eq!(lines.last(), Some(&"# EOF"));
         lines.sort_by_key(|line| line.trim_start_matches("# HELP ").trim_start_matches("# TYPE "));
         insta::assert_snapshot!(lines.join("\n").replace(env!("COTENANT_GIT"), "unknown"));
+    }
+
+    #[test]
+    fn what_may_be_counted_is_there_at_zero_from_the_start() {
+        let metrics = Metrics::new();
+        metrics.expect(["asr"].into_iter(), &["insufficient_memory"]);
+        let text = metrics.encode();
+        for series in [
+            r#"cotenant_worker_deaths_total{worker="asr",class="memcg_oom"} 0"#,
+            r#"cotenant_worker_restarts_total{worker="asr",reason="killed"} 0"#,
+            r#"cotenant_lease_denied_total{reason="insufficient_memory"} 0"#,
+            r#"cotenant_reclaim_missed_total{tenant="asr"} 0"#,
+            r#"cotenant_shed_events_total{level="critical"} 0"#,
+            r#"cotenant_shed_bytes_total{what="layers",reason="pressure"} 0"#,
+            r#"cotenant_tokens_total{kind="completion"} 0"#,
+        ] {
+            assert!(text.lines().any(|line| line == series), "{series} is not in\n{text}");
+        }
+        assert_eq!(text.matches("cotenant_worker_deaths_total{").count(), DeathClass::ALL.len());
+    }
+
+    #[test]
+    fn the_states_of_the_llm_and_of_workers_are_series() {
+        let metrics = Metrics::new();
+        let mut snapshot = Snapshot {
+            workers: vec![WorkerView { name: "asr".to_owned(), state: WorkerState::Degraded, ..WorkerView::default() }],
+            ..Snapshot::default()
+        };
+        metrics.observe(&snapshot);
+        assert!(!metrics.encode().contains("cotenant_llm_state{"), "there is none");
+        let failure = |next| Some(EngineFailure { reason: "it is cut".to_owned(), next });
+        let never = || NextTry::Never { remedy: String::new() };
+        for (state, failure, says) in [
+            (EngineState::Loading, None, "loading"),
+            (EngineState::Ready, None, "ready"),
+            (EngineState::Failed, failure(NextTry::Now), "retrying"),
+            (EngineState::Failed, failure(never()), "failed"),
+        ] {
+            (snapshot.engine.state, snapshot.engine.failure) = (state, failure);
+            metrics.observe(&snapshot);
+            let text = metrics.encode();
+            let set: Vec<&str> = text.lines().filter(|line| line.contains("_state{") && line.ends_with(" 1")).collect();
+            let says = format!(r#"cotenant_llm_state{{state="{says}"}} 1"#);
+            let worker = r#"cotenant_worker_state{worker="asr",state="degraded"} 1"#;
+            assert_eq!(set, [says.as_str(), worker], "{text}");
+            assert!(!text.contains("cotenant_llm_layers{"), "a share of no layers is no figure");
+        }
     }
 
     #[test]

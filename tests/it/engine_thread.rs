@@ -199,7 +199,7 @@ fn a_thread_that_breaks_down_notifies_all_that_wait_and_ends() {
         );
     }
     match stage.command_event() {
-        EngineEvent::Failed { message, hung } => {
+        EngineEvent::Failed { message, hung, .. } => {
             assert_eq!(message, "panic: the script says so");
             assert!(hung.is_none(), "{hung:?}");
         }
@@ -323,7 +323,7 @@ fn an_engine_whose_file_holds_another_model_ends_so_that_it_is_loaded_again() {
     let error = stage.ask(request(1, "?")).error();
     assert!(error.to_string().contains("it holds another model now"), "{error}");
     let failed = stage.command_event();
-    let EngineEvent::Failed { message, hung: None } = failed else {
+    let EngineEvent::Failed { message, hung: None, .. } = failed else {
         panic!("{failed:?}");
     };
     assert!(message.contains("it holds another model now"), "{message}");

@@ -10,6 +10,7 @@ use std::{
 
 use cotenant::{
     policy::{
+        engine_failure::Cure,
         event::{Action, Event, WorkerCommand},
         kv_type::KvType,
         lease::{LeaseId, Target, Ticket},
@@ -365,7 +366,7 @@ impl World {
                     return None;
                 }
                 self.engine.die();
-                Some(Event::EngineFailed { reason: "sim: dies".to_owned(), left: None })
+                Some(Event::EngineFailed { reason: "sim: dies".to_owned(), cure: Cure::Reload, left: None })
             }
             Happening::Generate => {
                 let wait = millis(&mut self.rng, 20, 400);

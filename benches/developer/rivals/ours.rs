@@ -12,6 +12,7 @@ use super::rules::Kind;
 use cotenant::{
     policy::{
         Arbiter,
+        engine_failure::Cure,
         event::{Action, Answer, Event},
         kv_type::KvType,
         lease::{Class, LeaseRequest, LeaseView, Peer, Ticket},
@@ -152,7 +153,7 @@ impl Ours<'_, '_> {
             if self.is_engine(index) {
                 self.plans.clear();
                 let reason = "the trace ends it".to_owned();
-                self.events.push_back(Event::EngineFailed { reason, left: None });
+                self.events.push_back(Event::EngineFailed { reason, cure: Cure::Reload, left: None });
             } else {
                 self.exited(index, false);
             }

@@ -281,7 +281,7 @@ pub(crate) fn run(global: &Global, args: &CalibrateArgs) -> Result<(), CliError>
 }
 
 /// As the engine chooses without a setting: half of the cores.
-pub(super) fn threads_here() -> usize {
+pub(in crate::cli) fn threads_here() -> usize {
     std::thread::available_parallelism().map_or(1, |cores| (cores.get() / 2).max(1))
 }
 

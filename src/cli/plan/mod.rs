@@ -19,8 +19,9 @@ use std::{
     process::ExitCode,
 };
 
+pub(super) use self::calibrate::threads_here;
 use self::{
-    calibrate::{Setting, threads_here},
+    calibrate::Setting,
     catalogue::weights,
     device::Device,
     forecast::{Forecast, Stack},
@@ -100,6 +101,10 @@ pub(super) fn run(global: &Global, args: &PlanArgs) -> Result<ExitCode, CliError
     let threads = config.as_ref().and_then(|config| config.llm.as_ref()).map(threads);
     let inspected = inspect(&model, args, config.as_ref(), threads)?;
     device.compare(|| Setting::here(&inspected, threads.unwrap_or_else(threads_here)));
+    if let Some(context) = args.context.filter(|context| *context > inspected.shape.context_max.get()) {
+        let most = inspected.shape.context_max;
+        eprintln!("note: the model was made for {most} tokens; --context {context} counts as {most}");
+    }
     let stack = stack(args, config.as_ref(), &device)?;
     let forecast = Forecast::new(&device, &stack, &inspected)
         .map_err(|error| CliError::failed("cannot plan with these settings", error))?;
@@ -159,7 +164,9 @@ fn inspect(
         return Ok(inspected);
     }
     let llm = config.and_then(|config| config.llm.as_ref()).filter(|llm| llm.path == model);
-    Engine::inspect_with(model, llm.and_then(sayable).as_ref(), threads).map_err(|error| refused(&error))
+    // What a load would refuse is no plan: its tokenizer and template too.
+    let vocabulary = llm.and_then(sayable);
+    Engine::check(model, vocabulary.as_ref(), threads, None).map_err(|error| refused(&error))
 }
 
 /// Parameters of the policy from arguments and configuration.

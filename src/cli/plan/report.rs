@@ -9,6 +9,7 @@ use super::{
     forecast::{Forecast, ModeForecast, Stack, Verdict},
 };
 use crate::{
+    cli::output::counted,
     engine::{protocol::Inspected, tensor_group::TensorGroup},
     policy::{params::ENGINE_TENANT, rehearsal::Shortage},
     units::{Bytes, Tokens},
@@ -39,7 +40,11 @@ pub(super) fn print(
         inspected.file_bytes,
     );
     for group in &inspected.tensors {
-        row(group.kind.name(), group.bytes, &format!("{} tensors, {}", group.tensors, group.types.join(", ")));
+        row(
+            group.kind.name(),
+            group.bytes,
+            &format!("{}, {}", counted(group.tensors as usize, "tensor"), group.types.join(", ")),
+        );
     }
     if !safetensors.is_empty() {
         let whole = safetensors.iter().fold(Bytes::ZERO, |sum, group| sum.saturating_add(group.bytes));

@@ -31,6 +31,7 @@ pub(super) fn unanswered(refusal: &Refusal) -> Unanswered {
         | Refusal::Draining { .. }
         | Refusal::Starting { .. }
         | Refusal::EngineLost { .. }
+        | Refusal::ModelFailed { .. }
         | Refusal::WorkerLost { .. }
         | Refusal::DeadlineUnreachable { .. }
         | Refusal::Invalid { .. }
@@ -54,6 +55,7 @@ pub(super) const fn passes(refusal: &Refusal) -> Passing {
         | Refusal::KvCapacityShed { .. }
         | Refusal::KvReclaimed { .. }
         | Refusal::EngineLost { .. }
+        | Refusal::ModelFailed { .. }
         | Refusal::DeadlineUnreachable { .. }
         | Refusal::Invalid { .. }
         | Refusal::UnknownModel { .. }
@@ -84,6 +86,7 @@ const fn code_of(refusal: &Refusal) -> &'static str {
         Refusal::Draining { .. } => server::DRAINING,
         Refusal::Starting { .. } => "starting",
         Refusal::EngineLost { .. } => "engine-lost",
+        Refusal::ModelFailed { .. } => "model-failed",
         Refusal::WorkerLost { .. } => "worker-lost",
         Refusal::DeadlineUnreachable { .. } => "deadline-unreachable",
         Refusal::Invalid { .. } => server::BAD_REQUEST,

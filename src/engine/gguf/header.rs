@@ -90,11 +90,15 @@ impl Header {
         let file = file.map_err(LoadErrorKind::Open)?;
         let meta = ask(&|| file.metadata())?;
         let file_bytes = meta.len();
+        if file_bytes == 0 {
+            return Err(LoadErrorKind::Empty);
+        }
         let asking = WatchedFile::new(&file, &what, watch);
         let mut parser = Parser { input: BufReader::with_capacity(1 << 18, asking), position: 0, file_bytes, kept: 0 };
         let mut magic = [0u8; 4];
         match parser.fill("magic", &mut magic) {
             Ok(()) if magic == *b"GGUF" => {}
+            Ok(()) if magic == LFS_MAGIC && file_bytes <= LFS_BYTES_MAX => return Err(LoadErrorKind::GitLfsPointer),
             Ok(()) => return Err(LoadErrorKind::NotGguf { magic }),
             Err(LoadErrorKind::Truncated { .. }) => {
                 return Err(LoadErrorKind::NotGguf { magic: [0; 4] });
@@ -413,6 +417,11 @@ fn type_name(kind: u32) -> Option<&'static str> {
 const NAMES: &str = "F32 F16 Q4_0 Q4_1 Q4_2 Q4_3 Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS \
     IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16 Q4_0_4_4 Q4_0_4_8 Q4_0_8_8 \
     TQ1_0 TQ2_0 IQ4_NL_4_4 IQ4_NL_4_8 IQ4_NL_8_8 MXFP4 NVFP4 Q1_0 Q2_0";
+
+/// How a pointer of Git LFS begins: `version https://git-lfs.github.com/spec/v1`.
+const LFS_MAGIC: [u8; 4] = *b"vers";
+/// By its specification it is shorter than this.
+const LFS_BYTES_MAX: u64 = 1024;
 
 /// Tensors are aligned to this where the file names no other (`GGUF_DEFAULT_ALIGNMENT` in `gguf.h`).
 const DEFAULT_ALIGNMENT: u64 = 32;

@@ -1,6 +1,7 @@
 //! A model that computes: weights resident or streamed, a sequence, and what may be changed between two tokens.
 
 mod calibrate;
+mod damage;
 mod dropped;
 mod embedding;
 mod forward;

@@ -3,6 +3,7 @@
 use std::{io, path::Path, sync::Arc, time::Instant};
 
 use super::{
+    damage,
     loaded::{Model, ModelOptions},
     residency,
     sequence::Sequence,
@@ -104,6 +105,7 @@ impl Opening {
         let (theirs, options, stays) = (path.to_owned(), options.clone(), disk.clone());
         disk.attend(path, move |watch| {
             let (header, spec, file) = read(&theirs, options.context, options.vocabulary.as_ref(), watch)?;
+            damage::refuse_zeros(&header, &file, watch).map_err(|kind| LoadError::new(&theirs, kind))?;
             let layout = layout(&spec);
             let device = for_model(device, &theirs, &spec)?;
             let needs = Needs::of(device.as_ref(), &layout, &spec);

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use super::{
     calibrate::{self, PartTime},
+    damage,
     loaded::{Logits, Model, ModelOptions, Scores},
     opening::{self, Disk, Opening},
     pass, residency,
@@ -11,9 +12,11 @@ use super::{
 use crate::{
     engine::{
         backend,
-        error::{ApplyError, ApplyReport, ForwardError, LoadError},
+        disk::DiskWatch,
+        error::{ApplyError, ApplyReport, ForwardError, LoadError, LoadErrorKind},
         gguf::Header,
         preemption::Checkpoint,
+        reader::WeightFile,
         sayable::Sayable,
         shape::Layout,
         spec::Spec,
@@ -232,6 +235,23 @@ impl Model {
         let turn = (&self.spec.attention, self.weights.rope_factors());
         let used = self.sequence.position;
         Tokens::new(self.sequence.drop_oldest(turn, 1, used))
+    }
+
+    /// Computes one token, and refuses weights with which that gives no result. Leaves an empty sequence.
+    ///
+    /// # Errors
+    /// [`LoadErrorKind::Damaged`], and when they cannot be read.
+    pub fn prove(&mut self) -> Result<(), LoadErrorKind> {
+        damage::prove(self)
+    }
+
+    /// Refuses a file that ends in zeros, see [`LoadErrorKind::Damaged`].
+    ///
+    /// # Errors
+    /// When it does, or cannot be read.
+    pub fn refuse_zeros(header: &Header) -> Result<(), LoadErrorKind> {
+        let file = WeightFile::open(header.parts()).map_err(LoadErrorKind::Open)?;
+        damage::refuse_zeros(header, &file, &DiskWatch::default())
     }
 
     /// Measures how fast it computes and reads, alone and at the same time: about a second, or a few tokens where they

@@ -219,13 +219,15 @@ fn engine(decision: &EngineDecision) -> String {
         EngineDecision::Gone { reason, freed, next } => {
             let next = match next {
                 NextLoad::In(wait) => format!("loading again in {:.1} s", wait.as_secs_f64()),
+                NextLoad::ReadIn(wait) => format!("reading its file again in {:.1} s", wait.as_secs_f64()),
+                NextLoad::NeedsChange => "it is not loaded again until that has changed".to_owned(),
                 NextLoad::GivenUp => "it failed too often and is not loaded again".to_owned(),
                 NextLoad::WaitsForDisk { left } => {
                     format!("reads that hang keep {left}, and it is inspected again when the disk has answered")
                 }
                 NextLoad::NothingToLoad => "there is nothing to load".to_owned(),
             };
-            format!("the engine is gone ({reason}), {freed} are off the book; {next}")
+            format!("the LLM has failed: {reason}; {freed} are off the book; {next}")
         }
         EngineDecision::ContextLost { tokens, in_all } => format!(
             "the answer has lost {tokens} tokens of its context, the oldest, as its request allows: {in_all} in all"

@@ -4,7 +4,7 @@ use std::fmt::{Display, Formatter, Result};
 
 use crate::{
     policy::{
-        denial::{Denial, Holders, NotHolder, Problem, Quota},
+        denial::{Denial, Holders, NotHolder, OPERATOR, Problem, Quota},
         growth_wait::GrowthWait,
     },
     units::{Bytes, TimeSpan},
@@ -13,6 +13,9 @@ use crate::{
 impl Display for Denial {
     fn fmt(&self, f: &mut Formatter<'_>) -> Result {
         match self {
+            Self::InsufficientMemory { tenant, asked, reclaimable, holders, .. } if tenant == OPERATOR => {
+                write!(f, "cannot shed {asked}: {reclaimable} can be reclaimed{holders}")
+            }
             Self::InsufficientMemory { tenant, asked, free, reclaimable, budget, holders } => write!(
                 f,
                 "cannot grant {asked} to `{tenant}`: {free} is free and {reclaimable} can be reclaimed, of a {budget} \

@@ -8,6 +8,7 @@ use crate::{
         deadline::Deadline,
         decision::{EngineDecision, NextLoad, StrayPlan},
         engine_control::{AfterFailure, Applied, Confirmed, KvUse, PlanKind},
+        engine_failure::Cure,
         params::ENGINE_TENANT,
         reason::PlanSize,
         residency::{EnginePlan, ModelShape, PlanLimits},
@@ -37,7 +38,7 @@ pub(super) fn take_inspected(cx: &mut Context<'_>, shape: ModelShape) {
         cx.decide(EngineDecision::LoadDelayed { wait });
     }
     if let Some(error) = cx.state.floor_out_of_reach() {
-        cx.state.engine.refuse(error.to_string());
+        cx.state.engine.refuse(error.to_string(), FITS);
         cx.decide(EngineDecision::FloorExceedsBudget { error });
     }
 }
@@ -101,7 +102,7 @@ pub(super) fn take_apply_failed(cx: &mut Context<'_>, revision: u64, reason: &st
         return ignore_plan(cx, revision, StrayPlan::Failed { reason });
     };
     if pending.kind == PlanKind::Load {
-        take_failed(cx, reason, None);
+        take_failed(cx, reason, Cure::Reload, None);
         return;
     }
     cx.decide(EngineDecision::NotApplied {
@@ -129,7 +130,7 @@ pub(super) fn take_apply_failed(cx: &mut Context<'_>, revision: u64, reason: &st
     engine_orders::answer_operators(cx, revision, Err(reason));
 }
 
-pub(super) fn take_failed(cx: &mut Context<'_>, reason: &str, left: Option<Bytes>) {
+pub(super) fn take_failed(cx: &mut Context<'_>, reason: &str, cure: Cure, left: Option<Bytes>) {
     if cx.state.engine.params.is_none() {
         return;
     }
@@ -140,13 +141,20 @@ pub(super) fn take_failed(cx: &mut Context<'_>, reason: &str, left: Option<Bytes
         None => cx.state.ledger.forget(ENGINE_TENANT),
     }
     cx.state.changed_at = cx.state.now;
-    let next = match cx.state.engine.failed(reason, left.is_some(), cx.state.now) {
+    // A retry that fails like the one before is no news.
+    let is_news = cx.state.engine.failure().is_none_or(|before| before.reason != reason);
+    let next = match cx.state.engine.failed(reason, cure, left.is_some(), cx.state.now) {
         AfterFailure::RetryAt(at) => NextLoad::In(at.saturating_since(cx.state.now)),
+        AfterFailure::ReadAt(at) => NextLoad::ReadIn(at.saturating_since(cx.state.now)),
+        AfterFailure::NeedsChange => NextLoad::NeedsChange,
         AfterFailure::GivenUp => NextLoad::GivenUp,
         AfterFailure::WaitsForDisk => NextLoad::WaitsForDisk { left: left.unwrap_or_default() },
         AfterFailure::NothingToLoad => NextLoad::NothingToLoad,
     };
-    cx.decide(EngineDecision::Gone { reason: reason.to_owned(), freed, next });
+    let failure = cx.state.engine.failure().map_or_else(String::new, |failure| failure.to_string());
+    if is_news || matches!(next, NextLoad::GivenUp) {
+        cx.decide(EngineDecision::Gone { reason: failure, freed, next });
+    }
     engine_orders::answer_operators(cx, u64::MAX, Err(reason));
 }
 
@@ -156,6 +164,9 @@ pub(super) fn take_activity(cx: &mut Context<'_>, requests: u32, kv: KvUse) {
         cx.decide(EngineDecision::ContextLost { tokens: lost, in_all: kv.dropped.get() });
     }
 }
+
+/// The remedy where the least that a model needs exceeds the budget.
+const FITS: &str = "`cotenant plan FILE` shows the budget that it needs";
 
 fn plan_in_force(state: &State) -> Option<PlanSize> {
     let plan = state.engine.plans.in_force.as_ref();

@@ -6,7 +6,7 @@ use super::{context::Context, engine_orders, growth_orders, reclaim_orders, serv
 use crate::{
     policy::{
         decision::{AdmissionDecision, MemoryDecision},
-        denial::{Denial, Problem},
+        denial::{Denial, OPERATOR, Problem},
         engine_control::{PlanKind, WaitingOperator, Wish, bytes_in},
         event::{Action, ChangedKeys, Done},
         growth,
@@ -35,7 +35,7 @@ pub(super) fn take_shed(cx: &mut Context<'_>, ticket: Ticket, bytes: Bytes) {
             cx.state.engine.operators.push(WaitingOperator { ticket, revision, before, wish });
         }
         _ => {
-            let denial = cx.state.insufficient("operator", None, bytes, Class::AudioRealtime);
+            let denial = cx.state.insufficient(OPERATOR, None, bytes, Class::AudioRealtime);
             cx.deny(ticket, denial);
         }
     }

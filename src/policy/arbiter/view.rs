@@ -71,7 +71,7 @@ pub(super) fn snapshot(state: &State, machine: &Machine, stats: Stats) -> Snapsh
             asked: state.engine.plans.pending.last_key_value().map(|(_, pending)| pending.plan.clone()),
             full: state.engine.full_plan(),
             waits: growth::engine_waits(state),
-            failure: state.engine.failure.clone(),
+            failure: state.engine.failure(),
             milli_tokens_per_s: state.engine.milli_tokens_per_s(),
             kv: state.engine.kv_view(),
         },

@@ -173,7 +173,7 @@ async fn broken_in_an_answer(installation: &Installation) -> (String, String) {
         after = ask(&daemon, QUESTIONS[1]).await;
     }
     let after = content(&after);
-    daemon.end_after(&["the engine has failed"]).await;
+    daemon.end_after(&["the LLM has failed"]).await;
     (before, after)
 }
 
@@ -228,7 +228,7 @@ async fn a_gpu_that_did_not_compute_is_tried_again_for_an_operator_and_its_conte
     // All of the rest is its KV cache, 32 MiB, 5 MiB of weights, and small.
     let held = lease["heldBytes"].as_u64().unwrap() >> 20;
     assert!((64 + 32 + 5..64 + 32 + 5 + 32).contains(&held), "{lease}");
-    daemon.end_after(&["the engine has failed"]).await;
+    daemon.end_after(&["the LLM has failed"]).await;
     clean_exit(&log);
 }
 

@@ -2,14 +2,14 @@
 
 use std::{fs, os::fd::AsRawFd as _, path::Path};
 
-use crate::weights::Weights as _;
+use crate::{http::client::get, weights::Weights as _};
 use candle_core::quantized::GgmlDType;
 use cotenant::{
     engine::{
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
     },
-    rpc::v1::{EngineState, WorkerState},
+    rpc::v1::{EngineState, GetStatusResponse, WorkerState},
 };
 
 use super::installation::{Installation, ballast, budget, content, demo_model, model, said, worker};
@@ -40,7 +40,7 @@ async fn is_refused(break_it: impl Fn(&Path), expected: &[&str]) {
         .await;
     let failure = status.engine.unwrap().failure;
     let chat = daemon.ask("hello").await;
-    assert_eq!((chat.status, chat.error_code().as_str()), (503, "engine_lost"), "{}", chat.text());
+    assert_eq!((chat.status, chat.error_code().as_str()), (500, "model_failed"), "{}", chat.text());
     let check = installation.run(&["check", installation.config().to_str().unwrap()]);
     assert_eq!(check.status.code(), Some(78), "{}", said(&check));
     for (place, text) in [
@@ -55,7 +55,7 @@ async fn is_refused(break_it: impl Fn(&Path), expected: &[&str]) {
     }
     assert!(installation.tell(&["status"]).contains("failed"));
     assert_eq!(daemon.status().await.workers.len(), 1);
-    daemon.end_after(&["the engine has failed"]).await;
+    daemon.end_after(&["the LLM has failed"]).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -153,7 +153,7 @@ async fn a_model_on_a_disk_that_hangs_is_reported_and_loaded_when_the_disk_answe
     drop(shut.0);
     daemon.whole().await;
     assert!(!content(&daemon.ask("hello").await).is_empty());
-    daemon.end_after(&["the engine has failed"]).await;
+    daemon.end_after(&[]).await;
     assert_eq!(installation.replay().lines().count(), 1);
 }
 
@@ -167,12 +167,12 @@ async fn a_good_model_after_a_bad_one_is_loaded_by_a_new_start() {
     daemon
         .until("failed", |status| status.engine.as_ref().is_some_and(|engine| engine.state() == EngineState::Failed))
         .await;
-    daemon.end_after(&["the engine has failed"]).await;
+    daemon.end_after(&["the LLM has failed"]).await;
     installation.configure(&format!("{}{}", budget(256), demo_model(1024)));
     let daemon = installation.start().await;
     daemon.whole().await;
     assert!(!content(&daemon.ask("hello").await).is_empty());
-    daemon.end_after(&["the engine has failed"]).await;
+    daemon.end_after(&["the LLM has failed"]).await;
     assert_eq!(installation.replay().lines().count(), 2);
 }
 
@@ -185,7 +185,7 @@ async fn failed_for_want_of_a_file(installation: &Installation) -> super::instal
         })
         .await;
     let chat = daemon.ask("hello").await;
-    assert_eq!((chat.status, chat.error_code().as_str()), (503, "engine_lost"), "{}", chat.text());
+    assert_eq!((chat.status, chat.error_code().as_str()), (500, "model_failed"), "{}", chat.text());
     assert!(installation.run(&["health", "--service", "cotenant.engine"]).status.code() != Some(0));
     daemon
 }
@@ -208,7 +208,7 @@ async fn a_model_that_was_missing_is_loaded_when_its_file_appears() {
     daemon.whole().await;
     assert!(!content(&daemon.ask("hello").await).is_empty());
     assert_eq!(installation.run(&["health", "--service", "cotenant.engine"]).status.code(), Some(0));
-    daemon.end_after(&["the engine has failed"]).await;
+    daemon.end_after(&["the LLM has failed"]).await;
     assert_eq!(installation.replay().lines().count(), 1);
 }
 
@@ -222,5 +222,98 @@ async fn a_model_that_was_missing_is_loaded_by_a_command() {
     installation.tell(&["load"]);
     daemon.whole().await;
     assert!(!content(&daemon.ask("hello").await).is_empty());
-    daemon.end_after(&["the engine has failed"]).await;
+    daemon.end_after(&["the LLM has failed"]).await;
+}
+
+/// Lines of the log that say that the LLM has failed.
+fn failures(installation: &Installation) -> usize {
+    installation.log().lines().filter(|line| line.contains("the LLM has failed")).count()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_model_that_is_cut_while_it_answers_fails_for_good_and_comes_back_with_its_file() {
+    let installation = Installation::new("");
+    let path = installation.path("model.gguf");
+    put_in_place(&path);
+    installation.configure(&format!("{}{}", budget(256), model(&path, 1024)));
+    let daemon = installation.start().await;
+    daemon.whole().await;
+    assert_eq!(get(daemon.http, "/health").await.status, 200);
+    installation.tell(&["shed", "1GiB"]);
+    // In place: the daemon has the file open.
+    fs::File::options().write(true).open(&path).unwrap().set_len(0).unwrap();
+    assert_ne!(daemon.ask("hello").await.status, 200);
+    let failed = |status: &GetStatusResponse| status.engine.as_ref().is_some_and(|engine| engine.failed_permanently);
+    let status = daemon.until("failed for good", failed).await;
+    let failure = status.engine.unwrap().failure;
+    assert!(failure.contains("it is empty: it has 0 bytes (hint: "), "{failure}");
+    let lines = failures(&installation);
+    for _ in 0..8 {
+        let chat = daemon.ask("hello").await;
+        assert_eq!((chat.status, chat.error_code().as_str()), (500, "model_failed"), "{}", chat.text());
+        assert_eq!(chat.header("x-should-retry"), "false");
+    }
+    assert_eq!(failures(&installation), lines, "a request that fails is no news: {}", installation.log());
+    assert!(lines <= 2, "the read that failed, and what is left of the file: {}", installation.log());
+    let health = get(daemon.http, "/health").await;
+    assert_eq!((health.status, health.json()["llm"]["permanent"].as_bool()), (503, Some(true)), "{}", health.text());
+    assert_eq!(get(daemon.http, "/health?live").await.status, 200);
+    assert_eq!(daemon.metric("cotenant_llm_state{state=\"failed\"}").await, Some(1.0));
+    assert!(installation.tell(&["status"]).contains("not tried again before that has changed"));
+    put_in_place(&path);
+    daemon.whole().await;
+    assert_eq!(daemon.ask("hello").await.status, 200);
+    assert_eq!(get(daemon.http, "/health").await.status, 200);
+    assert_eq!(daemon.metric("cotenant_llm_state{state=\"ready\"}").await, Some(1.0));
+    daemon.end_after(&["the LLM has failed"]).await;
+    assert_eq!(installation.replay().lines().count(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_file_that_cannot_be_read_now_is_read_again_until_it_can() {
+    let installation = Installation::new("");
+    let path = installation.path("model.gguf");
+    // A link to itself: opening it fails in a way that says nothing of the file.
+    std::os::unix::fs::symlink(&path, &path).unwrap();
+    installation.configure(&format!("{}{}", budget(256), model(&path, 1024)));
+    let daemon = installation.start().await;
+    let failed =
+        |status: &GetStatusResponse| status.engine.as_ref().is_some_and(|engine| engine.state() == EngineState::Failed);
+    let status = daemon.until("failed", failed).await;
+    assert!(!status.engine.unwrap().failed_permanently);
+    let again = |status: &GetStatusResponse| {
+        // The wait has doubled: it has been read more than once.
+        let next = status.engine.as_ref().and_then(|engine| engine.next_try);
+        next.is_some_and(|left| left.seconds >= 1)
+    };
+    daemon.until("tried again", again).await;
+    let chat = daemon.ask("hello").await;
+    assert_eq!((chat.status, chat.error_code().as_str()), (503, "engine_lost"), "{}", chat.text());
+    assert_eq!(chat.header("x-should-retry"), "true");
+    assert_eq!(failures(&installation), 1, "{}", installation.log());
+    fs::remove_file(&path).unwrap();
+    put_in_place(&path);
+    daemon.whole().await;
+    assert_eq!(daemon.ask("hello").await.status, 200);
+    daemon.end_after(&[]).await;
+    assert_eq!(installation.replay().lines().count(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_empty_file_and_a_pointer_of_git_lfs_are_named() {
+    is_refused(|path| fs::write(path, "").unwrap(), &["bad.gguf", "it is empty"]).await;
+    let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 12345\n";
+    is_refused(|path| fs::write(path, pointer).unwrap(), &["bad.gguf", "Git LFS", "git lfs pull"]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_file_that_ends_in_zeros_is_named() {
+    let zeros = |path: &Path| {
+        write(path);
+        let file = fs::File::options().write(true).open(path).unwrap();
+        let bytes = file.metadata().unwrap().len();
+        file.set_len(bytes * 2 / 3).unwrap();
+        file.set_len(bytes).unwrap();
+    };
+    is_refused(zeros, &["bad.gguf", "ends in zeros", "fetch the file again"]).await;
 }

@@ -2,7 +2,10 @@ use std::sync::atomic::Ordering;
 
 use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
 use cotenant::{
-    policy::snapshot::{EngineState, WorkerState, WorkerView},
+    policy::{
+        engine_failure::{EngineFailure, NextTry},
+        snapshot::{EngineState, WorkerState, WorkerView},
+    },
     units::Tokens,
 };
 use ring::digest::{SHA256, digest};
@@ -108,11 +111,23 @@ async fn health_says_whether_a_request_would_be_taken() {
     for (state, status, says) in [
         (EngineState::Loading, 503, "loading model"),
         (EngineState::Ready, 200, "ok"),
-        (EngineState::Failed, 503, "engine failed"),
+        (EngineState::Failed, 503, "engine failed: unknown"),
     ] {
         open.script.snapshot.lock().unwrap().engine.state = state;
         let answer = get(open.address, "/health").await;
         assert_eq!((answer.status, answer.json()["status"].as_str().unwrap()), (status, says));
+    }
+    let next = NextTry::Never { remedy: "fetch the file again".to_owned() };
+    let failure = EngineFailure { reason: "it ends at byte 7".to_owned(), next };
+    open.script.snapshot.lock().unwrap().engine.failure = Some(failure);
+    let answer = get(open.address, "/health").await;
+    let llm =
+        json!({"state": "failed", "reason": "it ends at byte 7", "permanent": true, "remedy": "fetch the file again"});
+    assert_eq!((answer.status, &answer.json()["llm"]), (503, &llm));
+    assert_eq!(answer.json()["status"], "engine failed: it ends at byte 7 (hint: fetch the file again)");
+    for live in ["/health?live", "/health?live=1", "/health?x=1&live"] {
+        let answer = get(open.address, live).await;
+        assert_eq!((answer.status, answer.json()), (200, json!({"status": "alive"})), "{live}");
     }
     open.script.snapshot.lock().unwrap().draining = true;
     assert_eq!(get(open.address, "/health").await.json()["status"], "draining");

@@ -14,6 +14,7 @@ use std::{
 
 use cotenant::{
     policy::{
+        engine_failure::Cure,
         event::{Action, Answer, Event, WorkerCommand},
         lease::{Class, LeaseId, LeaseRequest, LeaseState, Peer, TargetAnswer, Ticket},
         params::{ENGINE_TENANT, EngineParams, RestParams, StartParams, WorkerParams},
@@ -334,7 +335,7 @@ impl Home {
             Letter::EngineDies => {
                 self.orders.clear();
                 (self.used.engine, self.in_force, self.kv_used) = (Bytes::ZERO, None, 0);
-                self.tell(Event::EngineFailed { reason: "dies".to_owned(), left: None })
+                self.tell(Event::EngineFailed { reason: "dies".to_owned(), cure: Cure::Reload, left: None })
             }
             Letter::Talk | Letter::Hush => {
                 let capacity = self.in_force.as_ref().map_or(0, |plan| plan.kv_capacity.get());

@@ -375,7 +375,7 @@ fn widen_rows(job: &Widen<'_>, owner: &mut Owner) -> Result<(), DeviceError> {
 }
 
 /// A row of the file's type as floats.
-pub(super) fn dequantize(dtype: GgmlDType, row: &[u8], out: &mut [f32]) {
+pub(in crate::engine) fn dequantize(dtype: GgmlDType, row: &[u8], out: &mut [f32]) {
     match dtype {
         GgmlDType::F32 => out.copy_from_slice(matmul::cast(row)),
         GgmlDType::F16 => widen(row, out, float::half_to_float),

@@ -381,7 +381,7 @@ fn a_device_that_fails_ends_the_pass_and_every_later_one() {
             let late = Late { fault: Fault::Breaks(at), ..Late::honest(Moment::Never) };
             let mut model = open_on(Arc::new(late), None, &path, usize::MAX, &roomy(resident.iter().copied()));
             let failed = (0..20).find_map(|_| model.forward(&[5, 6], &mut || Flow::Continue).err());
-            assert!(matches!(&failed, Some(error) if error.is_final()), "{failed:?}");
+            assert!(matches!(&failed, Some(error) if error.cure().is_some()), "{failed:?}");
             model.reset();
             let error = model.forward(&[5], &mut || Flow::Continue).unwrap_err();
             assert_eq!(error.to_string(), "the device has failed: it was unplugged");

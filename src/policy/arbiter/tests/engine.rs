@@ -4,6 +4,7 @@ use super::*;
 use crate::policy::{
     decision::{EngineDecision, NextLoad, PlanOutcome},
     engine_control::KvUse,
+    engine_failure::NextTry,
     pressure::PressureLevel,
     reason::PlanReason,
     residency::FloorError,
@@ -100,6 +101,57 @@ fn a_failed_engine_comes_back_after_its_backoff_and_its_floor_is_kept_for_it() {
     rig.wait(600).sample(0);
     let (_, plan) = rig.plan_asked().unwrap();
     assert_eq!(shape().plan_bytes(&plan), mib(28));
+}
+
+#[test]
+fn a_file_that_cannot_be_read_is_read_again_ever_more_rarely_and_reported_once() {
+    let mut rig = Rig::new(with_engine(params()));
+    rig.sample(0);
+    let fails = |rig: &mut Rig| {
+        rig.tell(Event::EngineFailed { reason: "cannot read it".to_owned(), cure: Cure::Reread, left: None });
+    };
+    fails(&mut rig);
+    assert!(decided!(rig, Engine(EngineDecision::Gone { next: NextLoad::ReadIn(_), .. })));
+    let mut waits = Vec::new();
+    for _ in 0..12 {
+        let failed = rig.now;
+        let failure = rig.snapshot().engine.failure.unwrap();
+        assert!(matches!(failure.next, NextTry::At(at) if at > failed), "{failure:?}");
+        while !rig.actions.contains(&Action::InspectModel) {
+            rig.wait(100).sample(0);
+        }
+        waits.push(rig.now.saturating_since(failed));
+        assert_eq!(rig.snapshot().engine.failure.unwrap().next, NextTry::Now);
+        fails(&mut rig);
+        assert!(!decided!(rig, Engine(EngineDecision::Gone { .. })), "it is no news");
+    }
+    let longest = params().engine.map_or(ms(30_000), |engine| engine.restart.backoff_max);
+    assert!(waits.is_sorted() && waits[0] < ms(1000) && *waits.last().unwrap() <= longest + ms(200), "{waits:?}");
+    rig.tell(Event::EngineInspected { shape: shape() });
+    rig.sample(0);
+    assert!(rig.plan_asked().is_some(), "it is loaded at once");
+}
+
+#[test]
+fn a_failure_that_only_a_change_cures_is_permanent_until_the_file_is_read_again() {
+    let mut rig = Rig::with_engine_ready(params());
+    let remedy = "fetch it again".to_owned();
+    rig.tell(Event::EngineFailed { reason: "it is cut".to_owned(), cure: Cure::Change { remedy }, left: None });
+    assert!(decided!(rig, Engine(EngineDecision::Gone { next: NextLoad::NeedsChange, .. })));
+    let failure = rig.snapshot().engine.failure.unwrap();
+    assert_eq!(
+        (failure.permanent(), failure.to_string().as_str()),
+        (Some("fetch it again"), "it is cut (hint: fetch it again)")
+    );
+    for _ in 0..600 {
+        rig.wait(1000).sample(0);
+        assert!(!rig.actions.contains(&Action::InspectModel) && rig.plan_asked().is_none());
+    }
+    rig.tell(Event::EngineInspected { shape: shape() });
+    rig.sample(0);
+    assert!(rig.plan_asked().is_some());
+    rig.engine_applies();
+    assert_eq!(rig.snapshot().engine.failure, None);
 }
 
 #[test]

@@ -37,6 +37,7 @@ use crate::{
         decision::Decision,
         denial::{Denial, Problem},
         engine_control::KvUse,
+        engine_failure::Cure,
         event::{Action, Answer, Done, Event, WorkerCommand},
         kv_type::KvType,
         lease::{Class, LeaseRequest, LeaseView, Peer, Ticket},
@@ -277,7 +278,7 @@ impl Rig {
 
     pub(super) fn engine_fails(&mut self, left: Option<Bytes>) {
         let reason = "it panicked".to_owned();
-        self.tell(Event::EngineFailed { reason, left });
+        self.tell(Event::EngineFailed { reason, cure: Cure::Reload, left });
     }
 
     pub(super) fn engine_refuses(&mut self, revision: u64) {
