@@ -142,6 +142,11 @@ impl Stage {
         self.folder.0.join("cotenant.sock")
     }
 
+    /// The daemon's configuration.
+    pub fn config(&self) -> PathBuf {
+        self.folder.0.join("cotenant.yaml")
+    }
+
     /// The journal that the daemon writes.
     pub fn journal(&self) -> PathBuf {
         self.folder.0.join("journal.ndjson")

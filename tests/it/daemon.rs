@@ -21,6 +21,7 @@ mod planned;
 mod pressure;
 mod printed;
 mod promises;
+mod published;
 mod python;
 mod rough;
 mod servers;

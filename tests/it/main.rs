@@ -24,6 +24,7 @@ mod http;
 mod kv_types;
 mod plan;
 mod probe;
+mod published;
 mod rpc;
 mod sayable;
 mod speech;

@@ -39,6 +39,7 @@ pub(super) enum HttpError {
 pub(super) struct Http {
     agent: ureq::Agent,
     base: String,
+    model: &'static str,
 }
 
 /// The longest that one request of the demonstration may take.
@@ -48,11 +49,11 @@ const PATIENCE: Duration = Duration::from_secs(30);
 const BOUNDARY: &str = "cotenant-demo-7f3d1c";
 
 impl Http {
-    /// A client of the API at `address`.
-    pub(super) fn new(address: SocketAddr) -> Self {
+    /// A client of the API at `address`, which asks this LLM.
+    pub(super) fn new(address: SocketAddr, model: &'static str) -> Self {
         let agent =
             ureq::Agent::config_builder().timeout_global(Some(PATIENCE)).http_status_as_error(false).build().into();
-        Self { agent, base: format!("http://{address}") }
+        Self { agent, base: format!("http://{address}"), model }
     }
 
     /// Text to a WAV file.
@@ -82,7 +83,7 @@ impl Http {
     pub(super) fn ask(&self, question: &str) -> Result<String, HttpError> {
         const PATH: &str = "/v1/chat/completions";
         let body = serde_json::json!({
-            "model": "demo", "temperature": 0, "max_tokens": 200,
+            "model": self.model, "temperature": 0, "max_tokens": 200,
             "messages": [{"role": "user", "content": question}],
         });
         let answer = self.post(PATH, "application/json", body.to_string().as_bytes())?;

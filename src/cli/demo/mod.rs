@@ -3,10 +3,11 @@
 //! The real daemon on a temporary folder; the demo model; two real speech workers; a spoken question through the
 //! APIs that products use; a recogniser that needs more memory while the LLM speaks; a neighbour that takes memory
 //! without asking; a worker that another process kills. What is claimed at the end was seen from outside: by the daemon's
-//! clients and by the kernel's own figures for its processes.
+//! clients and by the kernel's own figures for its processes. With `--real`, models and speech servers are published ones.
 
 mod http;
 mod play;
+mod published;
 mod report;
 pub mod talk;
 pub mod watch;
@@ -22,7 +23,8 @@ use std::{
 
 use self::{
     http::Http,
-    report::{Check, Report},
+    play::Scenario,
+    report::{Check, Report, Sizes},
     talk::Talk,
     watch::{Watch, connect},
 };
@@ -42,18 +44,12 @@ use crate::{
     units::Bytes,
 };
 
-/// The question that is asked by voice again and again.
-const QUESTION: &str = "turn on the kitchen light";
-
-/// What keeps the LLM talking: the longest kind of answer that the demo model gives.
-const STORY: &str = "tell me a story";
-
 /// Size of the chart on the terminal, in characters.
 const CHART_WIDTH: usize = 100;
 const CHART_HEIGHT: usize = 16;
 
-/// How long the daemon may take for each thing that the demonstration waits for.
-const PATIENCE: Duration = Duration::from_secs(20);
+/// How long the daemon may take for each thing that the demonstration waits for: servers in Python import for seconds.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Settings of the demonstration.
 #[derive(Clone, Debug, clap::Args)]
@@ -64,6 +60,11 @@ pub struct DemoArgs {
     /// Leave the daemon running afterwards until Ctrl-C, to try it by hand.
     #[arg(long)]
     pub keep: bool,
+    /// Use published models and servers: SmolLM2 135M, Whisper tiny.en, Piper; needs Python. Downloads 410 MB once, when you agree.
+    #[arg(long)]
+    pub real: bool,
+    #[command(flatten)]
+    published: published::Source,
 }
 
 /// Runs the demonstration; its verdict is the exit code.
@@ -76,10 +77,21 @@ pub(super) fn run(global: &Global, args: &DemoArgs) -> ExitCode {
         eprintln!("hint: name a folder that this user may write with --out");
         return ExitCode::FAILURE;
     }
-    session::in_own_session(|| run_here(args, global.output))
+    let scenario = if args.real {
+        match args.published.fetch() {
+            Ok(folder) => Scenario::published(&folder),
+            Err(problem) => {
+                eprintln!("error: cannot prepare the published models\n  caused by: {problem}");
+                return ExitCode::FAILURE;
+            }
+        }
+    } else {
+        Scenario::built_in()
+    };
+    session::in_own_session(|| run_here(args, &scenario, global.output))
 }
 
-fn run_here(args: &DemoArgs, output: Output) -> ExitCode {
+fn run_here(args: &DemoArgs, scenario: &Scenario, output: Output) -> ExitCode {
     let runtime = match tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {
@@ -90,7 +102,7 @@ fn run_here(args: &DemoArgs, output: Output) -> ExitCode {
     let result = runtime.block_on(async {
         let mut interrupts = Interrupts::new().map_err(|error| error.to_string())?;
         let (verdict, stage) = tokio::select! {
-            played = play(args, output) => played?,
+            played = play(args, scenario, output) => played?,
             code = interrupts.next() => return Ok(Err(code)),
         };
         if args.keep {
@@ -151,9 +163,10 @@ const DECISIONS: [&str; 6] =
 
 /// One spoken question, there and back.
 struct RoundTrip {
+    asked: Vec<u8>,
     heard: String,
     answer: String,
-    spoken_bytes: usize,
+    spoken: Vec<u8>,
     took: Duration,
 }
 
@@ -165,10 +178,19 @@ async fn round_trip(http: &Http, question: &'static str) -> Result<RoundTrip, St
         let heard = http.hear(&asked).map_err(|error| in_one_line(&error))?;
         let answer = http.ask(&heard).map_err(|error| in_one_line(&error))?;
         let spoken = http.speak(&answer).map_err(|error| in_one_line(&error))?;
-        Ok(RoundTrip { heard, answer, spoken_bytes: spoken.len(), took: began.elapsed() })
+        Ok(RoundTrip { asked, heard, answer, spoken, took: began.elapsed() })
     })
     .await
     .map_err(|error| error.to_string())?
+}
+
+/// Whether a recogniser heard these words: it writes capitals and punctuation of its own.
+fn same_words(heard: &str, said: &str) -> bool {
+    let words = |text: &str| -> Vec<String> {
+        let words = text.split(|one: char| !one.is_alphanumeric()).filter(|word| !word.is_empty());
+        words.map(str::to_lowercase).collect()
+    };
+    words(heard) == words(said)
 }
 
 /// Whether the engine and all workers are ready.
@@ -221,7 +243,8 @@ fn free_port() -> std::io::Result<SocketAddr> {
 }
 
 #[expect(clippy::too_many_lines, reason = "a script, read from top to bottom")]
-async fn play(args: &DemoArgs, output: Output) -> Result<(bool, Stage), String> {
+async fn play(args: &DemoArgs, scenario: &Scenario, output: Output) -> Result<(bool, Stage), String> {
+    let &Scenario { question, story, .. } = scenario;
     let began = Instant::now();
     let narrator = Narrator { began, output };
     let text = |error: std::io::Error| error.to_string();
@@ -230,7 +253,8 @@ async fn play(args: &DemoArgs, output: Output) -> Result<(bool, Stage), String> 
     }
 
     let address = free_port().map_err(text)?;
-    let mut stage = Stage::set(|folder| play::configuration(folder, address)).map_err(text)?;
+    let mut stage = Stage::set(|folder| scenario.configuration(folder, address)).map_err(text)?;
+    let planned = published::planned(&stage.config()).await?;
     let channel = match connect(&stage.socket(), PATIENCE).await {
         Ok(channel) => channel,
         Err(problem) => return Err(format!("{problem}; the daemon's last words:\n{}", stage.log_tail(15))),
@@ -260,59 +284,66 @@ async fn play(args: &DemoArgs, output: Output) -> Result<(bool, Stage), String> 
 
     let mut reported = 0;
     narrator.decisions(&watch, &mut reported);
-    let http = Http::new(address);
-    let mut report = Report::new();
+    let http = Http::new(address, scenario.model);
+    let mut report = Report::new(scenario.total);
     report.mark(began, MarkKind::Note, "spoken question");
-    let first = round_trip(&http, QUESTION).await?;
+    let first = round_trip(&http, question).await?;
     narrator.say(&format!(
-        "spoken \"{QUESTION}\" → heard \"{}\" → \"{}\" → {} KiB of speech, in {:.2} s",
+        "spoken \"{question}\" → heard \"{}\" → \"{}\" → {} KiB of speech, in {:.2} s",
         first.heard,
         first.answer,
-        first.spoken_bytes / 1024,
+        first.spoken.len() / 1024,
         first.took.as_secs_f64()
     ));
     report.check(Check::new(
         "speech in gives speech out",
-        first.heard == QUESTION && !first.answer.is_empty() && first.spoken_bytes > 8 * 1024,
+        same_words(&first.heard, question) && !first.answer.is_empty() && first.spoken.len() > 8 * 1024,
         format!("heard {:?}, answered {:?}", first.heard, first.answer),
     ));
 
     // The LLM keeps talking through everything that follows.
-    let talk = Talk::start(LlmServiceClient::new(channel.clone()), STORY, began);
+    let talk =
+        Talk::start_with(LlmServiceClient::new(channel.clone()), vec![story.to_owned()], scenario.story_tokens, began);
     if !talk.stories(2, PATIENCE).await {
         return Err(format!("the LLM did not tell its story: {:?}", talk.outcome().failures));
     }
     let calm = talk.rate();
     narrator.say(&format!("the LLM talks on and on, {calm:.0} tokens/s"));
 
+    let sizes = Sizes::of(&watch.looks(), planned);
+    narrator.say(&sizes.to_string());
+    report.check(sizes.check());
+
     // 1. The recogniser needs its large vocabulary while the LLM talks, and there is no room.
     let before = Instant::now();
     let granted = operator
         .resize_worker(ResizeWorkerRequest {
             name: "asr".to_owned(),
-            variant: "open".to_owned(),
-            max_wait: Some(prost_types::Duration { seconds: 5, nanos: 0 }),
+            variant: scenario.asr_large.to_owned(),
+            max_wait: Some(prost_types::Duration { seconds: 20, nanos: 0 }),
         })
         .await;
     let took = before.elapsed();
     match &granted {
         Ok(_) => narrator.say(&format!(
-            "ASR wants its open vocabulary, +68 MiB, and there is no room: granted and loaded in {:.0} ms · {}",
+            "ASR wants its variant `{}`, +{}, and there is no room: granted and loaded in {:.0} ms · {}",
+            scenario.asr_large,
+            scenario.asr_growth,
             took.as_secs_f64() * 1e3,
             engine_line(&watch.status().unwrap_or_default())
         )),
-        Err(status) => narrator.say(&format!("ASR was refused its open vocabulary: {}", status.message())),
+        Err(status) => narrator.say(&format!("ASR was refused its larger variant: {}", status.message())),
     }
     report.mark(began, MarkKind::Shed, "ASR grows");
     tokio::time::sleep(Duration::from_millis(300)).await;
     narrator.say(&engine_line(&watch.status().unwrap_or_default()));
     narrator.decisions(&watch, &mut reported);
-    let second = round_trip(&http, QUESTION).await;
+    let second = round_trip(&http, question).await;
     let _ = operator
         .resize_worker(ResizeWorkerRequest {
             name: "asr".to_owned(),
-            variant: "grammar".to_owned(),
-            max_wait: Some(prost_types::Duration { seconds: 5, nanos: 0 }),
+            variant: scenario.asr_small.to_owned(),
+            max_wait: Some(prost_types::Duration { seconds: 20, nanos: 0 }),
         })
         .await;
     report.mark(began, MarkKind::Regrow, "ASR shrinks");
@@ -323,7 +354,8 @@ async fn play(args: &DemoArgs, output: Output) -> Result<(bool, Stage), String> 
     ));
     let back = watch.until(PATIENCE, whole).await;
     narrator.say(&format!(
-        "ASR is back to its grammar; {}: {}",
+        "ASR is back to its variant `{}`; {}: {}",
+        scenario.asr_small,
         if back { "grown back" } else { "NOT grown back" },
         engine_line(&watch.status().unwrap_or_default())
     ));
@@ -332,12 +364,12 @@ async fn play(args: &DemoArgs, output: Output) -> Result<(bool, Stage), String> 
 
     // 2. A neighbour takes memory and asks for no lease.
     report.mark(began, MarkKind::Alarm, "neighbour comes");
-    narrator.say(&format!("a neighbour takes {} without a lease", play::NEIGHBOUR));
+    narrator.say(&format!("a neighbour takes {} without a lease", scenario.neighbour));
     let pss_before = watch::pss(stage.daemon().pid());
-    let mut neighbour = play::neighbour().map_err(text)?;
+    let mut neighbour = scenario.start_neighbour().map_err(text)?;
     *neighbour_pid.lock().unwrap_or_else(PoisonError::into_inner) = Some(neighbour.pid());
     // First all of its memory, as the kernel counts it; then the end of what the engine does about it.
-    let came = watch::until_pss(neighbour.pid(), play::NEIGHBOUR, PATIENCE).await;
+    let came = watch::until_pss(neighbour.pid(), scenario.neighbour, PATIENCE).await;
     let shed = watch.until(PATIENCE, squeezed_in_both).await;
     let pss_after = watch::pss(stage.daemon().pid());
     let squeezed_status = watch.status().unwrap_or_default();
@@ -355,7 +387,7 @@ async fn play(args: &DemoArgs, output: Output) -> Result<(bool, Stage), String> 
         engine_line(&squeezed_status),
     ));
     report.check(report::verified(&watch.lines(), pss_before, pss_after));
-    let third = round_trip(&http, QUESTION).await;
+    let third = round_trip(&http, question).await;
     if let Ok(third) = &third {
         narrator.say(&format!("the same question: \"{}\"", third.answer));
     }
@@ -387,7 +419,7 @@ async fn play(args: &DemoArgs, output: Output) -> Result<(bool, Stage), String> 
     ));
     let took = killed.elapsed();
     let fourth = if returned {
-        round_trip(&http, QUESTION).await
+        round_trip(&http, question).await
     } else {
         let known = [worker.waits_for, worker.remedy, worker.last_exit].into_iter().find(|why| !why.is_empty());
         Err(format!("ASR did not come back: {}", known.unwrap_or_default()))
@@ -420,7 +452,7 @@ async fn play(args: &DemoArgs, output: Output) -> Result<(bool, Stage), String> 
     narrator.say(&format!("{calm_again:.0} tokens/s again"));
 
     let outcome = talk.stop().await;
-    let fifth = round_trip(&http, QUESTION).await;
+    let fifth = round_trip(&http, question).await;
     let requests: Vec<String> = [second.err(), third.err(), fourth.err(), fifth.err()].into_iter().flatten().collect();
     report.check(Check::new(
         "one story, generated again and again, token for token the same",
@@ -438,7 +470,8 @@ async fn play(args: &DemoArgs, output: Output) -> Result<(bool, Stage), String> 
     report.check(report::no_kills(&watch.lines(), &watch.status().unwrap_or_default(), alone));
     report.check(report::daemon_lives(stage.daemon().ended().ok().flatten().is_none()));
 
-    let written = report.write(&args.out, &watch, &stage).map_err(text)?;
+    let mut written = report.write(&args.out, &watch, &stage).map_err(text)?;
+    written.push(report::write_conversation(&args.out, &[&first.asked, &first.spoken])?);
     narrator.line("");
     narrator.line(&report.chart(&watch.looks()).to_text(CHART_WIDTH, CHART_HEIGHT, false));
     narrator.line(&report.verdict());
@@ -456,7 +489,8 @@ async fn play(args: &DemoArgs, output: Output) -> Result<(bool, Stage), String> 
             "              curl -N http://{address}/v1/chat/completions -H 'content-type: application/json' \\"
         ));
         narrator.line(&format!(
-            "                -d '{{\"model\":\"demo\",\"stream\":true,\"messages\":[{{\"role\":\"user\",\"content\":\"{STORY}\"}}]}}'"
+            "                -d '{{\"model\":\"{}\",\"stream\":true,\"messages\":[{{\"role\":\"user\",\"content\":\"{story}\"}}]}}'",
+            scenario.model
         ));
         narrator.line("        Ctrl-C ends it.");
     }

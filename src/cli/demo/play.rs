@@ -1,34 +1,129 @@
-//! Script of the demonstration: budget, workers and the other program.
+//! Script of the demonstration: models, budget, workers and the other program.
 
-use std::{io, net::SocketAddr, path::Path};
+use std::{fmt::Write as _, io, net::SocketAddr, path::Path, path::PathBuf};
 
 use crate::{cli::stage::Process, units::Bytes};
 
 /// What a process of an unoptimised build weighs more than one of a release build, measured.
 const HEAVIER: u64 = if cfg!(debug_assertions) { 6 } else { 0 };
 
-/// All memory of the demonstration's session: of five processes.
-pub(super) const TOTAL: Bytes = Bytes::from_mib(300 + 5 * HEAVIER);
-
-/// What of it is never handed out: the supervisor itself and this program.
-pub(super) const RESERVE: Bytes = Bytes::from_mib(56 + 2 * HEAVIER);
-
-/// What the neighbour takes without asking: more than the KV cache can give, so that layers go too.
-pub(super) const NEIGHBOUR: Bytes = Bytes::from_mib(186);
-
-/// How fast it takes it, per second.
-const NEIGHBOUR_RATE: Bytes = Bytes::from_mib(80);
-
-/// A neighbour that takes memory without a lease.
-pub(super) fn neighbour() -> io::Result<Process> {
-    Process::ballast(NEIGHBOUR, NEIGHBOUR_RATE)
+/// What is shown, with which models, and how large everything is.
+#[derive(Clone, Debug)]
+pub(super) struct Scenario {
+    /// All memory of the demonstration's session.
+    pub(super) total: Bytes,
+    /// What of it is never handed out: the supervisor itself and this program.
+    reserve: Bytes,
+    /// What the neighbour takes without asking: more than the KV cache can give, so that layers go too.
+    pub(super) neighbour: Bytes,
+    /// The name under which clients ask for the LLM.
+    pub(super) model: &'static str,
+    /// The question that is asked by voice again and again.
+    pub(super) question: &'static str,
+    /// What keeps the LLM talking: a request for a long answer, and its tokens at most.
+    pub(super) story: &'static str,
+    pub(super) story_tokens: u32,
+    /// The two sizes of ASR, and how much more the second takes.
+    pub(super) asr_small: &'static str,
+    pub(super) asr_large: &'static str,
+    pub(super) asr_growth: Bytes,
+    /// `llm:` without `path` and `name`, and `workers:`.
+    llm: &'static str,
+    workers: String,
+    /// The folder with published models; the demo model without it.
+    published: Option<PathBuf>,
 }
 
-/// The daemon's configuration.
-pub(super) fn configuration(folder: &Path, http: SocketAddr) -> String {
-    let folder = folder.display();
-    format!(
-        "\
+impl Scenario {
+    /// The demo model with pocketsphinx and flite: everything that this repository and Debian have.
+    pub(super) fn built_in() -> Self {
+        let workers = format!(
+            "\
+  - name: tts
+    role: tts
+    argv: [\"${{SELF}}\", worker, tts, --socket, \"${{SOCKET}}\"]
+    memory: {{steady: {tts}MiB, peak: {tts_peak}MiB}}
+  - name: asr
+    role: asr
+    argv: [\"${{SELF}}\", worker, asr, --socket, \"${{SOCKET}}\", --vocabulary, \"${{VARIANT}}\", --grammar, \"{{FOLDER}}/home.gram\"]
+    memory:
+      variants:
+        - {{name: grammar, bytes: {grammar}MiB, peak: {grammar_peak}MiB}}
+        - {{name: open, bytes: {open}MiB, peak: {open_peak}MiB}}
+",
+            tts = 10 + HEAVIER,
+            tts_peak = 16 + HEAVIER,
+            grammar = 40 + HEAVIER,
+            grammar_peak = 48 + HEAVIER,
+            open = 110 + HEAVIER,
+            open_peak = 116 + HEAVIER,
+        );
+        Self {
+            total: Bytes::from_mib(300 + 5 * HEAVIER),
+            reserve: Bytes::from_mib(56 + 2 * HEAVIER),
+            neighbour: Bytes::from_mib(186),
+            model: "demo",
+            question: "turn on the kitchen light",
+            story: "tell me a story",
+            story_tokens: 256,
+            asr_small: "grammar",
+            asr_large: "open",
+            asr_growth: Bytes::from_mib(68),
+            llm: "context: 65536, kv_floor: 512",
+            workers,
+            published: None,
+        }
+    }
+
+    /// SmolLM2, Whisper and Piper, which `deploy/real/fetch` has put into `folder`.
+    pub(super) fn published(folder: &Path) -> Self {
+        // Measured beside each other, as PSS: Whisper holds 160 MiB after short questions as `int8`, and 232 while it loads;
+        // 275 as `float32`. Piper starts at 50, has 180 after its first sentence and 215 after one of three seconds, and keeps that.
+        let workers = "\
+  - name: tts
+    role: tts
+    argv: [\"{MODELS}/servers/bin/wyoming-piper\", --uri, \"unix://${SOCKET}\", --voice, en_US-joe-medium, --data-dir, \"{MODELS}\"]
+    memory: {steady: 230MiB, peak: 260MiB}
+  - name: asr
+    role: asr
+    argv: [\"{MODELS}/servers/bin/wyoming-faster-whisper\", --uri, \"unix://${SOCKET}\", --model, \"{MODELS}/whisper-tiny.en\",
+           --language, en, --device, cpu, --compute-type, \"${VARIANT}\", --beam-size, \"1\", --data-dir, \"{FOLDER}\", --local-files-only]
+    memory:
+      variants:
+        - {name: int8, bytes: 200MiB, peak: 250MiB}
+        - {name: float32, bytes: 300MiB, peak: 360MiB}
+"
+        .replace("{MODELS}", &folder.display().to_string());
+        Self {
+            total: Bytes::from_mib(850 + 2 * HEAVIER),
+            reserve: Bytes::from_mib(64 + 2 * HEAVIER),
+            neighbour: Bytes::from_mib(300),
+            model: "smollm2",
+            question: "What is the capital of Germany?",
+            story: "Tell me a story about a lighthouse keeper.",
+            story_tokens: 128,
+            asr_small: "int8",
+            asr_large: "float32",
+            asr_growth: Bytes::from_mib(100),
+            llm: "context: 8192, kv_floor: 512",
+            workers,
+            published: Some(folder.to_owned()),
+        }
+    }
+
+    /// A neighbour that takes memory without a lease, 80 MiB a second.
+    pub(super) fn start_neighbour(&self) -> io::Result<Process> {
+        Process::ballast(self.neighbour, NEIGHBOUR_RATE)
+    }
+
+    /// The daemon's configuration.
+    pub(super) fn configuration(&self, folder: &Path, http: SocketAddr) -> String {
+        let model = match &self.published {
+            Some(models) => models.join("SmolLM2-135M-Instruct.Q4_1.gguf"),
+            None => folder.join("demo.gguf"),
+        };
+        let mut text = format!(
+            "\
 budget:
   total: {total}MiB
   reserve: {reserve}MiB
@@ -37,26 +132,22 @@ budget:
   sample_max: 100ms
   fill_rate_max: 400MiB    # the neighbour takes 80 MiB a second
 shedding: {{reclaim_min: 16MiB}}
-llm:
-  path: {folder}/demo.gguf
-  name: demo
-  threads: 1
-  context: 65536
-  kv_floor: 512
-  kv_memory: at-once      # so that the kernel, too, sees what is held, given up and grown back
-  mode: balanced
+# The kernel, too, sees what is held, given up and grown back: KV memory is taken at once.
+llm: {{path: \"{model}\", name: {name}, threads: 1, {llm}, kv_memory: at-once, mode: balanced}}
 workers:
-  - name: tts
-    role: tts
-    argv: [\"${{SELF}}\", worker, tts, --socket, \"${{SOCKET}}\"]
-    memory: {{steady: {tts}MiB, peak: {tts_peak}MiB}}
-  - name: asr
-    role: asr
-    argv: [\"${{SELF}}\", worker, asr, --socket, \"${{SOCKET}}\", --vocabulary, \"${{VARIANT}}\", --grammar, {folder}/home.gram]
-    memory:
-      variants:
-        - {{name: grammar, bytes: {grammar}MiB, peak: {grammar_peak}MiB}}
-        - {{name: open, bytes: {open}MiB, peak: {open_peak}MiB}}
+{workers}",
+            total = self.total.whole_mib(),
+            reserve = self.reserve.whole_mib(),
+            model = model.display(),
+            name = self.model,
+            llm = self.llm,
+            workers = self.workers.replace("{FOLDER}", &folder.display().to_string()),
+        );
+        let folder = folder.display();
+        // Writing to a string cannot fail.
+        let _ = write!(
+            text,
+            "\
 http:
   listen: {http}
 grpc:
@@ -69,14 +160,11 @@ runtime_dir: {folder}
 log:
   filter: info
   format: text
-",
-        total = TOTAL.whole_mib(),
-        reserve = RESERVE.whole_mib(),
-        tts = 10 + HEAVIER,
-        tts_peak = 16 + HEAVIER,
-        grammar = 40 + HEAVIER,
-        grammar_peak = 48 + HEAVIER,
-        open = 110 + HEAVIER,
-        open_peak = 116 + HEAVIER,
-    )
+"
+        );
+        text
+    }
 }
+
+/// How fast the neighbour takes its memory, per second.
+const NEIGHBOUR_RATE: Bytes = Bytes::from_mib(80);

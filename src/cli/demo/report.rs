@@ -1,22 +1,25 @@
 //! Results of the demonstration, compared with the promises.
 
 use std::{
-    fmt::Write as _,
+    collections::BTreeMap,
+    fmt::{self, Write as _},
     fs, io,
     path::{Path, PathBuf},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use serde_json::{Value, json};
 
 use super::watch::{Line, Look, Watch};
 use crate::{
+    causes::in_one_line,
     cli::{
         chart::{Chart, ChartMark, ChartPoint, MarkKind},
         stage::Stage,
     },
     probe::{ProbeRoot, capabilities::Capabilities},
     rpc::v1::GetStatusResponse,
+    speech::audio::{MonoAudio, parse_wav},
     units::{Bytes, Timestamp},
 };
 
@@ -36,16 +39,17 @@ impl Check {
 }
 
 /// Everything to be reported.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Report {
+    total: Bytes,
     checks: Vec<Check>,
     marks: Vec<ChartMark>,
 }
 
 impl Report {
-    /// An empty report.
-    pub(super) fn new() -> Self {
-        Self::default()
+    /// An empty report on a session with this much memory.
+    pub(super) fn new(total: Bytes) -> Self {
+        Self { total, checks: Vec::new(), marks: Vec::new() }
     }
 
     /// Adds a check.
@@ -94,10 +98,10 @@ impl Report {
             subtitle: format!(
                 "{:.0} s on {}: PSS of each process as the kernel counts it; the LLM by its own mappings",
                 end.since_start().as_secs_f64(),
-                super::play::TOTAL
+                self.total
             ),
             points: looks.iter().map(|look| ChartPoint { at: look.at, owners: look.owners.clone() }).collect(),
-            budget: super::play::TOTAL,
+            budget: self.total,
             budget_name: "session",
             epoch: None,
             marks: self.marks.clone(),
@@ -113,6 +117,62 @@ impl Report {
         fs::copy(stage.journal(), &events)?;
         fs::copy(stage.log(), &log)?;
         Ok(vec![chart, events, log])
+    }
+}
+
+/// Writes what was said, as one WAV file with half a second between question and answer.
+pub(super) fn write_conversation(folder: &Path, parts: &[&[u8]]) -> Result<PathBuf, String> {
+    let path = folder.join("demo-conversation.wav");
+    let wrong = |error: &dyn std::error::Error| format!("cannot write `{}`: {}", path.display(), in_one_line(error));
+    let mut conversation: Option<MonoAudio> = None;
+    for part in parts {
+        let mut audio = parse_wav(part, Duration::from_secs(300)).map_err(|error| wrong(&error))?;
+        audio.pad(Duration::ZERO, Duration::from_millis(500));
+        match &mut conversation {
+            Some(before) => before.samples.extend(audio.samples),
+            none => *none = Some(audio),
+        }
+    }
+    let file = conversation.unwrap_or_default().to_wav().map_err(|error| wrong(&error))?;
+    fs::write(&path, file).map_err(|error| wrong(&error))?;
+    Ok(path)
+}
+
+/// Memory as `cotenant plan` predicted it and as the kernel counts it, by owner.
+#[derive(Clone, Debug)]
+pub(super) struct Sizes(BTreeMap<String, [Bytes; 2]>);
+
+impl Sizes {
+    /// What `plan` said, and the last look at each owner that it names.
+    pub(super) fn of(looks: &[Look], planned: BTreeMap<String, Bytes>) -> Self {
+        let last = looks.last();
+        let measured = |owner: &str| last.and_then(|look| look.owners.get(owner).copied()).unwrap_or_default();
+        Self(
+            planned
+                .into_iter()
+                .map(|(owner, bytes)| {
+                    let measured = measured(&owner);
+                    (owner, [bytes, measured])
+                })
+                .collect(),
+        )
+    }
+
+    /// Nothing takes more than was planned, and the LLM takes what was planned.
+    pub(super) fn check(&self) -> Check {
+        let within = |[planned, measured]: [Bytes; 2]| measured <= planned.saturating_add(planned.per_mille(50));
+        let [planned, measured] = self.0.get("llm").copied().unwrap_or_default();
+        // A part of the file's pages may not have been touched yet.
+        let near = measured >= planned.per_mille(800);
+        Check::new("memory is as `plan` said", near && self.0.values().all(|sizes| within(*sizes)), self.to_string())
+    }
+}
+
+impl fmt::Display for Sizes {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let parts: Vec<String> =
+            self.0.iter().map(|(owner, [planned, measured])| format!("{owner} {measured} of {planned}")).collect();
+        write!(out, "measured of planned: {}", parts.join(", "))
     }
 }
 

@@ -1,0 +1,232 @@
+//! Published models beside what llama.cpp says of them: `fixtures/published` has the answers and how they were made.
+//!
+//! `COTENANT_MODELS` names the folder that `tests/models` fills.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    sync::OnceLock,
+};
+
+use cotenant::{
+    engine::{Flow, Model, ModelOptions, arena::Backing, text::TextSide},
+    policy::{kv_type::KvType, residency::EnginePlan},
+    units::Tokens,
+};
+use serde::Deserialize;
+
+/// The chat model, and the base model with the largest vocabulary and sliding windows.
+pub(crate) const SMOLLM2: &str = "SmolLM2-135M-Instruct.Q4_1.gguf";
+const GEMMA3: &str = "gemma-3-270m-Q4_K_M.gguf";
+
+/// A margin between the best logits below which another rounding may choose otherwise: the spread of llama.cpp's own two ways is
+/// up to 0.5 with these types of weights.
+const CLOSE_CALL: f32 = 0.5;
+
+#[derive(Deserialize)]
+struct Reference {
+    texts: Vec<Text>,
+    answers: Vec<Greedy>,
+    perplexity: Perplexity,
+    logits: Logits,
+}
+
+#[derive(Deserialize)]
+struct Text {
+    text: String,
+    tokens: Vec<u32>,
+}
+
+#[derive(Deserialize)]
+struct Greedy {
+    prompt: String,
+    tokens: Vec<u32>,
+    margins: Vec<f32>,
+}
+
+#[derive(Deserialize)]
+struct Perplexity {
+    window: usize,
+    tokens: u32,
+    perplexity: f64,
+}
+
+#[derive(Deserialize)]
+struct Logits {
+    tokens: Vec<u32>,
+    prompt: usize,
+    every: usize,
+    plain: Vec<Vec<f32>>,
+    repack: Vec<Vec<f32>>,
+    f32: Vec<Vec<f32>>,
+}
+
+/// The folder with published models; says that a test is left out where there is none.
+pub(crate) fn models() -> Option<&'static Path> {
+    static FOLDER: OnceLock<Option<PathBuf>> = OnceLock::new();
+    let folder = FOLDER.get_or_init(|| std::env::var_os("COTENANT_MODELS").map(PathBuf::from));
+    if folder.is_none() {
+        println!("left out: COTENANT_MODELS is not set (the folder that tests/models fills)");
+    }
+    folder.as_deref()
+}
+
+fn fixture(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/published").join(name)
+}
+
+fn reference(name: &str) -> Reference {
+    serde_json::from_str(&fs::read_to_string(fixture(name)).unwrap()).unwrap()
+}
+
+fn plan(resident: impl IntoIterator<Item = u32>, kv_type: KvType) -> EnginePlan {
+    EnginePlan {
+        resident: resident.into_iter().collect(),
+        kv_capacity: Tokens::new(1024),
+        prefill_chunk: Tokens::new(128),
+        kv_type,
+    }
+}
+
+/// The model with every layer streamed, and its text side.
+fn open(path: &Path) -> (Model, TextSide) {
+    let options = ModelOptions {
+        compute: 2.into(),
+        name: None,
+        context: Some(Tokens::new(1024)),
+        kv_backing: Backing::OnTouch,
+        vocabulary: None,
+        helper: None,
+    };
+    let model = Model::open(path, &plan([], KvType::F16), &options).unwrap();
+    let text = TextSide::new(model.header(), model.shape().context_max).unwrap();
+    (model, text)
+}
+
+fn go() -> impl FnMut() -> Flow {
+    || Flow::Continue
+}
+
+fn best(logits: &[f32]) -> u32 {
+    let (at, _) = logits.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).unwrap();
+    u32::try_from(at).unwrap()
+}
+
+fn distance(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(x, y)| (x - y).abs()).fold(0.0, f32::max)
+}
+
+/// Every layer, every second one, none.
+fn residencies(model: &Model) -> [Vec<u32>; 3] {
+    let layers = model.shape().layer_count();
+    [(0..layers).collect(), (0..layers).step_by(2).collect(), Vec::new()]
+}
+
+/// Texts, answers at several residencies, and logits of one model.
+fn is_read_as_llama_cpp_does(file: &str, name: &str) {
+    let Some(folder) = models() else { return };
+    let (mut model, text) = open(&folder.join(file));
+    let Reference { texts, answers, logits, .. } = reference(name);
+    let begins = text.tokenizer().bos().filter(|_| text.tokenizer().adds_bos());
+    let read = |said: &str| {
+        let rest = text.tokenizer().encode_rendered(said, None).unwrap();
+        begins.into_iter().filter(|begin| rest.first() != Some(begin)).chain(rest.iter().copied()).collect::<Vec<u32>>()
+    };
+    for Text { text: said, tokens } in &texts {
+        assert_eq!(&read(said), tokens, "{said:?}");
+    }
+    let residencies = residencies(&model);
+    let (mut equal, mut written) = (0, 0);
+    for (Greedy { prompt, tokens, margins }, resident) in answers.iter().zip(residencies.iter().cycle()) {
+        model.reset();
+        model.apply(&plan(resident.iter().copied(), KvType::F16)).unwrap();
+        let mut next = best(&model.forward(&read(prompt), &mut go()).unwrap());
+        written += tokens.len();
+        // Small models are often undecided: it goes on with llama.cpp's token, and chooses anew after each.
+        for (count, (&token, &margin)) in tokens.iter().zip(margins).enumerate() {
+            assert!(next == token || margin < CLOSE_CALL, "{prompt:?}, token {count}: {next}, margin {margin}");
+            equal += usize::from(next == token);
+            next = best(&model.forward(&[token], &mut go()).unwrap());
+        }
+    }
+    println!("{file}: {equal} of {written} greedy tokens are llama.cpp's");
+    assert!(equal * 10 >= written * 9, "{equal} of {written} tokens");
+    let Logits { tokens, prompt, every, plain, repack, f32 } = logits;
+    let mut rows: Vec<Vec<Vec<f32>>> = Vec::new();
+    for resident in &residencies {
+        model.reset();
+        model.apply(&plan(resident.iter().copied(), KvType::F16)).unwrap();
+        let mut read = vec![model.forward(&tokens[..prompt], &mut go()).unwrap().to_vec()];
+        for token in &tokens[prompt..] {
+            read.push(model.forward(&[*token], &mut go()).unwrap().to_vec());
+        }
+        rows.push(read.into_iter().map(|row| row.into_iter().step_by(every).collect()).collect());
+    }
+    assert!(rows.iter().all(|one| one == &rows[0]), "residency changes logits");
+    for (at, ours) in rows[0].iter().enumerate() {
+        let spread = distance(&plain[at], &f32[at]).max(distance(&repack[at], &f32[at]));
+        let ours = distance(ours, &f32[at]);
+        println!("{file}, row {at}: {ours:.4} from F32, llama.cpp's own ways {spread:.4}");
+        assert!(ours <= 2.0 * spread, "row {at}: {ours} against {spread}");
+    }
+}
+
+#[test]
+fn a_published_chat_model_is_read_as_llama_cpp_does_at_every_residency() {
+    is_read_as_llama_cpp_does(SMOLLM2, "smollm2.json");
+}
+
+#[test]
+fn a_published_model_with_sliding_windows_is_read_as_llama_cpp_does_at_every_residency() {
+    is_read_as_llama_cpp_does(GEMMA3, "gemma3.json");
+}
+
+/// Perplexity as `llama-perplexity` counts it.
+fn perplexity(model: &mut Model, text: &TextSide, tokens: &[u32], window: usize) -> (f64, u32) {
+    let begins = text.tokenizer().bos().filter(|_| text.tokenizer().adds_bos());
+    let (mut sum, mut count) = (0.0, 0);
+    for part in tokens.chunks_exact(window) {
+        let mut input = part.to_vec();
+        if let Some(begin) = begins {
+            input[0] = begin;
+        }
+        model.reset();
+        model
+            .forward_all(&input, &mut go(), &mut |at, logits| {
+                if at < window / 2 || at + 1 == window {
+                    return;
+                }
+                let most = logits.iter().copied().fold(f32::MIN, f32::max);
+                let all: f64 = logits.iter().map(|one| f64::from(one - most).exp()).sum();
+                sum += all.ln() - f64::from(logits[part[at + 1] as usize] - most);
+                count += 1;
+            })
+            .unwrap();
+    }
+    ((sum / f64::from(count)).exp(), count)
+}
+
+/// Half of the 4-bit types' steps are as large as what llama.cpp's own ways differ by.
+#[test]
+fn published_models_expect_a_text_as_llama_cpp_does_with_each_kv_type() {
+    let Some(folder) = models() else { return };
+    let said = fs::read_to_string(fixture("text.txt")).unwrap();
+    for (file, name) in [(SMOLLM2, "smollm2.json"), (GEMMA3, "gemma3.json")] {
+        let (mut model, text) = open(&folder.join(file));
+        let wanted = reference(name).perplexity;
+        let begins = text.tokenizer().bos().filter(|_| text.tokenizer().adds_bos());
+        let rest = text.tokenizer().encode_rendered(&said, None).unwrap();
+        let tokens: Vec<u32> = begins.into_iter().chain(rest).collect();
+        let layers = model.shape().layer_count();
+        for (kv_type, most) in [(KvType::F16, 0.5), (KvType::Q8, 0.5), (KvType::Q4, 8.0)] {
+            model.reset();
+            model.apply(&plan(0..layers, kv_type)).unwrap();
+            let (ours, count) = perplexity(&mut model, &text, &tokens, wanted.window);
+            assert_eq!(count, wanted.tokens, "{file}");
+            let percent = (ours / wanted.perplexity - 1.0) * 100.0;
+            println!("{file}, {kv_type}: {ours:.4}, llama.cpp {}: {percent:+.3} %", wanted.perplexity);
+            assert!(percent.abs() <= most, "{file}, {kv_type}: {percent} %");
+        }
+    }
+}
