@@ -3,7 +3,7 @@
 use std::error::Error;
 
 /// The error and its causes in one line, the outermost first: `cannot read the model: No such file or directory`. What
-/// others sent may be in it, as long as they like: each of them is cut to [`CHARS_MAX`].
+/// others sent may be in it, as long as they like: each of them is cut to `CHARS_MAX`.
 #[must_use]
 pub fn in_one_line(error: &dyn Error) -> String {
     let mut text = cut(error.to_string());

@@ -4,12 +4,14 @@
 //! own executable. Without a command it runs the tests of its measurements.
 
 mod autopsy;
+mod bodies;
 mod engine;
 mod first_byte;
 mod kill;
 mod noncompliant;
 mod replay;
 mod rivals;
+mod shapes;
 mod soak;
 mod storm;
 mod tenants;
@@ -50,6 +52,8 @@ struct Developer {
 enum Measurement {
     /// Share of injected deaths that the post-mortem names correctly, and its delay.
     Autopsy(autopsy::AutopsyArgs),
+    /// Whether the daemon gives back what large requests of every API have taken.
+    Bodies(bodies::BodiesArgs),
     /// The engine on models of random weights, and beside llama.cpp's logits.
     Engine(Box<engine::EngineArgs>),
     /// Time from a neighbour's crossing of the watermark to the first byte shed.
@@ -104,7 +108,7 @@ fn measure(arguments: &[OsString]) -> ExitCode {
             return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(exit::USAGE));
         }
     };
-    run(&measurement, output).unwrap_or_else(|error| error.report())
+    run(&measurement, output).unwrap_or_else(|error| error.report(false))
 }
 
 fn run(measurement: &Measurement, output: Output) -> Result<ExitCode, CliError> {
@@ -118,6 +122,7 @@ fn run(measurement: &Measurement, output: Output) -> Result<ExitCode, CliError> 
         }
         Measurement::Rivals(args) => rivals::run(args, output).map(|()| ExitCode::SUCCESS),
         Measurement::Autopsy(args) => name_deaths(args, output),
+        Measurement::Bodies(args) => on_a_stage(THREADS, || reported(bodies::run(args), output)),
         Measurement::FirstByte(args) => on_a_stage(THREADS, || reported(first_byte::run(args), output)),
         Measurement::Grants(args) => on_a_stage(args.client_threads, || reported(tenants::grants(args), output)),
         Measurement::Noncompliant(args) => on_a_stage(THREADS, || reported(noncompliant::run(args), output)),

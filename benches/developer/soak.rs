@@ -190,13 +190,13 @@ fn slope(looks: &[Look], along: impl Fn(&Look) -> f64) -> Option<f64> {
 
 /// Pages without a file behind them, counted: `RssAnon` of `status` is a sum of the processors' counters, each up to 32 pages late
 /// (`percpu_counter_batch`).
-fn anonymous_kib(pid: u32) -> Option<f64> {
+pub(crate) fn anonymous_kib(pid: u32) -> Option<f64> {
     let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("Anonymous:"))?;
     line.split_whitespace().next()?.parse().ok()
 }
 
-fn free_port() -> std::io::Result<u16> {
+pub(crate) fn free_port() -> std::io::Result<u16> {
     Ok(std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
 }
 

@@ -44,6 +44,7 @@ pub(crate) fn run() -> ExitCode {
 
 const TESTS: &[(&str, fn())] = &[
     ("grants_and_renewals_are_measured", grants_and_renewals_are_measured),
+    ("large_requests_of_every_api_are_given_back", large_requests_of_every_api_are_given_back),
     (
         "a_non_compliant_tenant_is_detected_and_its_memory_is_not_granted",
         a_non_compliant_tenant_is_detected_and_its_memory_is_not_granted,
@@ -90,6 +91,11 @@ fn grants_and_renewals_are_measured() {
         let renewals = figures(way);
         assert!(renewals.iter().all(|(_, value, _)| *value > 0.0), "{renewals:?}");
     }
+}
+
+fn large_requests_of_every_api_are_given_back() {
+    let figures = figures(&["bodies", "--requests", "300", "--clients", "4", "--rest", "2"]);
+    assert!(figures.iter().all(|(_, _, met)| *met != Some(false)), "{figures:?}");
 }
 
 fn a_non_compliant_tenant_is_detected_and_its_memory_is_not_granted() {

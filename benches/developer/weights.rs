@@ -43,6 +43,8 @@ impl Weights for Synthetic {
                 _ => 64,
             },
             rotary_base: 10_000.0,
+            // Few tokens, so that short tests see a difference.
+            windows: if architecture == Architecture::Gemma3 { (6, 2) } else { (0, 0) },
             recurrent: (2, 4, 64),
             vocabulary: 320,
             context_max: 4096,

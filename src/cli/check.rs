@@ -417,7 +417,7 @@ fn print_peaks(sheet: &mut Sheet, config: &Config) {
         }
         // The supervisor's own user reads them.
         Err(error) if error.is_denied() => {
-            sheet.line("learned peaks: only root and the supervisor's user may read them")
+            sheet.line("learned peaks: only root and the supervisor's user may read them");
         }
         Err(error) => explain(&error, Some(error.hint())),
     }
@@ -465,11 +465,11 @@ fn print_tenants(sheet: &mut Sheet, config: &Config, params: &Params, model: Opt
         row("  layers, head", layers, "each part can be streamed");
         row("  norms, tables", shape.fixed_bytes.saturating_sub(model.text), "always resident");
         row("  tokenizer, grammars", model.text, "always reserved");
-        row(
-            "  KV cache",
-            kv,
-            &format!("{} tokens as {}, {} each", llm.context, llm.kv_type, shape.kv.bytes_per_token(llm.kv_type)),
-        );
+        let each = shape.kv.bytes_per_token(llm.kv_type);
+        let windows = shape.kv.cut_back_max().map_or_else(String::new, |last| {
+            format!("; {} of {} layers keep the last {last} tokens", shape.kv.windowed_layers(), shape.layer_count())
+        });
+        row("  KV cache", kv, &format!("{} tokens as {}, {each} each{windows}", llm.context, llm.kv_type));
         row("  recurrent state", shape.state_bytes, "always resident");
         row("  workspace", workspace, &format!("prefill in chunks of {} tokens", llm.prefill_chunk));
         let floor = floor_bytes(shape, llm);

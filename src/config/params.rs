@@ -165,7 +165,7 @@ impl Config {
 }
 
 fn worker(config: &WorkerConfig, start_order: u32, before_llm: &[String], budget: Bytes) -> WorkerParams {
-    // What nobody has written is not what keeps a small budget from being used.
+    // A size that the configuration does not state does not keep a small budget from being used.
     let least = Bytes::new(budget.get() / AUTO_SHARE).max(config.memory.steady);
     let peak = if config.memory.auto { config.memory.peak.min(least) } else { config.memory.peak };
     WorkerParams {
@@ -178,7 +178,6 @@ fn worker(config: &WorkerConfig, start_order: u32, before_llm: &[String], budget
         pinned: config.pinned,
         stop_grace: config.stop_grace,
         own_lease: config.lease == LeaseHolder::Own,
-        auto: config.memory.auto,
         model: Some(model(config)),
         start: StartParams {
             autostart: config.autostart,
@@ -193,6 +192,7 @@ fn worker(config: &WorkerConfig, start_order: u32, before_llm: &[String], budget
             idle_shrink_after: config.idle.shrink_after,
             idle_stop_after: config.idle.stop_after,
             recycle_above: config.memory.recycle_above,
+            auto: config.memory.auto,
             recycle_leaks: config.memory.recycle_leaks,
         },
     }

@@ -192,7 +192,7 @@ pub struct LlmConfig {
     pub path: PathBuf,
     /// Name that clients use. Default: the file's name without its extension.
     pub name: String,
-    /// Threads that compute; `None` lets the engine take the cores it finds. 1 to 256.
+    /// Threads that compute; `None` for one on each physical core. 1 to 256.
     pub threads: Option<u32>,
     /// What computes it. Default: a GPU that can, else the CPU.
     pub device: DeviceSettings,

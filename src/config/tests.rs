@@ -355,3 +355,21 @@ fn deep_nesting_is_refused_before_it_is_parsed() {
         assert!(!matches!(Config::parse(&text), Err(LoadErrorKind::TooDeep)), "{text}");
     }
 }
+
+#[test]
+fn the_memory_of_a_worker_may_be_left_to_be_learned() {
+    for (memory, peak) in [("", 320), ("memory: auto,", 320), ("memory: {},", 320), ("memory: {peak: 64MiB},", 64)] {
+        let text = format!("workers: [{{name: asr, argv: [a], protocol: none, {memory}}}]\n");
+        let config = Config::parse(&text).unwrap();
+        let (memory, machine) = (&config.workers[0].memory, MachineMemory::of(Bytes::from_gib(4)));
+        assert!(memory.auto && memory.recycle_leaks, "{text}");
+        assert_eq!((memory.peak, memory.recycle_above), (Bytes::from_mib(peak), None), "{text}");
+        assert!(config.params(&machine).unwrap().workers[0].rest.auto, "{text}");
+    }
+    // A small budget is not kept from use by a size that the configuration does not state.
+    let text = "budget: {total: 300MiB, reserve: 0MiB}\nworkers: [{name: asr, argv: [a], protocol: none}]\n";
+    let params = Config::parse(text).unwrap().params(&MachineMemory::of(Bytes::from_gib(4))).unwrap();
+    assert_eq!(params.workers[0].peak, Bytes::from_mib(100));
+    let error = Config::parse("workers: [{name: asr, argv: [a], protocol: none, memory: much}]").unwrap_err();
+    assert!(error.to_string().contains("memory") || format!("{error:?}").contains("auto"), "{error:?}");
+}

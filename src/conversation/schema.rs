@@ -2,12 +2,12 @@
 //!
 //! | keywords | what becomes of them |
 //! |---|---|
-//! | [`SCHEMAS`], [`VALUES`], lengths, numbers of items and of properties, `format` | kept |
-//! | [`NARROWING`], and what of the above is beyond what a grammar holds | let through, and named |
-//! | [`REFUSED`], lower bounds beyond what an answer may have | refused |
+//! | `SCHEMAS`, `VALUES`, lengths, numbers of items and of properties, `format` | kept |
+//! | `NARROWING`, and what of the above is beyond what a grammar holds | let through, and named |
+//! | `REFUSED`, lower bounds beyond what an answer may have | refused |
 //! | all others: annotations, extensions | no part of the form |
 //!
-//! A schema without bounds of its own gets some where a weak model would go on for ever: a number has 15 digits before and 10
+//! A schema without bounds of its own gets some where a weak model would go on for ever: a number has 15 digits before and 8
 //! behind the point, and no exponent.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -128,6 +128,8 @@ impl Reading<'_> {
                 }
             } else if SCHEMAS.contains(&key.as_str()) {
                 kept.insert(key.clone(), self.below(key, value)?);
+            } else if key == "multipleOf" && value.as_f64().is_some_and(|step| !is_countable(step)) {
+                self.let_through.insert("multipleOf");
             } else if VALUES.contains(&key.as_str()) {
                 kept.insert(key.clone(), value.clone());
             }
@@ -323,6 +325,16 @@ fn bound_numbers(kept: &mut Map<String, Value>) {
     }
 }
 
+/// Whether a lexer can count in steps of this size: it takes the remainder of each digit by 32 bits (derivre 0.3, `RemainderIs`).
+fn is_countable(step: f64) -> bool {
+    (0..=DECIMALS_MAX).any(|decimals| {
+        let place = 10f64.powi(decimals);
+        let whole = (step * place).round();
+        let exact = (step * place - whole).abs() <= 1e-9 * whole.abs();
+        exact && whole >= 1.0 && whole * 10.0 + 9.0 * place <= f64::from(u32::MAX)
+    })
+}
+
 /// A schema, or null, as OpenAPI 3.0 writes it.
 fn or_null(mut kept: Map<String, Value>) -> Value {
     if let Some(list) = kept.get_mut("enum").and_then(Value::as_array_mut)
@@ -515,10 +527,13 @@ const ANY: &str = "cotenant any";
 const NUMBER_MAX: f64 = 1e15;
 
 /// The last place behind the point of a number of which nothing is said.
-const LAST_DECIMAL: f64 = 1e-10;
+const LAST_DECIMAL: f64 = 1e-8;
+
+/// Places behind the point by which a lexer counts; nine digits fit 32 bits.
+const DECIMALS_MAX: i32 = 8;
 
 /// Bounds nearer to zero are left alone: there may be nothing between them with so few places.
-const TINY: f64 = 1e-8;
+const TINY: f64 = 1e-6;
 
 /// Characters of texts whose length is bounded, each pair of bounds once: the lexer has a state for each, and up to four for each
 /// character that is written.
@@ -593,6 +608,9 @@ mod tests {
             ),
             (json!({"allOf": [{}, {}], "unevaluatedProperties": false}), vec!["unevaluatedProperties"]),
             (json!({"oneOf": [{"type": "integer"}, {"type": "number"}]}), vec!["oneOf"]),
+            (json!({"type": "number", "multipleOf": 0.01}), vec![]),
+            (json!({"type": "number", "multipleOf": 1e-10}), vec!["multipleOf"]),
+            (json!({"type": "integer", "multipleOf": 4_000_000_000u64}), vec!["multipleOf"]),
         ] {
             assert_eq!(named(schema.clone()), Ok(names), "{schema}");
         }

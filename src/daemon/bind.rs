@@ -66,7 +66,7 @@ mod tests {
     const ABSENT: [&str; 2] = ["192.0.2.7:0", "[2001:db8::7]:0"];
 
     #[tokio::test]
-    async fn an_address_that_no_interface_has_is_listened_on_and_told_apart() {
+    async fn an_address_that_no_interface_has_is_listened_on_and_named() {
         for address in ABSENT {
             let address: SocketAddr = address.parse().unwrap();
             let listener = match listen("http.listen", address) {

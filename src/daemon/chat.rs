@@ -188,6 +188,6 @@ fn wanted_of(request: &ChatRequest) -> Wanted {
         whole: !request.streamed,
         context: request.context_wanted,
         trace: request.meta.trace,
-        tokens: request.context_told,
+        tokens: request.context_reported,
     }
 }

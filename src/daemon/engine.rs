@@ -33,6 +33,7 @@ use crate::{
         snapshot::EngineState,
         speed::Timing,
     },
+    probe::{ProbeRoot, cores::usable_cores},
     units::{Bytes, Timestamp, Tokens},
 };
 
@@ -376,13 +377,17 @@ pub(crate) fn compute(llm: &LlmConfig) -> Compute {
     Compute { threads: threads(llm), device: llm.device }
 }
 
-/// Threads that the LLM computes on: half of the cores unless configured, for ASR and TTS need the others meanwhile.
+/// Threads that the LLM computes on: one for each physical core unless configured, since a second one on the same core takes
+/// from the first.
 pub(crate) fn threads(llm: &LlmConfig) -> usize {
     llm.threads.map_or_else(
-        || std::thread::available_parallelism().map_or(1, |cores| (cores.get() / 2).max(1)),
+        || usable_cores(&ProbeRoot::default()).min(THREADS_MAX),
         |threads| usize::try_from(threads).unwrap_or(1),
     )
 }
+
+/// As many as a configuration may ask for.
+const THREADS_MAX: usize = 256;
 
 /// Requests running or waiting, and what the running one needs of the KV cache. What the last answer has left there is
 /// kept only as long as the space is not needed.

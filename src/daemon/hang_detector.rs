@@ -140,7 +140,7 @@ const PAUSE: Duration = Duration::from_secs(2);
 /// Processor time in one second by which a worker computes (our choice): a server at rest takes some milliseconds.
 const COMPUTES: Duration = Duration::from_millis(200);
 
-/// How long a worker is counted as at work that nobody waits for; as long as the longest `answer_timeout`.
+/// How long a worker counts as at work on a request without a client; as long as the longest `answer_timeout`.
 const COMPUTES_ON_MAX: Duration = Duration::from_secs(600);
 
 #[cfg(test)]

@@ -285,7 +285,7 @@ fn roles_of(config: &RolesConfig) -> Roles {
     roles.tenants.clone_from(&config.tenants);
     roles.viewers.clone_from(&config.viewers);
     roles.others = config.others;
-    // The socket lets its own group in, which nobody is in whom an administrator has not put there.
+    // Members of its group may connect; an administrator decides who they are.
     let own = nix::unistd::getegid().as_raw();
     if own != 0 && config.others.is_none() {
         roles.viewers.gids.push(own);

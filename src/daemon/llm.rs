@@ -182,10 +182,10 @@ impl Llm {
         self.check_in_time(&engine.snapshot(), prompt, request.max_tokens, wanted)?;
         self.ask_for_room(&engine, prompt, wanted).await?;
         // Dropped on the way, the events go with it, and the engine notices that they are not read.
-        let told = if wanted.tokens { prepared.tokens.clone() } else { Vec::new() };
+        let reported = if wanted.tokens { prepared.tokens.clone() } else { Vec::new() };
         let events = engine.submit(request, prepared).map_err(|error| self.refuse(&error))?;
         span.event("queued");
-        Ok((events, engine, id, (style, told)))
+        Ok((events, engine, id, (style, reported)))
     }
 
     /// Works on text or tokens away from the threads that serve others.

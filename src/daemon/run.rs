@@ -203,7 +203,7 @@ pub async fn run(
     tracing::info!(
         boot_id,
         budget = %control.state().memory.budget,
-        limited_by = control.state().machine.limited_by,
+        limited_by = control.state().pressure.machine.limited_by,
         grpc = listeners.grpc_address(),
         http = listeners.http_address(),
         wyoming = listeners.wyoming_address(),

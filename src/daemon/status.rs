@@ -142,8 +142,7 @@ impl StatusBackend for Status {
             let snapshot = engine.handle().snapshot();
             self.metrics.set_command_gap(snapshot.command_gap_max);
             if let (Some(shape), Some(plan)) = (&snapshot.shape, &snapshot.plan) {
-                let per_token = shape.kv.bytes_per_token(plan.kv_type);
-                self.metrics.set_kv_used(per_token.saturating_mul(u64::from(snapshot.position.get())));
+                self.metrics.set_kv_used(shape.kv.capacity_bytes(snapshot.position, plan.kv_type));
             }
         }
         self.metrics.encode()

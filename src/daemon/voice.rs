@@ -36,8 +36,8 @@ use crate::{
         http::{HttpShape, HttpSpeechClient, Manner},
         resample::{ResampleError, Resampler},
         sentences::Sentences,
-        voice_activity::contains_speech,
         server::{BAD_REQUEST, TOO_LONG},
+        voice_activity::contains_speech,
         worker::SpeechClient,
     },
     telemetry::{Span, SpanContext, SpanKind, Tracer},
@@ -425,7 +425,7 @@ impl Voice {
         }
         let heard = client.hear(&request.audio, request.language.as_deref(), request.pieces.as_ref()).await;
         match (&heard, &self.asr) {
-            // Its connection has been closed. A worker that computes on although nobody waits is at work until it has done.
+            // Its connection has been closed. A worker that computes on without a client is at work until it is done.
             (Err(ClientError::Late { .. }), Some(ears)) => ears.hangs.busy_until_done(at_work),
             _ => drop(at_work),
         }

@@ -315,9 +315,9 @@ mod tests {
         engine::{
             spec::Architecture,
             synthetic::{Synthetic, TypeMix},
+            weights::Weights as _,
         },
         policy::{engine_failure::Cure, params::EngineParams, residency::PlanLimits},
-        weights::Weights as _,
     };
 
     #[test]

@@ -196,6 +196,11 @@ fn shape_of(text: &str, types: TypeMix) -> Result<Synthetic, ConfigJsonErrorKind
             _ => head_dim,
         },
         rotary_base: 10_000.0,
+        windows: match architecture {
+            // What the library has where a file leaves it out.
+            Architecture::Gemma3 => (read.optional("sliding_window", 1 << 24)?.unwrap_or(4096), read.pattern()?),
+            _ => (0, 0),
+        },
         recurrent,
         vocabulary: read.number("vocab_size", VOCABULARY_MAX)?.max(260),
         context_max: read.number("max_position_embeddings", 1 << 24)?,
@@ -225,6 +230,17 @@ struct Dimensions<'a>(&'a Value);
 impl Dimensions<'_> {
     fn number(&self, key: &'static str, most: u32) -> Result<u32, ConfigJsonErrorKind> {
         self.optional(key, most)?.ok_or_else(|| wrong(key, "missing".to_owned(), most))
+    }
+
+    /// That every so-manyth layer sees all tokens, by a number or by the kinds of the layers.
+    fn pattern(&self) -> Result<u32, ConfigJsonErrorKind> {
+        let kinds = self.0.get("layer_types").and_then(Value::as_array);
+        let first = kinds.and_then(|kinds| kinds.iter().position(|kind| kind.as_str() == Some("full_attention")));
+        let listed = first.and_then(|first| u32::try_from(first + 1).ok());
+        Ok(match listed {
+            Some(listed) => listed,
+            None => self.optional("sliding_window_pattern", 512)?.unwrap_or(6),
+        })
     }
 
     fn optional(&self, key: &'static str, most: u32) -> Result<Option<u32>, ConfigJsonErrorKind> {
@@ -275,6 +291,11 @@ mod tests {
         "max_position_embeddings": 262144, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
         "linear_key_head_dim": 128, "rope_parameters": {"partial_rotary_factor": 0.25}}}"#;
 
+    const GEMMA_3_4B: &str = r#"{"model_type": "gemma3", "text_config": {"model_type": "gemma3_text",
+        "num_hidden_layers": 34, "hidden_size": 2560, "intermediate_size": 10240, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208, "max_position_embeddings": 131072,
+        "sliding_window": 1024}}"#;
+
     #[test]
     fn the_kv_cache_of_llama_3_8b_at_4096_tokens_has_512_mib() {
         let kv = inspect(LLAMA_3_8B).shape.kv;
@@ -301,6 +322,18 @@ mod tests {
         assert_eq!(shape.kv.bytes_per_token(KvType::F16).get() / 2 * 4, Bytes::from_kib(64).get());
         // 24 recurrent layers of 32 heads of 128 × 128, and what the convolution remembers.
         assert!((Bytes::from_mib(48)..Bytes::from_mib(52)).contains(&shape.state_bytes), "{}", shape.state_bytes);
+    }
+
+    /// 5 of 34 layers keep all tokens: 20 KiB for each; the others 116 KiB for the last 1024 and those that attend together.
+    #[test]
+    fn the_kv_cache_of_gemma_3_4b_at_131072_tokens_has_2_7_gib() {
+        let kv = inspect(GEMMA_3_4B).shape.kv;
+        assert_eq!((kv.attention_layers, kv.windowed_layers()), (34, 29));
+        assert_eq!(kv.bytes_per_token(KvType::F16), Bytes::from_kib(20));
+        let windows = Bytes::from_kib(116 * 25 * 64).round_up(kv.granule);
+        let whole = Bytes::from_kib(20 * 131_072);
+        assert_eq!(kv.capacity_bytes(Tokens::new(131_072), KvType::F16), whole + windows);
+        assert!(whole + windows < Bytes::from_mib(2750), "{}", whole + windows);
     }
 
     #[test]

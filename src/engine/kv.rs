@@ -1,21 +1,24 @@
-//! KV cache in one range of address space, of which the leased part is open.
+//! KV cache: a range of address space for each kind of layer, of which the leased part is open.
 //!
 //! Capacity is leased, and becomes memory as tokens arrive: growing touches nothing, and shrinking gives back whole
-//! pages, huge ones where blocks are large. Where it is to be memory at once, growing touches all of it. Between what is leased and what is touched no other program gets it, for the
-//! book holds all of it.
+//! pages, huge ones where blocks are large. Where it is to be memory at once, growing touches all of it. Between what is
+//! leased and what is touched no other program gets it, for the book holds all of it.
 //!
 //! All blocks are kept in one [`KvType`]. Another one is put into force where they lie: rows that become smaller move
 //! towards the start and leave an end behind that goes back to the kernel.
 //!
-//! Blocks follow one another in a sequence by a table, which says where each lies. So the oldest can be dropped without
-//! moving any other: its place becomes that of a block to come. Only where the place of a block that stays is given back
-//! to the kernel is it copied to one that is free.
+//! Layers with sliding windows keep the last blocks of a sequence only, in a range of their own
+//! ([decision 0027](../../docs/decisions/0027-layers-with-windows-keep-the-last-blocks.md)).
 
-use std::io;
+mod store;
 
+use std::{io, ops::Range};
+
+pub use self::store::{Copied, KvError, Resized};
+use self::store::{Store, settle};
 use super::{
     arena::Backing,
-    backend::{Backend, Cells, Convert, DeviceError, Operation, Region},
+    backend::{Backend, Cells, DeviceError},
 };
 use crate::{
     policy::{kv_type::KvType, residency::KvShape},
@@ -23,45 +26,15 @@ use crate::{
 };
 
 /// Keys and values of one sequence.
-///
-/// A block holds [`KvShape::block_tokens`] tokens of every attention layer, as
-/// `[layer][key, value][head][token][element]`, so that one head's keys of a block are contiguous.
 #[derive(Debug)]
 pub struct KvCache {
     shape: KvShape,
-    kind: KvType,
-    space: Region,
-    /// Blocks that may be used.
-    blocks: usize,
+    /// Of the layers that see all tokens.
+    whole: Store,
+    /// Of those that see the last ones.
+    windows: Option<Store>,
     /// Blocks that there is address space for.
     blocks_max: usize,
-    /// Where each block lies, counted in blocks: those that may be used lie at the first places, in any order.
-    places: Vec<usize>,
-    /// Memory from the start that was used since what is behind it was given up; all of it where it is had as memory.
-    touched: Bytes,
-    backing: Backing,
-}
-
-/// What a change of capacity did.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Resized {
-    /// Bytes of blocks that were given up.
-    pub asked: Bytes,
-    /// Bytes of these that the kernel had in memory.
-    pub freed: Bytes,
-    /// Bytes of new blocks, none of them touched.
-    pub grown: Bytes,
-}
-
-/// Why a cache could not be changed.
-#[derive(Debug, thiserror::Error)]
-pub enum KvError {
-    /// The device has failed.
-    #[error(transparent)]
-    Device(#[from] DeviceError),
-    /// There is no memory, or the kernel refuses.
-    #[error(transparent)]
-    Memory(#[from] io::Error),
 }
 
 impl KvCache {
@@ -71,17 +44,9 @@ impl KvCache {
     /// When there is no address space.
     pub fn new(backend: &dyn Backend, shape: KvShape, tokens_max: u32, backing: Backing) -> io::Result<Self> {
         let blocks_max = blocks_for(&shape, tokens_max);
-        let space = backend.reserve(bytes_of(&shape, blocks_max, KvType::F16), shape.granule)?;
-        Ok(Self {
-            backing: if space.is_memory_at_once() { Backing::Now } else { backing },
-            space,
-            shape,
-            kind: KvType::F16,
-            blocks: 0,
-            blocks_max,
-            places: (0..blocks_max).collect(),
-            touched: Bytes::ZERO,
-        })
+        let store = |shape, most| Store::new(backend, shape, (blocks_max, most), backing);
+        let windows = shape.windows().map(|(shape, blocks)| store(shape, blocks as usize)).transpose()?;
+        Ok(Self { whole: store(shape.whole(), usize::MAX)?, windows, shape, blocks_max })
     }
 
     /// Changes the capacity to `capacity` tokens, rounded up to whole blocks, not below `used` and not above what the
@@ -92,23 +57,19 @@ impl KvCache {
     /// # Errors
     /// When the kernel refuses, or has no memory for blocks that are to be memory at once; the blocks that were had stay.
     pub fn resize(&mut self, backend: &mut dyn Backend, capacity: Tokens, used: u32) -> Result<Resized, KvError> {
-        let wanted = self.blocks_wanted(capacity, used);
-        self.clear_behind(backend, wanted, used)?;
-        settle(backend)?;
-        let before = self.bytes();
-        let freed = self.space.set_open(self.bytes_of(wanted))?;
-        if self.backing == Backing::Now
-            && let Err(error) = self.space.populate_from(before)
-        {
-            self.space.set_open(before).ok();
-            return Err(error.into());
+        let (wanted, used) = (self.blocks_wanted(capacity, used), blocks_for(&self.shape, used));
+        let before = self.whole.blocks();
+        let resized = self.whole.resize(backend, wanted, used)?;
+        let Some(windows) = &mut self.windows else { return Ok(resized) };
+        match windows.resize(backend, wanted, used) {
+            Ok(more) => Ok(resized.and(more)),
+            Err(error) => {
+                if wanted > before {
+                    self.whole.resize(backend, before, used).ok();
+                }
+                Err(error)
+            }
         }
-        self.blocks = wanted;
-        self.touched = match self.backing {
-            Backing::Now => self.bytes(),
-            Backing::OnTouch => self.touched.min(self.bytes()),
-        };
-        Ok(Resized { asked: before.saturating_sub(self.bytes()), freed, grown: self.bytes().saturating_sub(before) })
     }
 
     /// Keeps everything as `kind`, the first `used` tokens converted; the capacity stays as it is.
@@ -119,50 +80,63 @@ impl KvCache {
     /// # Errors
     /// When the kernel refuses. Going up, everything is as it was then; going down, only memory has not come back.
     pub fn convert(&mut self, backend: &mut dyn Backend, kind: KvType, used: u32) -> Result<Resized, KvError> {
-        settle(backend)?;
-        let (from, before, resident) = (self.kind, self.bytes(), self.resident());
-        let blocks = self.places_of(used);
+        let (from, used) = (self.kind(), blocks_for(&self.shape, used));
         if kind > from {
-            self.space.set_open(bytes_of(&self.shape, self.blocks, kind))?;
-            if self.backing == Backing::Now
-                && let Err(error) = self.space.populate_from(before)
-            {
-                self.space.set_open(before).ok();
-                return Err(error.into());
+            settle(backend)?;
+            self.whole.open_as(kind)?;
+            if let Some(Err(error)) = self.windows.as_mut().map(|windows| windows.open_as(kind)) {
+                self.whole.open_as(from).ok();
+                return Err(error);
             }
         }
-        let heads = 2 * self.shape.attention_layers as usize * self.shape.kv_heads as usize;
-        backend.queue(Operation::Convert(Convert {
-            space: self.space.lend(),
-            rows: blocks * self.shape.block_tokens.get() as usize * heads,
-            elements: self.shape.head_dim as usize,
-            from,
-            to: kind,
-        }))?;
-        settle(backend)?;
-        self.kind = kind;
-        let (kept, all) = (self.bytes_of(blocks), self.bytes());
-        let mut freed = Bytes::ZERO;
-        if kind < from {
-            self.touched = self.touched.min(all);
-            if self.backing == Backing::OnTouch {
-                self.space.set_open(kept)?;
-            }
-            self.space.set_open(all)?;
-            // Places behind the last token of the last block may have been touched by it.
-            freed = resident.saturating_sub(self.resident());
-        }
-        self.touched = match self.backing {
-            Backing::Now => all,
-            Backing::OnTouch if kind < from => kept,
-            Backing::OnTouch => self.touched.max(kept),
-        };
-        Ok(Resized { asked: before.saturating_sub(all), freed, grown: all.saturating_sub(before) })
+        let converted = self.whole.convert(backend, kind, used);
+        let windows = self.windows.as_mut().map(|windows| windows.convert(backend, kind, used));
+        Ok(converted?.and(windows.transpose()?.unwrap_or_default()))
     }
 
     /// Notes that the first `tokens` tokens are about to be in memory.
     pub(super) fn touch(&mut self, tokens: u32) {
-        self.touched = self.touched.max(self.bytes_of(self.places_of(tokens)));
+        let blocks = blocks_for(&self.shape, tokens);
+        self.stores_mut().for_each(|store| store.touch(blocks));
+    }
+
+    /// Notes that tokens up to number `end` are about to be written: of layers with windows, what lay at their places is
+    /// lost.
+    pub(super) fn write_up_to(&mut self, end: u32) {
+        let blocks = blocks_for(&self.shape, end);
+        self.stores_mut().for_each(|store| store.write_up_to(blocks));
+    }
+
+    /// Whether the layers with windows have all tokens from number `first` on that have been written.
+    pub(super) fn has_window_from(&self, first: u32) -> bool {
+        let block = first / self.shape.block_tokens.get().max(1);
+        self.windows.as_ref().is_none_or(|windows| windows.holds_from(block as usize))
+    }
+
+    /// Whether some layers have windows.
+    pub(super) const fn has_windows(&self) -> bool {
+        self.windows.is_some()
+    }
+
+    /// Copies what the layers with windows have of these tokens; nothing where there are none, or no memory.
+    pub(super) fn copy_windows(
+        &self,
+        backend: &mut dyn Backend,
+        tokens: Range<u32>,
+    ) -> Result<Option<Copied>, DeviceError> {
+        let Some(windows) = &self.windows else { return Ok(None) };
+        windows.copy(backend, blocks_for(&self.shape, tokens.start + 1) - 1..blocks_for(&self.shape, tokens.end))
+    }
+
+    /// Puts them back.
+    pub(super) fn restore_windows(&mut self, backend: &mut dyn Backend, copied: &Copied) -> Result<(), DeviceError> {
+        self.windows.as_mut().map_or(Ok(()), |windows| windows.restore(backend, copied))
+    }
+
+    /// The most that a copy of so many tokens takes.
+    pub(super) fn copy_bytes(&self, tokens: u32) -> Bytes {
+        let blocks = blocks_for(&self.shape, tokens) + 1;
+        self.windows.as_ref().map_or(Bytes::ZERO, |windows| windows.copy_bytes(blocks))
     }
 
     /// Gives back what is in memory behind the first `used` tokens; the capacity stays as it is. Nothing where all of it is
@@ -171,88 +145,40 @@ impl KvCache {
     /// # Errors
     /// When the device has failed.
     pub(super) fn give_back_behind(&mut self, backend: &mut dyn Backend, used: u32) -> Result<(), DeviceError> {
-        let (kept, all) = (self.bytes_of(self.places_of(used)), self.bytes());
-        if self.backing == Backing::Now || self.touched <= kept {
-            return Ok(());
-        }
-        settle(backend)?;
-        // What the kernel does not take back stays touched.
-        if self.space.set_open(kept).is_ok() {
-            self.touched = kept;
-        }
-        self.space
-            .set_open(all)
-            .map(drop)
-            .map_err(|error| DeviceError::new(format!("cannot open the KV cache: {error}")))
+        let used = blocks_for(&self.shape, used);
+        self.stores_mut().try_for_each(|store| store.give_back_behind(backend, used))
     }
 
     /// Drops `count` blocks from block `first` on of those that hold `used` tokens: those behind move up. No memory is
     /// given back by it.
     pub(super) fn drop_blocks(&mut self, first: usize, count: usize, used: u32) {
-        let left = blocks_for(&self.shape, used).min(self.blocks).saturating_sub(count);
-        if let Some(places) = self.places.get_mut(first..self.blocks)
-            && count <= places.len()
-        {
-            places.rotate_left(count);
-        }
-        self.sort_free(left);
+        let used = blocks_for(&self.shape, used);
+        self.stores_mut().for_each(|store| store.drop_blocks(first, count, used));
     }
 
     /// Blocks lie one after the other again, as nothing is held in them.
     pub(super) fn put_in_order(&mut self) {
-        self.sort_free(0);
+        self.stores_mut().for_each(Store::put_in_order);
     }
 
-    /// Copies what lies at place `end` or behind it, and belongs to the first `used` tokens, to free places before it.
-    fn clear_behind(&mut self, backend: &mut dyn Backend, end: usize, used: u32) -> Result<(), DeviceError> {
-        let used = blocks_for(&self.shape, used).min(self.blocks);
-        if end >= self.blocks || used > end {
-            return Ok(());
-        }
-        self.sort_free(used);
-        let len = self.shape.block_bytes(self.kind).as_len();
-        let mut free = used;
-        for block in 0..used {
-            let (Some(&from), Some(&to)) = (self.places.get(block), self.places.get(free)) else {
-                break;
-            };
-            if from < end {
-                continue;
-            }
-            backend.queue(Operation::Move { space: self.space.lend(), from: from * len, to: to * len, len })?;
-            self.places.swap(block, free);
-            free += 1;
-        }
-        self.sort_free(used);
-        let places = self.places.iter().take(used).max().map_or(0, |place| place + 1);
-        self.touched = self.touched.max(self.bytes_of(places));
-        Ok(())
+    fn stores(&self) -> impl Iterator<Item = &Store> {
+        std::iter::once(&self.whole).chain(&self.windows)
     }
 
-    /// Orders the places behind the first `used` blocks, so that what comes next lies as far to the front as it can.
-    fn sort_free(&mut self, used: usize) {
-        if let Some(free) = self.places.get_mut(used..self.blocks) {
-            free.sort_unstable();
-        }
-    }
-
-    /// Places from the first one on that have to be there for the first `used` tokens.
-    fn places_of(&self, used: u32) -> usize {
-        let blocks = blocks_for(&self.shape, used).min(self.blocks);
-        let places = self.places.iter().take(blocks);
-        places.max().map_or(0, |place| place + 1)
+    fn stores_mut(&mut self) -> impl Iterator<Item = &mut Store> {
+        std::iter::once(&mut self.whole).chain(&mut self.windows)
     }
 
     /// What everything is kept as.
     #[must_use]
     pub const fn kind(&self) -> KvType {
-        self.kind
+        self.whole.kind()
     }
 
     /// Tokens that the cache may hold.
     #[must_use]
     pub fn capacity(&self) -> Tokens {
-        self.tokens_of(self.blocks)
+        self.tokens_of(self.whole.blocks())
     }
 
     /// The capacity that a plan of `capacity` tokens comes to while `used` tokens are held.
@@ -264,19 +190,19 @@ impl KvCache {
     /// Memory that is leased: that of all blocks, touched or not.
     #[must_use]
     pub fn bytes(&self) -> Bytes {
-        self.bytes_of(self.blocks)
+        self.stores().map(Store::bytes).sum()
     }
 
     /// How much of it has not been touched since it was had, and is therefore not in memory.
     #[must_use]
     pub fn untouched(&self) -> Bytes {
-        self.bytes().saturating_sub(self.touched)
+        self.stores().map(Store::untouched).sum()
     }
 
     /// How much of it the kernel has in memory.
     #[must_use]
     pub fn resident(&self) -> Bytes {
-        self.space.resident()
+        self.stores().map(Store::resident).sum()
     }
 
     /// What the cache is made of.
@@ -285,19 +211,10 @@ impl KvCache {
         &self.shape
     }
 
-    /// The cache for an operation.
+    /// The cache for an operation of a layer, which may be one with a window.
     #[must_use]
-    pub fn cells(&self) -> Cells<'_> {
-        Cells {
-            space: self.space.lend(),
-            kind: self.kind,
-            shape: self.shape,
-            places: self.places.get(..self.blocks).unwrap_or_default().into(),
-        }
-    }
-
-    fn bytes_of(&self, blocks: usize) -> Bytes {
-        bytes_of(&self.shape, blocks, self.kind)
+    pub fn cells(&self, is_windowed: bool) -> Cells<'_> {
+        self.windows.as_ref().filter(|_| is_windowed).unwrap_or(&self.whole).cells()
     }
 
     fn blocks_wanted(&self, capacity: Tokens, used: u32) -> usize {
@@ -310,21 +227,11 @@ impl KvCache {
     }
 }
 
-/// Waits until nothing in flight uses the cache.
-fn settle(backend: &mut dyn Backend) -> Result<(), DeviceError> {
-    let all = backend.mark();
-    backend.wait(all)
-}
-
 fn blocks_for(shape: &KvShape, tokens: u32) -> usize {
     if shape.block_tokens.get() == 0 {
         return 0;
     }
     tokens.div_ceil(shape.block_tokens.get()) as usize
-}
-
-fn bytes_of(shape: &KvShape, blocks: usize, kind: KvType) -> Bytes {
-    shape.blocks_bytes(u32::try_from(blocks).unwrap_or(u32::MAX), kind)
 }
 
 /// Tokens of one block: 64 keys of 128 elements are 16 KiB, which stays in the first-level cache while several query
@@ -339,18 +246,31 @@ mod tests {
             arena::HUGE_PAGE,
             backend::{Part, cpu::Cpu, offset_in_block},
         },
+        policy::residency::WindowedKv,
         units::page,
     };
 
     fn shape(head_dim: u32, granule: Bytes) -> KvShape {
-        KvShape { attention_layers: 3, kv_heads: 2, head_dim, element_bytes: 2, granule, block_tokens: KV_BLOCK_TOKENS }
+        KvShape {
+            attention_layers: 3,
+            kv_heads: 2,
+            head_dim,
+            element_bytes: 2,
+            granule,
+            block_tokens: KV_BLOCK_TOKENS,
+            windowed: None,
+        }
     }
 
     /// The bytes of a block.
     fn block(cache: &mut KvCache, index: usize) -> Option<&mut [u8]> {
-        let len = cache.shape.block_bytes(cache.kind).as_len();
-        let place = *cache.places[..cache.blocks].get(index)?;
-        let start = cache.space.range(place * len, len)?;
+        block_of(cache, false, index)
+    }
+
+    fn block_of(cache: &mut KvCache, is_windowed: bool, index: usize) -> Option<&mut [u8]> {
+        let cells = cache.cells(is_windowed);
+        let len = cells.shape.block_bytes(cells.kind).as_len();
+        let start = cells.space.range(*cells.places.get(index)? * len, len)?;
         // SAFETY: open, and the cache is borrowed.
         Some(unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), len) })
     }
@@ -450,6 +370,55 @@ mod tests {
             // One value in each group of 32 is exact in any type, and all are the same here.
             assert_eq!(block(&mut cache, 6).unwrap()[..2], first);
         }
+    }
+
+    #[test]
+    fn layers_with_windows_keep_so_many_blocks_and_their_places_come_round() {
+        let shape = KvShape { windowed: Some(WindowedKv { layers: 2, blocks: 5 }), ..shape(64, page()) };
+        let (kind, mut backend) = (KvType::F16, Cpu::new(1).unwrap());
+        let mut cache = KvCache::new(&backend, shape, 4096, Backing::OnTouch).unwrap();
+        let places = |cache: &KvCache| cache.cells(true).places.to_vec();
+        let bytes = |blocks: u64, windows: u64| Bytes::from_kib(32 * blocks + 64 * windows);
+        for (capacity, expected) in [(256, bytes(4, 4)), (320, bytes(5, 5)), (1024, bytes(16, 5)), (4096, bytes(64, 5))]
+        {
+            cache.resize(&mut backend, Tokens::new(capacity), 0).unwrap();
+            assert_eq!((cache.bytes(), shape.capacity_bytes(Tokens::new(capacity), kind)), (expected, expected));
+        }
+        cache.resize(&mut backend, Tokens::new(1024), 0).unwrap();
+        assert_eq!(places(&cache)[..12], [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]);
+        assert_eq!(cache.cells(false).places[..12], (0..12).collect::<Vec<_>>()[..]);
+
+        // Seven blocks: the first two are lost.
+        for index in 0..7 {
+            cache.touch(64 * (u32::try_from(index).unwrap() + 1));
+            cache.write_up_to(64 * (u32::try_from(index).unwrap() + 1));
+            block_of(&mut cache, true, index).unwrap().fill(u8::try_from(index).unwrap());
+            block(&mut cache, index).unwrap().fill(7);
+        }
+        assert_eq!((cache.has_window_from(127), cache.has_window_from(128)), (false, true));
+        assert_eq!(cache.untouched(), bytes(9, 0));
+        assert_eq!(cache.resident(), bytes(7, 5));
+
+        // Block 3 is dropped: its place is the next one, and then come those of the oldest.
+        cache.drop_blocks(3, 1, 7 * 64);
+        assert_eq!(places(&cache)[2..12], [2, 4, 0, 1, 3, 2, 4, 0, 1, 3]);
+        assert_eq!((cache.has_window_from(127), cache.has_window_from(128)), (false, true));
+        let firsts = |cache: &mut KvCache, blocks: Range<usize>| {
+            blocks.map(|index| block_of(cache, true, index).unwrap()[0]).collect::<Vec<_>>()
+        };
+        assert_eq!(firsts(&mut cache, 2..6), [2, 4, 5, 6]);
+
+        // Fewer blocks than the windows keep: what lies behind them moves to free places.
+        cache.drop_blocks(2, 1, 6 * 64);
+        cache.drop_blocks(0, 2, 5 * 64);
+        let resized = cache.resize(&mut backend, Tokens::new(192), 3 * 64).unwrap();
+        assert_eq!(resized.asked, bytes(13, 2));
+        assert_eq!(firsts(&mut cache, 0..3), [4, 5, 6]);
+        assert!(cache.has_window_from(0));
+        cache.convert(&mut backend, KvType::Q8, 3 * 64).unwrap();
+        assert_eq!(cache.bytes(), shape.capacity_bytes(Tokens::new(192), KvType::Q8));
+        cache.put_in_order();
+        assert_eq!(places(&cache), [0, 1, 2]);
     }
 
     #[test]

@@ -14,7 +14,7 @@ use super::{
 use crate::{
     policy::{
         kv_type::KvType,
-        residency::{KvShape, LayerKind, LayerShape, ModelShape},
+        residency::{KvShape, LayerKind, LayerShape, ModelShape, WindowedKv},
     },
     units::{Bytes, Tokens, page},
 };
@@ -414,15 +414,33 @@ fn kv_shape_with(spec: &Spec, page: Bytes) -> KvShape {
         element_bytes: 2,
         granule: page,
         block_tokens: KV_BLOCK_TOKENS,
+        windowed: None,
     };
+    let windows: Vec<usize> = spec.layers.iter().filter_map(|layer| spec.window(layer)).collect();
+    let windowed = |block_tokens: Tokens| {
+        let tokens = narrow(windows.iter().max()?.saturating_sub(1).saturating_add(WINDOW_ROWS));
+        // They may begin and end anywhere in a block.
+        Some(WindowedKv {
+            layers: narrow(windows.len()),
+            blocks: tokens.div_ceil(block_tokens.get()).saturating_add(1),
+        })
+    };
+    shape.windowed = windowed(shape.block_tokens);
     // Blocks are whole pages, so that the plan and the kernel count alike; heads are multiples of 8 elements.
-    if !shape.block_bytes(KvType::F16).get().is_multiple_of(page.get()) {
+    if !blocks_of(&shape).all(|bytes| bytes.get().is_multiple_of(page.get())) {
         shape.block_tokens = Tokens::new(2 * KV_BLOCK_TOKENS.get());
+        shape.windowed = windowed(shape.block_tokens);
     }
-    if shape.block_bytes(KvType::F16) >= HUGE_FROM {
+    if blocks_of(&shape).all(|bytes| bytes >= HUGE_FROM) {
         shape.granule = HUGE_PAGE;
     }
     shape
+}
+
+/// Bytes of one block of each kind of layer that there is.
+fn blocks_of(shape: &KvShape) -> impl Iterator<Item = Bytes> + use<> {
+    let parts = [Some(shape.whole()), shape.windows().map(|(windows, _)| windows)].into_iter().flatten();
+    parts.map(|part| part.block_bytes(KvType::F16)).filter(|bytes| *bytes > Bytes::ZERO)
 }
 
 /// Recurrent and convolution state of one sequence, in whole pages; nothing for models without recurrent layers.
@@ -475,6 +493,10 @@ const RING_MAX: usize = 64 << 20;
 /// Our choice: with blocks of this size, rounding up to huge pages costs the cache of the default context (4096 tokens, 64
 /// blocks) at most one part in sixteen; and 1 GiB goes back in 2.4 ms, where small pages take 60 to 74.
 const HUGE_FROM: Bytes = Bytes::from_kib(512);
+/// Rows that attend together at most in a layer with a window, which keeps so many tokens beside the window. Our choice: a
+/// chunk of the default size in one go; and an answer of up to so many tokens can be asked for again without reading its
+/// prompt again.
+pub(super) const WINDOW_ROWS: usize = 512;
 /// Words behind the logits: whether keys or values are not finite, and what [`Finish`](super::backend::Finish) finds.
 pub(super) const FLAGS: usize = 4;
 /// Activation buffers, each rounded up to a page.

@@ -280,6 +280,13 @@ impl Spec {
         self.width / self.embedding.dtype.block_size() * self.embedding.dtype.type_size()
     }
 
+    /// Tokens that a layer sees, itself included, when not all.
+    #[must_use]
+    pub fn window(&self, layer: &LayerSpec) -> Option<usize> {
+        let local = self.attention.local.filter(|_| layer.local && layer.kind == LayerKind::Attention)?;
+        local.window
+    }
+
     /// Layers that attend.
     #[must_use]
     pub fn attention_layers(&self) -> usize {

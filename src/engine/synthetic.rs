@@ -32,6 +32,8 @@ pub struct Synthetic {
     pub rotary: u32,
     /// Base of the rotary angles.
     pub rotary_base: f32,
+    /// Tokens of a sliding window, and that every so-manyth layer has none (`gemma3`).
+    pub windows: (u32, u32),
     /// Key heads, value heads and head elements of recurrent layers (`qwen35`).
     pub recurrent: (u32, u32, u32),
     /// Tokens of the vocabulary; at least 260.
@@ -98,6 +100,7 @@ impl Synthetic {
             head_dim: 256,
             rotary: 64,
             rotary_base: 1e7,
+            windows: (0, 0),
             recurrent: (16, 16, 128),
             vocabulary: 248_320,
             context_max: 262_144,
@@ -135,6 +138,7 @@ impl Synthetic {
             head_dim: 128,
             rotary: 128,
             rotary_base: 1e6,
+            windows: (0, 0),
             recurrent: (0, 0, 0),
             vocabulary: 151_936,
             context_max: 40_960,
@@ -158,6 +162,7 @@ impl Synthetic {
             head_dim: 64,
             rotary: 64,
             rotary_base: 500_000.0,
+            windows: (0, 0),
             recurrent: (0, 0, 0),
             vocabulary: 128_256,
             context_max: 131_072,
@@ -232,8 +237,8 @@ impl Synthetic {
                 put("rope.scaling.yarn_log_multiplier", Entry::Float(1.0));
             }
             Architecture::Gemma3 => {
-                put("attention.sliding_window", Entry::Uint(WINDOW));
-                put("attention.sliding_window_pattern", Entry::Uint(2));
+                put("attention.sliding_window", Entry::Uint(self.windows.0));
+                put("attention.sliding_window_pattern", Entry::Uint(self.windows.1));
                 put("rope.scaling.type", Entry::Text("linear".to_owned()));
                 put("rope.scaling.factor", Entry::Float(8.0));
                 put("final_logit_softcapping", Entry::Float(30.0));
@@ -575,8 +580,6 @@ impl Tensor {
     }
 }
 
-/// Tokens that local layers see: few, so that short tests see a difference.
-const WINDOW: u32 = 6;
 /// Each tensor begins at a multiple of so many bytes.
 pub const ALIGNMENT: u64 = 32;
 const CHAT_TEMPLATE: &str = "{%- for message in messages -%}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant\n{% endif -%}";

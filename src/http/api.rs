@@ -185,7 +185,7 @@ impl Kind {
     /// The kind of the requests to this path.
     pub(super) fn of(path: &str) -> Self {
         match path {
-            "/v1/audio/transcriptions" => Self::Transcription,
+            "/v1/audio/transcriptions" | "/v1/audio/translations" => Self::Transcription,
             "/v1/audio/speech" => Self::Speech,
             "/v1/realtime" => Self::Realtime,
             _ => Self::Chat,

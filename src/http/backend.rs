@@ -91,7 +91,7 @@ pub struct ChatRequest {
     /// refused.
     pub retention: Option<f64>,
     /// Whether [`ChatEvent::Context`] is wanted.
-    pub context_told: bool,
+    pub context_reported: bool,
     /// Whether the answer is sent as it comes. One that is not must be complete within the client's patience.
     pub streamed: bool,
 }

@@ -15,7 +15,7 @@ use crate::{
     units::Bytes,
 };
 
-/// A client, as far as one is told from another.
+/// A client, as far as clients can be distinguished.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Who {
     /// By a Unix socket.

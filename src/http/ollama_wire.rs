@@ -146,7 +146,7 @@ impl WireRequest {
         });
         let mut asked = self.into_asked(meta, model, prompt)?;
         if let Some(request) = &mut asked.request {
-            request.context_told = true;
+            request.context_reported = true;
         }
         Ok(asked)
     }
@@ -205,7 +205,7 @@ impl WireRequest {
             context_wanted: context,
             // A request that says what stays allows the rest to be dropped.
             sinks: sinks(self.shift.unwrap_or(options.num_keep.is_some()), "options.num_keep", options.num_keep)?,
-            context_told: false,
+            context_reported: false,
             retention: (self.truncate != Some(false)).then_some(RETENTION),
             streamed,
         };

@@ -51,7 +51,7 @@ pub(super) fn router(api: &Api) -> Router {
         .route("/api/chat", post(ollama::chat))
         .route("/api/generate", post(ollama::generate))
         .layer(middleware::from_fn_with_state(api.clone(), admit))
-        .route("/api/show", post(ollama::show))
+        .route(SHOW, post(ollama::show))
         .route_layer(middleware::from_fn_with_state(api.clone(), receive));
     Router::new()
         .route("/", get(status::page))
@@ -153,7 +153,9 @@ async fn receive(State(api): State<Api>, mut request: Request, next: Next) -> Re
             _ => (api.request_memory(), limits.json_max),
         };
         let hold = |bytes| memory.hold(pool, "read the request", bytes);
-        let read = match api.has_place(kind) {
+        // what only looks takes no place
+        let looks = parts.uri.path() == SHOW;
+        let read = match if looks { Ok(()) } else { api.has_place(kind) } {
             Ok(()) => read_body(&parts.headers, body, api.body_limits(max), hold).await,
             Err(refusal) => Err(refusal.into()),
         };
@@ -329,6 +331,8 @@ impl<H: Unpin> HttpBody for HoldingBody<H> {
     }
 }
 
+/// What is sent to us and is no work.
+const SHOW: &str = "/api/show";
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// The client's own limit between two bytes, in seconds; sent by OpenAI's SDKs.
 const READ_TIMEOUT: HeaderName = HeaderName::from_static("x-stainless-read-timeout");

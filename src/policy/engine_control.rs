@@ -40,11 +40,8 @@ pub(super) struct EngineControl {
     shape: Option<ModelShape>,
     pub(super) lease: Option<LeaseId>,
     phase: Phase,
-    /// Why it failed last, until it is ready again.
-    failure: Option<String>,
-    /// Its remedy, where only a change helps and one is known.
-    #[serde(default)]
-    remedy: String,
+    /// Its last failure, until it is ready again.
+    failure: Option<Failure>,
     restart: Option<Restart>,
     pub(super) plans: Plans,
     pub(super) kv: KvUse,
@@ -53,6 +50,14 @@ pub(super) struct EngineControl {
     #[serde(default)]
     pub(super) operators: Vec<WaitingOperator>,
     requests: u32,
+}
+
+/// Why it failed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Failure {
+    reason: String,
+    /// What helps where only a change does; empty where the reason says it.
+    remedy: String,
 }
 
 /// The engine's place in its life.
@@ -206,7 +211,6 @@ impl EngineControl {
             lease: None,
             phase: Phase::Absent,
             failure: None,
-            remedy: String::new(),
             restart: params.map(|params| Restart::new(params.restart)),
             plans: Plans::default(),
             kv: KvUse::default(),
@@ -248,13 +252,14 @@ impl EngineControl {
 
     /// Why it failed last, and when it is tried again; `None` once it is ready.
     pub(super) fn failure(&self) -> Option<EngineFailure> {
+        let failure = self.failure.as_ref()?;
         let next = match self.phase {
-            Phase::Failed(Retry::Never) => NextTry::Never { remedy: self.remedy.clone() },
+            Phase::Failed(Retry::Never) => NextTry::Never { remedy: failure.remedy.clone() },
             Phase::Failed(Retry::At(at) | Retry::ReadAt(at)) => NextTry::At(at),
             Phase::Failed(Retry::WhenReadable(_)) => NextTry::WhenDiskAnswers,
             Phase::Failed(Retry::Reading) | Phase::Absent | Phase::Loading { .. } | Phase::Ready => NextTry::Now,
         };
-        Some(EngineFailure { reason: self.failure.clone()?, next })
+        Some(EngineFailure { reason: failure.reason.clone(), next })
     }
 
     /// Whether the header of its file is to be read again now; from then on it is being read.
@@ -275,8 +280,7 @@ impl EngineControl {
 
     /// Its model is not loaded until its file is read again.
     pub(super) fn refuse(&mut self, reason: String, remedy: &str) {
-        self.failure = Some(reason);
-        remedy.clone_into(&mut self.remedy);
+        self.failure = Some(Failure { reason, remedy: remedy.to_owned() });
         self.phase = Phase::Failed(Retry::Never);
     }
 
@@ -317,7 +321,6 @@ impl EngineControl {
         }
         self.phase = Phase::Ready;
         self.failure = None;
-        self.remedy.clear();
         if let Some(restart) = &mut self.restart {
             restart.ready(now);
         }
@@ -331,13 +334,12 @@ impl EngineControl {
         self.kv = KvUse::default();
         self.blocked.chunk = None;
         self.requests = 0;
-        self.failure = Some(reason.to_owned());
-        AGAIN.clone_into(&mut self.remedy);
+        let mut remedy = AGAIN.to_owned();
         let has_shape = self.shape.is_some();
         let (retry, after) = match (self.restart.as_mut(), cure) {
             (Some(restart), _) if hangs => (Retry::WhenReadable(restart.held_up(now)), AfterFailure::WaitsForDisk),
-            (_, Cure::Change { remedy }) => {
-                self.remedy = remedy;
+            (_, Cure::Change { remedy: change }) => {
+                remedy = change;
                 (Retry::Never, AfterFailure::NeedsChange)
             }
             (Some(restart), Cure::Reread) => {
@@ -350,6 +352,7 @@ impl EngineControl {
             },
             (_, Cure::Reload | Cure::Reread) => (Retry::Never, AfterFailure::NothingToLoad),
         };
+        self.failure = Some(Failure { reason: reason.to_owned(), remedy });
         self.phase = Phase::Failed(retry);
         after
     }
@@ -430,9 +433,8 @@ impl EngineControl {
             return 0;
         };
         let tokens = shape.kv.block_tokens.get().max(1);
-        let block = shape.kv.block_bytes(in_force.kv_type).get().max(1);
-        let untouched = u32::try_from(self.kv.untouched.get() / block).unwrap_or(u32::MAX);
-        let touched = (in_force.kv_capacity.get() / tokens).saturating_sub(untouched);
+        let blocks = in_force.kv_capacity.get() / tokens;
+        let touched = blocks - shape.kv.blocks_within(blocks, in_force.kv_type, self.kv.untouched);
         (goal.kv_capacity.get() / tokens).saturating_sub(touched)
     }
 

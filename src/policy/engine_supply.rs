@@ -84,14 +84,11 @@ impl EngineSupply<'_> {
             beyond(blocks).saturating_add(undo(blocks))
         });
         // A sequence that has lost its end can be cut back to what is left of it, unless it has a recurrent state, which cannot
-        // be taken back: then it has to be read again as a whole.
+        // be taken back, or windows that have passed on: then it has to be read again as a whole.
         let prefix = all - unused;
+        let is_cut_back = shape.state_bytes == Bytes::ZERO && shape.kv.cut_back_max().is_none_or(|most| kept <= most);
         let lost = |blocks: u32| {
-            let left = if shape.state_bytes == Bytes::ZERO {
-                after(unused.saturating_add(blocks)).min(kept)
-            } else {
-                Tokens::ZERO
-            };
+            let left = if is_cut_back { after(unused.saturating_add(blocks)).min(kept) } else { Tokens::ZERO };
             worth.context_us(kept, left, kept)
         };
         let mut prefix_kv = Candidate::graded(Source::PrefixKv, Class::LlmElastic, unit, prefix, |blocks| {

@@ -353,10 +353,6 @@ pub struct WorkerParams {
     /// What it does when it is idle or has grown.
     #[serde(flatten)]
     pub rest: RestParams,
-    /// Whether its sizes were left to be learned: `peak` is what the first start reserves, and afterwards the kernel's
-    /// figures count.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub auto: bool,
     /// What it runs, as a name that another program or model does not have: what was learned of its peak is of this one.
     pub model: Option<String>,
 }
@@ -395,6 +391,10 @@ pub struct RestParams {
     /// memory is wanted.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub recycle_leaks: bool,
+    /// Whether its sizes were left to be learned: its peak is what the first start reserves, and afterwards the kernel's
+    /// figures count.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub auto: bool,
 }
 
 impl Default for WorkerParams {
@@ -411,7 +411,6 @@ impl Default for WorkerParams {
             pinned: false,
             own_lease: false,
             rest: RestParams::default(),
-            auto: false,
             model: None,
         }
     }

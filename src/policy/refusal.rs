@@ -72,7 +72,7 @@ pub enum Refusal {
     /// The engine died; what it was generating is lost.
     #[error("the engine is lost: {reason}")]
     EngineLost { reason: String, retry_after: Duration },
-    /// The LLM failed for good: nothing but a change of its file, the settings or the machine brings it back.
+    /// The LLM failed permanently: nothing but a change of its file, the settings or the machine brings it back.
     #[error("the LLM has failed and is not loaded again by itself: {failure}")]
     ModelFailed { failure: String },
     /// A worker died, hung, or answered nonsense in the middle of the request.

@@ -9,6 +9,6 @@ mod path;
 mod plans;
 mod shape;
 
-pub use self::shape::{EnginePlan, FloorError, KvShape, LayerKind, LayerShape, ModelShape, PlanLimits};
+pub use self::shape::{EnginePlan, FloorError, KvShape, LayerKind, LayerShape, ModelShape, PlanLimits, WindowedKv};
 #[cfg(test)]
 pub(crate) use self::shape::{sample_shape, small_model};

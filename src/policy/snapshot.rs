@@ -208,9 +208,6 @@ pub struct Snapshot {
     pub memory: MemoryView,
     #[serde(flatten)]
     pub pressure: PressureView,
-    /// The memory that the budget is a part of.
-    #[serde(flatten)]
-    pub machine: MachineMemory,
     /// All leases; those that have ended, as [`LeaseState::Gone`](super::lease::LeaseState::Gone) with nothing held, while
     /// their holders are measured to use memory; and requests that wait.
     pub leases: Vec<LeaseView>,
@@ -269,6 +266,9 @@ pub struct PressureView {
     /// How long the last sample is trusted.
     pub sample_interval: Duration,
     pub sample: Option<Sample>,
+    /// The memory that the budget is a part of.
+    #[serde(flatten)]
+    pub machine: MachineMemory,
 }
 
 /// What was given back and grown back so far.

@@ -149,7 +149,7 @@ impl State {
         let (configured, steady) = (worker.params.peak_of(variant), worker.params.steady_of(variant));
         // Use beyond the budget was seen without it: no worker waits for more than can ever be had.
         let expected = match self.peaks.of(name, variant) {
-            Some(peak) if worker.params.auto => peak.with_margin(),
+            Some(peak) if worker.params.rest.auto => peak.with_margin(),
             _ => self.peaks.expected(name, variant, configured, steady),
         };
         expected.min(self.ledger.budget().max(configured))

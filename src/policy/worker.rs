@@ -581,6 +581,7 @@ mod tests {
         let mut worker = Worker::new(&WorkerParams {
             variants: vec![variant("open", 100), variant("small", 40)],
             rest: RestParams {
+                auto: false,
                 idle_shrink_after: Some(Duration::from_secs(1)),
                 idle_stop_after: Some(Duration::from_secs(2)),
                 recycle_above: Some(Bytes::from_mib(150)),
@@ -656,7 +657,7 @@ mod tests {
             let spared = Duration::from_secs(10) * (1 << returns.min(5));
             assert_eq!(worker.not_worth_stopping_until(), Some(now + spared), "{returns}");
         }
-        // One that nobody missed for a while is worth stopping.
+        // One without a request for a while is worth stopping.
         worker.stop(StopCause::Shed, now);
         worker.exited(true, "SIGTERM", now).unwrap();
         now = now + Duration::from_secs(61);

@@ -16,6 +16,7 @@
 //! | `board` | model and L4T release |
 //! | `audit` | what costs memory or speed here, with remedies |
 //! | `sandbox` | what confines a supervisor that runs |
+//! | `cores` | physical cores that this process may compute on |
 //! | `capabilities` | what is here, what is not, and what follows from it |
 //! | `sampler` | all that one sample needs, cheaply and again and again |
 
@@ -24,6 +25,7 @@ pub mod board;
 pub mod buddyinfo;
 pub mod capabilities;
 pub mod cgroup;
+pub mod cores;
 mod error;
 pub mod host;
 pub mod meminfo;

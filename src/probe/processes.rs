@@ -433,7 +433,7 @@ def alone():
 threading.Thread(target=alone).start()
 ctypes.CDLL(None).pthread_exit(None)
 ";
-        std::fs::write(&source, text).unwrap();
+        fs::write(&source, text).unwrap();
         let mut child = std::process::Command::new("python3")
             .arg(&source)
             .stdin(std::process::Stdio::piped())

@@ -140,7 +140,7 @@ fn status(snapshot: &Snapshot, boot_id: &str, last_sequence: u64, clock: Clock) 
             unaccounted_bytes: snapshot.memory.unaccounted.get(),
             free_bytes: snapshot.memory.free.get(),
             supervisor_bytes: sample.and_then(|sample| sample.own_used).map(Bytes::get),
-            total_bytes: snapshot.machine.total.get(),
+            total_bytes: snapshot.pressure.machine.total.get(),
         }),
         pressure: Some(v1::Pressure {
             level: match snapshot.pressure.level {
@@ -181,7 +181,7 @@ fn status(snapshot: &Snapshot, boot_id: &str, last_sequence: u64, clock: Clock) 
         leases: snapshot.leases.iter().map(|view| lease(view, boot_id, clock)).collect(),
         waiting_requests: snapshot.waiting,
         draining: snapshot.draining,
-        limited_by: snapshot.machine.limited_by.clone().unwrap_or_default(),
+        limited_by: snapshot.pressure.machine.limited_by.clone().unwrap_or_default(),
         reboot_advised: snapshot.reboot.iter().map(ToString::to_string).collect(),
         learned_peaks: snapshot
             .peaks

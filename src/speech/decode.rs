@@ -2,6 +2,7 @@
 
 use std::{
     io::{self, Cursor},
+    panic::{AssertUnwindSafe, catch_unwind},
     time::Duration,
 };
 
@@ -64,7 +65,9 @@ pub fn decode_for_asr(
     if is_wav(file) {
         read_wav(file, limit, |rate_hz, samples| output.push(rate_hz, samples))?;
     } else {
-        read_container(file, &mut output)?;
+        // Damaged files make parsers of the library panic. What was handed on by then is cut off with the rest.
+        let read = catch_unwind(AssertUnwindSafe(|| read_container(file, &mut output)));
+        read.unwrap_or(Err(AudioError::Container(MediaError::DecodeError("its parser failed"))))?;
     }
     output.finish()
 }

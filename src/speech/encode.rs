@@ -254,7 +254,7 @@ const FLAC_BLOCK: usize = 4096;
 /// The least that the encoder takes.
 const FLAC_BLOCK_MIN: usize = 32;
 
-/// Our choice: mono speech at 24 kHz is not told from the original at this rate.
+/// Our choice: mono speech at 24 kHz cannot be distinguished from the original at this rate.
 const MP3_KBITS_PER_SECOND: u32 = 64;
 
 /// Samples by which a decoder's sound is behind the encoder's: the filter banks of both (ISO 11172-3, Layer III).

@@ -321,7 +321,7 @@ mod tests {
         assert_eq!(quota.ended(start + WINDOW / 2), None);
         let omitted = quota.ended(start + WINDOW).unwrap();
         assert_eq!(omitted, Omitted { lines: 99_600, bytes: Bytes::new(99_600 * 80) });
-        assert_eq!(omitted.to_string(), "99600 lines (7.6 MiB) are left out: 400 are shown of each output in 10 s");
+        assert_eq!(omitted.to_string(), "99600 lines (7.5 MiB) are left out: 400 are shown of each output in 10 s");
         // A new window, and one in which nothing is left out.
         assert!(quota.shows(80, start + WINDOW));
         assert_eq!((quota.reports_at(), quota.ended(start + WINDOW * 2)), (None, None));

@@ -135,6 +135,7 @@ fn shape() -> ModelShape {
             element_bytes: 2,
             granule: Bytes::ZERO,
             block_tokens: Tokens::new(64),
+            windowed: None,
         },
         context_max: Tokens::new(8192),
         workspace_fixed_bytes: Bytes::from_mib(3),

@@ -226,7 +226,8 @@ fn header(count: usize) -> Header {
     }
     let syllables = [
         "ing", "er", "ti", "on", "al", "re", "st", "en", "Ma", "the", "ge", "con", "ví", "ação", "ung", "schl", "для",
-        "про", "ста", "ние", "کار", "の", "して", "ed", "ly", "un", "ist", "Be", "or", "ki", "ta", "mo", "lu",
+        "про", "ста", "ние", "کار", "の", "して", "ed", "ly", "un", "ist", "Be", "or", "ki", "ta", "mo", "lu", "s",
+        "e", "a", "y", "o", "n", "t", "d", "r", "i",
     ];
     let mut state = 1u64;
     let mut draw = |below: usize| {
@@ -235,7 +236,7 @@ fn header(count: usize) -> Header {
     };
     loop {
         let mut text = if draw(2) == 0 { " ".to_owned() } else { String::new() };
-        let parts = if draw(40) == 0 { 4 + draw(12) } else { 1 + draw(3) };
+        let parts = if draw(400) == 0 { 4 + draw(12) } else { 1 + draw(4) };
         for _ in 0..parts {
             text.push_str(syllables[draw(syllables.len())]);
         }

@@ -143,7 +143,7 @@ fn is_read_as_llama_cpp_does(file: &str, name: &str) {
         model.apply(&plan(resident.iter().copied(), KvType::F16)).unwrap();
         let mut next = best(&model.forward(&read(prompt), &mut go()).unwrap());
         written += tokens.len();
-        // Small models are often undecided: it goes on with llama.cpp's token, and chooses anew after each.
+        // Small models are often undecided: it goes on with llama.cpp's token, and chooses again after each.
         for (count, (&token, &margin)) in tokens.iter().zip(margins).enumerate() {
             assert!(next == token || margin < CLOSE_CALL, "{prompt:?}, token {count}: {next}, margin {margin}");
             equal += usize::from(next == token);

@@ -264,6 +264,7 @@ pub(crate) fn shape() -> ModelShape {
             element_bytes: 2,
             granule: Bytes::ZERO,
             block_tokens: Tokens::new(BLOCK),
+            windowed: None,
         },
         context_max: Tokens::new(CONTEXT_MAX),
         workspace_fixed_bytes: Bytes::ZERO,

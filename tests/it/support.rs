@@ -105,7 +105,17 @@ pub(crate) fn fixture(name: &str) -> PathBuf {
 
 /// Samples at 16 kHz that count as speech: a little silence, and then something loud.
 pub(crate) fn voiced(samples: usize) -> Vec<i16> {
-    (0..samples).map(|at| if at < 640 { 0 } else if at % 64 < 32 { 8000 } else { -8000 }).collect()
+    (0..samples)
+        .map(|at| {
+            if at % 1600 < 320 {
+                0
+            } else if at % 64 < 32 {
+                8000
+            } else {
+                -8000
+            }
+        })
+        .collect()
 }
 
 /// Whether the speech libraries are there. Where they must be, their absence fails the test.

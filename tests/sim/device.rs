@@ -11,7 +11,7 @@ use cotenant::{
             WorkerParams,
         },
         peaks::LearnedPeak,
-        residency::{KvShape, LayerKind, LayerShape, ModelShape, PlanLimits},
+        residency::{KvShape, LayerKind, LayerShape, ModelShape, PlanLimits, WindowedKv},
         streaming::Calibration,
     },
     units::{Bytes, Tokens},
@@ -211,6 +211,9 @@ fn choose_shape(rng: &mut ChaCha8Rng) -> ModelShape {
             element_bytes: 2,
             granule: Bytes::ZERO,
             block_tokens: Tokens::new([16, 64, 256][rng.random_range(0..3)]),
+            windowed: rng
+                .random_bool(0.3)
+                .then(|| WindowedKv { layers: rng.random_range(1..=3), blocks: rng.random_range(1..=12) }),
         },
         context_max: Tokens::new(8192),
         workspace_fixed_bytes: mib(2),

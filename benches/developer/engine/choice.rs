@@ -5,7 +5,7 @@ use std::{collections::BTreeSet, thread, time::Instant};
 use super::{Workbench, predict::GRID_TOKENS};
 use cotenant::{
     cli::bench::engine::{TOKENS, count, in_one_line, spread},
-    engine::arena::{self, Backing, Mapping},
+    engine::arena::{Backing, Mapping},
     policy::{
         params::EngineParams,
         residency::{EnginePlan, PlanLimits},

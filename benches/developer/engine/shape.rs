@@ -223,6 +223,8 @@ fn gemma3_1b(types: TypeMix, seed: u64) -> Synthetic {
         head_dim: 256,
         rotary: 256,
         rotary_base: 1e6,
+        // As the references of llama.cpp were computed.
+        windows: (6, 2),
         recurrent: (0, 0, 0),
         vocabulary: 262_144,
         context_max: 32_768,
@@ -245,6 +247,7 @@ fn qwen2_5_0_5b(types: TypeMix, seed: u64) -> Synthetic {
         head_dim: 64,
         rotary: 64,
         rotary_base: 1e6,
+        windows: (0, 0),
         recurrent: (0, 0, 0),
         vocabulary: 151_936,
         context_max: 32_768,

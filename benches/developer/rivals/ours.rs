@@ -40,6 +40,7 @@ pub(crate) fn shape(full: Bytes) -> ModelShape {
         element_bytes: 2,
         granule: Bytes::ZERO,
         block_tokens: Tokens::new(64),
+        windowed: None,
     };
     let rest =
         fixed_bytes + state_bytes + workspace + kv.capacity_bytes(EngineParams::default().kv_wanted, KvType::F16);

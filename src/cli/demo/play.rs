@@ -24,9 +24,8 @@ pub(super) struct Scenario {
     pub(super) story: &'static str,
     pub(super) story_tokens: u32,
     /// The two sizes of ASR, and how much more the second takes.
-    pub(super) asr_small: &'static str,
-    pub(super) asr_large: &'static str,
-    pub(super) asr_growth: Bytes,
+    pub(super) asr_variants: Option<[&'static str; 2]>,
+    pub(super) asr_growth: &'static str,
     /// `llm:` without `path` and `name`, and `workers:`.
     llm: &'static str,
     workers: String,
@@ -38,8 +37,7 @@ impl Scenario {
     /// The demo model with pocketsphinx and flite: everything that this repository and Debian have.
     pub(super) fn built_in() -> Self {
         let workers = format!(
-            "\
-  - name: tts
+            "  - name: tts
     role: tts
     argv: [\"${{SELF}}\", worker, tts, --socket, \"${{SOCKET}}\"]
     memory: {{steady: {tts}MiB, peak: {tts_peak}MiB}}
@@ -66,9 +64,8 @@ impl Scenario {
             question: "turn on the kitchen light",
             story: "tell me a story",
             story_tokens: 256,
-            asr_small: "grammar",
-            asr_large: "open",
-            asr_growth: Bytes::from_mib(68),
+            asr_variants: Some(["grammar", "open"]),
+            asr_growth: "wants its open vocabulary, +68 MiB",
             llm: "context: 65536, kv_floor: 512",
             workers,
             published: None,
@@ -77,34 +74,28 @@ impl Scenario {
 
     /// SmolLM2, Whisper and Piper, which `deploy/real/fetch` has put into `folder`.
     pub(super) fn published(folder: &Path) -> Self {
-        // Measured beside each other, as PSS: Whisper holds 160 MiB after short questions as `int8`, and 232 while it loads;
-        // 275 as `float32`. Piper starts at 50, has 180 after its first sentence and 215 after one of three seconds, and keeps that.
-        let workers = "\
-  - name: tts
+        // Measured beside each other, as PSS: Whisper holds 160 MiB after short questions, and 232 while it loads. Piper starts at 50, has 180 after its first sentence and 215 after one of three seconds, and keeps that.
+        let workers = "  - name: tts
     role: tts
     argv: [\"{MODELS}/servers/bin/wyoming-piper\", --uri, \"unix://${SOCKET}\", --voice, en_US-joe-medium, --data-dir, \"{MODELS}\"]
     memory: {steady: 230MiB, peak: 260MiB}
   - name: asr
     role: asr
     argv: [\"{MODELS}/servers/bin/wyoming-faster-whisper\", --uri, \"unix://${SOCKET}\", --model, \"{MODELS}/whisper-tiny.en\",
-           --language, en, --device, cpu, --compute-type, \"${VARIANT}\", --beam-size, \"1\", --data-dir, \"{FOLDER}\", --local-files-only]
-    memory:
-      variants:
-        - {name: int8, bytes: 200MiB, peak: 250MiB}
-        - {name: float32, bytes: 300MiB, peak: 360MiB}
+           --language, en, --device, cpu, --compute-type, int8, --beam-size, \"1\", --data-dir, \"{FOLDER}\", --local-files-only]
+    memory: {steady: 200MiB, peak: 250MiB}
 "
         .replace("{MODELS}", &folder.display().to_string());
         Self {
-            total: Bytes::from_mib(850 + 2 * HEAVIER),
+            total: Bytes::from_mib(808 + 2 * HEAVIER),
             reserve: Bytes::from_mib(64 + 2 * HEAVIER),
-            neighbour: Bytes::from_mib(300),
+            neighbour: Bytes::from_mib(250),
             model: "smollm2",
             question: "What is the capital of Germany?",
             story: "Tell me a story about a lighthouse keeper.",
             story_tokens: 128,
-            asr_small: "int8",
-            asr_large: "float32",
-            asr_growth: Bytes::from_mib(100),
+            asr_variants: None,
+            asr_growth: "was stopped and starts, +250 MiB",
             llm: "context: 8192, kv_floor: 512",
             workers,
             published: Some(folder.to_owned()),

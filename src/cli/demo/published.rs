@@ -74,11 +74,11 @@ pub(super) async fn planned(config: &Path) -> Result<BTreeMap<String, Bytes>, St
         .map_err(|error| format!("cannot run `cotenant plan`: {error}"))?;
     let said: Value = serde_json::from_slice(&output.stdout)
         .map_err(|_| format!("`cotenant plan` printed no plan: {}", String::from_utf8_lossy(&output.stderr).trim()))?;
-    let bytes = |value: &Value| value.as_u64().map(Bytes::new).unwrap_or_default();
-    let mut planned = BTreeMap::from([("llm".to_owned(), bytes(&said["forecast"]["llm"]["total"]))]);
-    for worker in said["workers"].as_array().into_iter().flatten() {
-        if let Some(name) = worker["name"].as_str() {
-            planned.insert(name.to_owned(), bytes(&worker["peakBytes"]));
+    let bytes = |value: Option<&Value>| value.and_then(Value::as_u64).map(Bytes::new).unwrap_or_default();
+    let mut planned = BTreeMap::from([("llm".to_owned(), bytes(said.pointer("/forecast/llm/total")))]);
+    for worker in said.get("workers").and_then(Value::as_array).into_iter().flatten() {
+        if let Some(name) = worker.get("name").and_then(Value::as_str) {
+            planned.insert(name.to_owned(), bytes(worker.get("peakBytes")));
         }
     }
     Ok(planned)

@@ -227,9 +227,9 @@ pub(super) fn within_budget(looks: &[Look]) -> Check {
     )
 }
 
-/// Nothing was killed or stopped by the supervisor, nor by the kernel.
-pub(super) fn no_kills(lines: &[Line], status: &GetStatusResponse, neighbour_alive: bool) -> Check {
-    let stopped = lines.iter().filter(|line| line.name == "stop_worker").count();
+/// Nothing was killed or stopped by the supervisor, but for what this program has asked it to stop, nor by the kernel.
+pub(super) fn no_kills(lines: &[Line], status: &GetStatusResponse, neighbour_alive: bool, asked: usize) -> Check {
+    let stopped = lines.iter().filter(|line| line.name == "stop_worker").count().saturating_sub(asked);
     let mut oom: Vec<u64> = lines
         .iter()
         .filter(|line| line.name == "sampled")

@@ -28,7 +28,7 @@ use crate::{
         residency::{ModelShape, PlanLimits},
         streaming::Calibration,
     },
-    probe::host::Host,
+    probe::{ProbeRoot, cores::usable_cores, host::Host},
     units::Tokens,
 };
 
@@ -41,7 +41,7 @@ pub struct CalibrateArgs {
     /// Where the coefficients are kept; `plan` reads them from there.
     #[arg(long, value_name = "FILE", default_value = DEFAULT_FILE)]
     out: PathBuf,
-    /// Threads that compute. Default: half of the cores, as for the LLM.
+    /// Threads that compute. Default: one for each physical core, as for the LLM.
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u16).range(1..=256))]
     threads: Option<u16>,
 }
@@ -280,9 +280,9 @@ pub(crate) fn run(global: &Global, args: &CalibrateArgs) -> Result<(), CliError>
     }
 }
 
-/// As the engine chooses without a setting: half of the cores.
-pub(in crate::cli) fn threads_here() -> usize {
-    std::thread::available_parallelism().map_or(1, |cores| (cores.get() / 2).max(1))
+/// As the engine chooses without a setting: one for each physical core.
+pub(super) fn threads_here() -> usize {
+    usable_cores(&ProbeRoot::default())
 }
 
 /// How far rounds of computing are apart, in percent of the quickest.

@@ -123,6 +123,7 @@ fn models(types: TypeMix) -> Vec<(&'static str, Synthetic)> {
                 kv_heads: 4,
                 head_dim: 256,
                 rotary: 256,
+                windows: (1024, 6),
                 vocabulary: 262_144,
                 context_max: 131_072,
                 ..qwen3.clone()

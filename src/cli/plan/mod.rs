@@ -19,7 +19,7 @@ use std::{
     process::ExitCode,
 };
 
-pub(super) use self::calibrate::threads_here;
+use self::calibrate::threads_here;
 use self::{
     calibrate::Setting,
     catalogue::weights,

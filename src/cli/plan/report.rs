@@ -65,7 +65,11 @@ pub(super) fn print(
     row("norms, tables", llm.fixed.saturating_sub(inspected.text), "always resident");
     row("tokenizer, grammars", inspected.text, "always reserved");
     let each = shape.kv.bytes_per_token(llm.kv_type);
-    let attends = format!("{} of {} layers attend", shape.kv.attention_layers, shape.layer_count());
+    let layers = shape.layer_count();
+    let attends = match shape.kv.cut_back_max() {
+        Some(last) => format!("{} of {layers} layers keep the last {last} tokens", shape.kv.windowed_layers()),
+        None => format!("{} of {layers} layers attend", shape.kv.attention_layers),
+    };
     row("KV cache", llm.kv, &format!("{} tokens as {}, {each} each; {attends}", llm.context, llm.kv_type));
     row("recurrent state", llm.state, "always resident");
     row("workspace", llm.workspace, "activations of a prefill chunk, logits");
@@ -128,6 +132,7 @@ pub(super) fn json(
             "architecture": inspected.shape.architecture,
             "layers": inspected.shape.layer_count(),
             "attentionLayers": inspected.shape.kv.attention_layers,
+            "windowedLayers": inspected.shape.kv.windowed_layers(),
             "kvBytesPerToken": inspected.shape.kv.bytes_per_token(forecast.llm.kv_type),
             "contextMax": inspected.shape.context_max,
             "fileBytes": inspected.file_bytes,

@@ -395,7 +395,7 @@ impl<'op> Access<'op> {
         Ok(unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), view.len) })
     }
 
-    /// Address space of this backend; one for each operation.
+    /// Address space of this backend, of which one operation writes one part.
     pub(super) fn region(&self, region: &'op Region) -> Result<&'op Reserve, DeviceError> {
         self.is_own(region.owner)?;
         match &*region.space {

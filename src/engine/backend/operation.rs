@@ -46,12 +46,10 @@ pub enum Operation<'a> {
     Finish(Finish<'a>),
     /// Copies a block of a KV cache to another place.
     Move {
-        /// Where they lie.
-        space: Region,
-        /// First byte of the block.
-        from: usize,
-        /// Its new one.
-        to: usize,
+        /// Where it lies, and its first byte there.
+        from: (Region, usize),
+        /// The same of its new place.
+        to: (Region, usize),
         /// Its length.
         len: usize,
     },
@@ -81,7 +79,7 @@ impl Operation<'_> {
             Self::Delta(job) => Operation::Delta(job),
             Self::Fill { floats, value } => Operation::Fill { floats, value },
             Self::Finish(job) => Operation::Finish(Finish { said: job.said.into_owned().into(), ..job }),
-            Self::Move { space, from, to, len } => Operation::Move { space, from, to, len },
+            Self::Move { from, to, len } => Operation::Move { from, to, len },
             Self::Multiply(job) => Operation::Multiply(Multiply { products: job.products.into_owned().into(), ..job }),
             Self::Norm(job) => Operation::Norm(job),
             Self::Rotate(job) => {

@@ -78,7 +78,7 @@ fn serve(mut control: UnixStream) -> io::Result<()> {
 struct Running {
     pid: Pid,
     pidfd: OwnedFd,
-    /// Kept so that its owner can be told why it ended.
+    /// Kept to report why it ended.
     stream: UnixStream,
 }
 

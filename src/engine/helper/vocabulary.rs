@@ -12,7 +12,7 @@ use llguidance::{
     toktrie::{InferenceCapabilities, SimpleVob, TokEnv, TokRxInfo, TokTrie, TokenId, TokenizerEnv},
 };
 
-use crate::engine::{arena::trim_heap, tokenizer::Pieces};
+use crate::{engine::tokenizer::Pieces, heap};
 
 /// What the grammars of one model share; it depends on no schema.
 pub(super) struct Vocabulary {
@@ -46,7 +46,7 @@ impl Vocabulary {
         };
         let classes = CLASSES.iter().map(|&chars| Class::of(&full, chars)).collect();
         tree.full.set(full).ok()?;
-        trim_heap();
+        heap::trim();
         Some(Self { factory, masks: Arc::new(Masks { tree, classes }) })
     }
 

@@ -10,7 +10,8 @@
 //! positions tell only how far two tokens are from each other, so that no keys have to be turned for it, as
 //! llama.cpp's context shift does. Tokens keep the angles at which they were read, and a query is turned back by the
 //! length of the gap when it meets what lies before it. So dropping moves nothing, loses no precision, and is the same
-//! for every KV type. Recurrent layers go on with the state that they have, which remembers what was dropped.
+//! for every KV type. A window is one of positions at which tokens were read: what it had passed stays out of it. Recurrent
+//! layers go on with the state that they have, which remembers what was dropped.
 
 use crate::engine::{backend::Gap, spec::AttentionSpec};
 
@@ -58,6 +59,17 @@ impl Dropped {
             after: self.after as usize,
             back: self.back.get(first..first + self.angles).unwrap_or_default().into(),
         })
+    }
+
+    /// Tokens of the cache that the one at `position` sees, itself included, through a window: by the positions at which they
+    /// were read, as what was farther away then has not been kept.
+    pub(super) fn window(&self, position: usize, window: usize) -> usize {
+        let (after, gap) = (self.after as usize, self.tokens as usize);
+        let end = position + 1;
+        if gap == 0 || end >= after + window {
+            return window;
+        }
+        end.saturating_sub((end + gap).saturating_sub(window).min(after))
     }
 
     /// Computes what turns queries back by the length of the gap.

@@ -15,8 +15,8 @@ use crate::{
         error::ForwardError,
         preemption::{Preempt, Preemption, Work},
         reader::{Extent, Missing},
-        shape::FLAGS,
-        spec::{RecurrentSpec, Role, Vector},
+        shape::{FLAGS, WINDOW_ROWS},
+        spec::{LayerSpec, RecurrentSpec, Role, Vector},
     },
     policy::residency::LayerKind,
 };
@@ -218,7 +218,7 @@ impl Pass<'_, '_> {
         while first < self.rows {
             let seen = self.model.sequence.position as usize + self.rows;
             let rows = self.preemption.estimators.attention.rows((2 * query * seen) as u64);
-            let rows = rows.max(ATTENTION_ROWS_MIN).min(self.rows - first);
+            let rows = rows.max(ATTENTION_ROWS_MIN).min(self.rows - first).min(self.rows_together(index, first));
             let began = Instant::now();
             self.attend(index, self.rows, first..first + rows)?;
             first += rows;
@@ -236,6 +236,18 @@ impl Pass<'_, '_> {
         Ok(())
     }
 
+    /// Rows from `first` on of a chunk that may attend together in a layer: where its window has passed on, the place of a
+    /// token is that of one before it.
+    fn rows_together(&self, index: usize, first: usize) -> usize {
+        let spec = &self.model.spec;
+        let Some(window) = spec.layers.get(index).and_then(|layer| spec.window(layer)) else {
+            return usize::MAX;
+        };
+        let position = self.model.sequence.position as usize + first;
+        // Rows whose windows reach over a gap see each a number of tokens of its own.
+        if self.model.sequence.dropped.window(position, window) == window { WINDOW_ROWS } else { 1 }
+    }
+
     /// Attention of some rows of a chunk of `all`; those before them have been there.
     fn attend(&mut self, index: usize, all: usize, rows: Range<usize>) -> Result<(), Failure> {
         let layer = self.model.spec.layers.get(index).ok_or(Failure::NoMatrix)?;
@@ -244,17 +256,18 @@ impl Pass<'_, '_> {
         let kv = spec.kv_heads * spec.head_dim;
         let projected = if spec.gated { 2 * query } else { query };
         let vector = |vector| self.model.weights.vector(&self.model.layout.fixed, index, vector);
-        let number =
-            self.model.spec.layers.iter().take(index).filter(|layer| layer.kind == LayerKind::Attention).count();
-        // Behind the angles of all rows come those of local layers.
-        let (angles, window) = match spec.local.filter(|_| layer.local) {
-            Some(local) => (all + rows.start, local.window),
-            None => (rows.start, None),
+        let window = self.model.spec.window(layer);
+        let alike = |other: &&LayerSpec| {
+            other.kind == LayerKind::Attention && self.model.spec.window(other).is_some() == window.is_some()
         };
+        let number = self.model.spec.layers.iter().take(index).filter(alike).count();
+        // Behind the angles of all rows come those of local layers.
+        let angles = if layer.local { all + rows.start } else { rows.start };
+        let position = self.model.sequence.position as usize + rows.start;
         let of_rows = |width: usize| rows.start * width..rows.end * width;
         self.model.backend.queue(Operation::Attend(Attend {
             spec,
-            window,
+            window: window.map(|window| self.model.sequence.dropped.window(position, window)),
             gap: self.model.sequence.dropped.gap(layer.local),
             // A bias of queries would have to come before it; the families that have one let no queries grow.
             temperature: self.model.spec.temperature,
@@ -268,9 +281,9 @@ impl Pass<'_, '_> {
             query: work.wide.view(of_rows(projected)),
             key: work.second.view(of_rows(kv)),
             value: work.third.view(of_rows(kv)),
-            cells: self.model.sequence.cache.cells(),
+            cells: self.model.sequence.cache.cells(window.is_some()),
             layer: number,
-            position: self.model.sequence.position as usize + rows.start,
+            position,
             rows: rows.len(),
             out: work.mixed.view(of_rows(query)),
             scratch: work.scratch.from(0),

@@ -1,4 +1,4 @@
-//! Copies of the recurrent state at places of the sequence where prompts part.
+//! Copies of recurrent state and of windows at places of the sequence where prompts part.
 //!
 //! ```text
 //!   conversation A   s s s s s s a a a a a a a|a       s: what both begin with
@@ -10,7 +10,10 @@
 //! first, which is known when the second of them is read. Each kind of place has copies of its own, so that a conversation
 //! that goes on does not push out what the others go on from.
 
-use crate::{engine::state::Snapshot, units::Bytes};
+use crate::{
+    engine::{kv::Copied, state::Snapshot},
+    units::Bytes,
+};
 
 /// Why a later prompt may part from the sequence at a place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,9 +36,16 @@ pub(super) struct Marks {
     prompt: u64,
 }
 
+/// What the sequence is to be taken up from at a place.
+#[derive(Debug)]
+pub(super) struct Saved {
+    pub(super) snapshot: Snapshot,
+    pub(super) windows: Option<Copied>,
+}
+
 #[derive(Debug)]
 struct Mark {
-    snapshot: Snapshot,
+    copy: Saved,
     kind: Kind,
     /// The prompt that has made it, or the last one that parted there.
     used: u64,
@@ -51,23 +61,28 @@ enum Place {
 impl Marks {
     /// Memory of all copies.
     pub(super) fn bytes(&self) -> Bytes {
-        self.taken.iter().map(|mark| mark.snapshot.bytes()).sum()
+        self.taken.iter().map(|mark| mark.copy.bytes()).sum()
     }
 
     /// How much of it the kernel has in memory.
     pub(super) fn resident(&self) -> Bytes {
-        self.taken.iter().map(|mark| mark.snapshot.resident()).sum()
+        self.taken.iter().map(|mark| mark.copy.resident()).sum()
     }
 
     /// The last copy.
-    pub(super) fn last(&self) -> Option<&Snapshot> {
-        self.taken.last().map(|mark| &mark.snapshot)
+    pub(super) fn last(&self) -> Option<&Saved> {
+        self.taken.last().map(|mark| &mark.copy)
     }
 
     /// Gives up all copies, and marks nothing.
     pub(super) fn clear(&mut self) {
         self.taken.clear();
         self.forget_wanted();
+    }
+
+    /// Gives up copies of windows, which are kept in another type from now on.
+    pub(super) fn forget_windows(&mut self) {
+        self.taken.retain(|mark| mark.copy.windows.is_none());
     }
 
     /// Marks nothing in the next pass.
@@ -78,9 +93,9 @@ impl Marks {
     /// Gives up the copies behind the first `common` tokens, which is all that the next prompt shares with the sequence.
     pub(super) fn part_at(&mut self, common: u32) {
         self.prompt += 1;
-        self.taken.retain(|mark| mark.snapshot.position() <= common);
+        self.taken.retain(|mark| mark.position() <= common);
         if let Some(last) = self.taken.last_mut()
-            && serves(&last.snapshot, common)
+            && last.serves(common)
         {
             last.used = self.prompt;
         }
@@ -88,7 +103,7 @@ impl Marks {
 
     /// Wants a copy where the prompt parts from another conversation, unless there is one that serves as well.
     pub(super) fn want_fork(&mut self, position: u32) {
-        let is_served = self.taken.iter().any(|mark| serves(&mark.snapshot, position));
+        let is_served = self.taken.iter().any(|mark| mark.serves(position));
         self.fork = (position >= FORK_MIN && !is_served).then_some(position);
     }
 
@@ -118,17 +133,13 @@ impl Marks {
         kinds
     }
 
-    /// Memory for a copy of `kind`: of one that it replaces, or `new` where there `is_room`.
-    pub(super) fn room(
-        &mut self,
-        kind: Kind,
-        is_room: bool,
-        new: impl FnOnce() -> Option<Snapshot>,
-    ) -> Option<Snapshot> {
-        match self.place_for(kind, is_room)? {
-            Place::New => new(),
-            Place::Of(index) => Some(self.taken.remove(index).snapshot),
-        }
+    /// Finds memory for a copy of `kind`: that of one that it replaces, or nothing where there `is_room` for another.
+    /// `None` where there is none.
+    pub(super) fn make_room(&mut self, kind: Kind, is_room: bool) -> Option<Option<Snapshot>> {
+        Some(match self.place_for(kind, is_room)? {
+            Place::New => None,
+            Place::Of(index) => Some(self.taken.remove(index).copy.snapshot),
+        })
     }
 
     /// Wants no copy at a fork that would find no memory.
@@ -154,39 +165,60 @@ impl Marks {
 
     /// Whether a copy of `position` is there.
     pub(super) fn has(&self, position: u32) -> bool {
-        self.taken.iter().any(|mark| mark.snapshot.position() == position)
+        self.taken.iter().any(|mark| mark.position() == position)
     }
 
     /// Takes a copy.
-    pub(super) fn put(&mut self, kind: Kind, snapshot: Snapshot) {
-        self.taken.push(Mark { snapshot, kind, used: self.prompt });
-        self.taken.sort_by_key(|mark| mark.snapshot.position());
+    pub(super) fn put(&mut self, kind: Kind, copy: Saved) {
+        self.taken.push(Mark { copy, kind, used: self.prompt });
+        self.taken.sort_by_key(Mark::position);
     }
 
     /// Takes out the copy that is missed least.
-    pub(super) fn pop(&mut self) -> Option<Snapshot> {
+    pub(super) fn pop(&mut self) -> Option<Saved> {
         let index = self.least_useful(|_| true)?;
-        Some(self.taken.remove(index).snapshot)
+        Some(self.taken.remove(index).copy)
     }
 
     /// The copy among some that is missed least: the first of the ends, or the fork that saves the fewest tokens.
     fn least_useful(&self, among: impl Fn(&Mark) -> bool) -> Option<usize> {
         let before = |index: usize| {
             let before = index.checked_sub(1).and_then(|index| self.taken.get(index));
-            before.map_or(0, |mark| mark.snapshot.position())
+            before.map_or(0, Mark::position)
         };
         let marks = self.taken.iter().enumerate().filter(|(_, mark)| among(mark));
         let saves = |index: usize, mark: &Mark| match mark.kind {
             Kind::End => (false, 0),
-            Kind::Fork => (true, mark.snapshot.position() - before(index).min(mark.snapshot.position())),
+            Kind::Fork => (true, mark.position().saturating_sub(before(index))),
         };
         marks.min_by_key(|(index, mark)| saves(*index, mark)).map(|(index, _)| index)
     }
 }
 
-/// Whether a prompt that parts at `position` may as well go on from a copy.
-fn serves(snapshot: &Snapshot, position: u32) -> bool {
-    snapshot.position() <= position && position - snapshot.position() < FORK_NEAR
+impl Mark {
+    const fn position(&self) -> u32 {
+        self.copy.snapshot.position()
+    }
+
+    /// Whether a prompt that parts at `position` may as well go on from it.
+    fn serves(&self, position: u32) -> bool {
+        position.checked_sub(self.position()).is_some_and(|behind| behind < FORK_NEAR)
+    }
+}
+
+impl Saved {
+    fn bytes(&self) -> Bytes {
+        self.snapshot.bytes() + self.windows.as_ref().map_or(Bytes::ZERO, Copied::bytes)
+    }
+
+    fn resident(&self) -> Bytes {
+        self.snapshot.resident() + self.windows.as_ref().map_or(Bytes::ZERO, Copied::resident)
+    }
+
+    /// Gives it up, once nothing in flight uses it; returns what the kernel had of it.
+    pub(super) fn release(self) -> Bytes {
+        self.snapshot.release() + self.windows.map_or(Bytes::ZERO, Copied::release)
+    }
 }
 
 /// The last two prompts: one that goes on from the last, and one that goes on from the one before (an answer that is

@@ -212,7 +212,7 @@ impl Model {
     /// Marks the sequence when the next pass comes by `position`; with streamed layers where a chunk ends before it, since
     /// another chunk would read them once more.
     pub fn mark_at(&mut self, position: u32) {
-        self.sequence.marks.want_end(position);
+        self.sequence.mark_at(position);
     }
 
     /// Marks the sequence when the next pass comes by `position`, where its prompt parts from another conversation, unless

@@ -104,6 +104,8 @@ impl Pass<'_, '_> {
     fn chunk(&mut self, tokens: &[u32]) -> Result<(), ForwardError> {
         let floats = self.flags();
         self.model.backend.queue(Operation::Fill { floats, value: 0.0 })?;
+        let end = self.model.sequence.position.saturating_add(u32::try_from(tokens.len()).unwrap_or(u32::MAX));
+        self.model.sequence.cache.write_up_to(end);
         self.embed(tokens)?;
         self.rotate(tokens.len())?;
         for layer in 0..self.model.spec.layers.len() {

@@ -253,6 +253,7 @@ impl<'model> Change<'model> {
 
     /// Brings the `used` tokens of the KV cache to another type.
     fn convert_cache(&mut self, kind: KvType, used: u32) -> Result<(), ApplyError> {
+        self.model.sequence.marks.forget_windows();
         let (untouched, capacity) = (self.model.untouched(), self.model.sequence.cache.capacity());
         let converted = self.model.sequence.cache.convert(self.model.backend.as_mut(), kind, used);
         // Also after a failure: it may have come behind the conversion, or before it.

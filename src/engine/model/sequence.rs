@@ -1,6 +1,7 @@
 //! Sequence of tokens: KV cache, recurrent state, and what of both a later prompt can go on from.
 //!
-//! Attention layers forget nothing, so that a sequence can be cut back to any length. A recurrent state cannot be taken
+//! Attention layers forget nothing, so that a sequence can be cut back to any length; those with windows to where they have
+//! the window still, or a copy of it. A recurrent state cannot be taken
 //! back; it is copied where another prompt is likely to part from this one, and the copy taken up again.
 //!
 //! Copies live inside what is leased for the KV cache, where no token is. So they cost no lease of their own, and are the
@@ -8,14 +9,14 @@
 
 use super::{
     dropped::{Dropped, Turn},
-    marks::{Kind, Marks},
+    marks::{Kind, Marks, Saved},
 };
 use crate::{
     engine::{
         backend::{Backend, DeviceError},
         kv::KvCache,
         spec::{AttentionSpec, POSITIONS_MAX},
-        state::{RecurrentState, Snapshot},
+        state::RecurrentState,
     },
     policy::kv_type::KvType,
     units::{Bytes, Tokens},
@@ -30,6 +31,8 @@ pub(super) struct Sequence {
     /// Tokens in the cache: those that were dropped do not count.
     pub(super) position: u32,
     pub(super) dropped: Dropped,
+    /// Tokens that layers with windows see.
+    window: Option<u32>,
     /// The smallest type that any token of the sequence has been kept in.
     pub(super) kv_precision: KvType,
     /// After a pass that did not finish.
@@ -46,6 +49,7 @@ impl Sequence {
             marks: Marks::default(),
             position: 0,
             dropped: Dropped::none(attention),
+            window: attention.local.and_then(|local| local.window).and_then(|window| u32::try_from(window).ok()),
             kv_precision,
             lost: false,
             broken: None,
@@ -83,12 +87,17 @@ impl Sequence {
 
     /// Goes back to where the last copy was taken; to the start where there is none.
     fn go_back(&mut self, backend: &mut dyn Backend) {
-        let Some(snapshot) = self.marks.last() else {
+        let Some(copy) = self.marks.last() else {
             self.reset(backend);
             return;
         };
-        let (position, restored) = (snapshot.position(), self.state.restore(backend, snapshot));
-        self.position = position;
+        self.position = copy.snapshot.position();
+        let mut restored = self.state.restore(backend, &copy.snapshot);
+        if restored.is_ok()
+            && let Some(windows) = &copy.windows
+        {
+            restored = self.cache.restore_windows(backend, windows);
+        }
         self.note(restored);
     }
 
@@ -103,7 +112,7 @@ impl Sequence {
         }
         self.marks.part_at(tokens);
         if tokens < self.position {
-            if self.needs_marks() {
+            if self.needs_marks() || !self.has_window(tokens) {
                 self.go_back(backend);
             } else {
                 self.position = tokens;
@@ -112,13 +121,19 @@ impl Sequence {
     }
 
     /// Takes up a sequence whose last pass was broken off, as far as it can be gone on from: attention layers have every
-    /// chunk that was finished, recurrent ones their last copy.
+    /// chunk that was finished, recurrent ones their last copy. Windows that a large chunk has passed on are lost.
     pub(super) fn recover(&mut self, backend: &mut dyn Backend) {
         self.lost = false;
         self.marks.forget_wanted();
-        if self.needs_marks() {
+        if self.needs_marks() || !self.has_window(self.position) {
             self.go_back(backend);
         }
+    }
+
+    /// Whether the layers with windows have what a token at `position` sees.
+    fn has_window(&self, position: u32) -> bool {
+        let first = self.window.map_or(0, |window| position.saturating_add(1).saturating_sub(window));
+        self.cache.has_window_from(first)
     }
 
     /// Whether [`Self::mark`] is of any use: a model without recurrent layers can be cut back anywhere.
@@ -126,43 +141,74 @@ impl Sequence {
         self.state.bytes() > Bytes::ZERO
     }
 
+    /// Whether copies are of any use: other models can be cut back anywhere.
+    fn has_copies(&self) -> bool {
+        self.needs_marks() || self.cache.has_windows()
+    }
+
+    /// The most that a copy takes.
+    fn copy_bytes(&self) -> Bytes {
+        self.state.bytes() + self.window.map_or(Bytes::ZERO, |window| self.cache.copy_bytes(window))
+    }
+
+    /// Whether there is place for another copy.
+    fn has_room(&self) -> bool {
+        self.untouched() >= self.copy_bytes()
+    }
+
     /// Makes it possible to cut the sequence back to where it is now, if there is place for that.
     fn mark(&mut self, backend: &mut dyn Backend, kind: Kind) {
         if self.position == 0 || self.marks.has(self.position) {
             return;
         }
-        let is_room = self.untouched() >= self.state.bytes();
+        let has_room = self.has_room();
+        let Some(replaced) = self.marks.make_room(kind, has_room) else { return };
         // Without memory the next prompt is read again; that is no fault of this one.
-        let room = self.marks.room(kind, is_room, || self.state.room(backend).ok());
-        if let Some(room) = room {
-            let (snapshot, copied) = self.state.snapshot(backend, room, self.position);
-            self.note(copied);
-            self.marks.put(kind, snapshot);
+        let room = replaced.map_or_else(|| self.state.room(backend).ok(), Some);
+        let Some(room) = room.filter(|_| self.cache.untouched() >= self.marks.bytes() + self.copy_bytes()) else {
+            return;
+        };
+        let first = self.window.map_or(0, |window| (self.position + 1).saturating_sub(window));
+        let windows = match self.cache.copy_windows(backend, first..self.position) {
+            Ok(None) if self.cache.has_windows() => return,
+            Ok(windows) => windows,
+            Err(error) => return self.note(Err(error)),
+        };
+        let (snapshot, copied) = self.state.snapshot(backend, room, self.position);
+        self.note(copied);
+        self.marks.put(kind, Saved { snapshot, windows });
+    }
+
+    /// Marks the sequence where its own next prompt may part from this one: of use only to recurrent layers, since windows
+    /// do not pass on so soon.
+    pub(super) fn mark_at(&mut self, position: u32) {
+        if self.needs_marks() {
+            self.marks.want_end(position);
         }
     }
 
     /// Notes that a pass is about to hold `used` tokens: their place is not that of copies any more.
     pub(super) fn touch(&mut self, backend: &mut dyn Backend, used: u32) {
-        if self.needs_marks() && self.untouched() < self.state.bytes().saturating_mul(2) {
+        if self.has_copies() && self.untouched() < self.copy_bytes().saturating_mul(2) {
             // A longer sequence may have left memory behind those tokens, where a pass makes two copies at most.
             let given_back = self.cache.give_back_behind(backend, used);
             self.note(given_back);
         }
         self.cache.touch(used);
         self.fit_marks(backend);
-        let is_room = self.untouched() >= self.state.bytes();
-        self.marks.forget_fork_without_room(is_room);
+        let has_room = self.has_room();
+        self.marks.forget_fork_without_room(has_room);
     }
 
     /// Tokens up to the next place that is to be marked, where the next chunk ends for it.
     pub(super) fn until_mark(&self, streams: bool) -> Option<usize> {
-        let next = self.needs_marks().then(|| self.marks.next(self.position, streams)).flatten()?;
+        let next = self.has_copies().then(|| self.marks.next(self.position, streams)).flatten()?;
         Some((next - self.position) as usize)
     }
 
     /// Marks the sequence if this is a place for it, or the last one before it where a chunk ends.
     pub(super) fn mark_if_wanted(&mut self, backend: &mut dyn Backend, chunk: usize, streams: bool) {
-        if !self.needs_marks() || self.lost {
+        if !self.has_copies() || self.lost {
             return;
         }
         let chunk = u32::try_from(chunk).unwrap_or(u32::MAX);
@@ -227,7 +273,7 @@ impl Sequence {
             let all = backend.mark();
             let finished = backend.wait(all);
             self.note(finished);
-            freed += self.marks.pop().map_or(Bytes::ZERO, Snapshot::release);
+            freed += self.marks.pop().map_or(Bytes::ZERO, Saved::release);
         }
         freed
     }

@@ -31,7 +31,9 @@ use crate::{
 mod hanging;
 mod late;
 mod opening;
+mod parting;
 mod refusing;
+mod windows;
 
 const TOKENS: [u32; 5] = [5, 80, 3, 200, 319];
 

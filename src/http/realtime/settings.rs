@@ -110,7 +110,7 @@ impl Settings {
     /// The settings of one response: those of the session, but for what `response.create` names.
     ///
     /// # Errors
-    /// As [`update`](Self::update).
+    /// When a value is wrong, or a setting is not known.
     pub(super) fn of_response(&self, response: Map<String, Value>) -> Result<Self, Fault> {
         let mut settings = self.clone();
         for (key, value) in response {

@@ -61,7 +61,7 @@ pub(super) fn from_life(cx: &mut Context<'_>, name: &str) {
 }
 
 fn worker_is_auto(cx: &Context<'_>, name: &str) -> bool {
-    cx.state.workers.get(name).is_some_and(|worker| worker.params.auto)
+    cx.state.workers.get(name).is_some_and(|worker| worker.params.rest.auto)
 }
 
 /// A worker that was killed at the limit of its control group would have used more than was ever seen of it: what it

@@ -61,6 +61,7 @@ pub(super) fn snapshot(state: &State, machine: &Machine, stats: Stats) -> Snapsh
             exhausted_in: state.pressure.exhausted_in(),
             sample_interval: state.pressure.interval(),
             sample: machine.sample.clone(),
+            machine: state.params.machine.clone(),
         },
         leases,
         waiting: state.queue.len(),
@@ -97,7 +98,6 @@ pub(super) fn snapshot(state: &State, machine: &Machine, stats: Stats) -> Snapsh
         draining: state.draining,
         totals: Totals { sheds: stats.sheds, shed_bytes: stats.shed_bytes, regrown_bytes: stats.regrown_bytes },
         last_release: machine.page_pool.last_release,
-        machine: state.params.machine.clone(),
         reboot: machine.reboot.reasons().collect(),
     }
 }

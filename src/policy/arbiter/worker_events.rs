@@ -390,10 +390,12 @@ pub(super) fn settle(cx: &mut Context<'_>, name: &str) {
     let tolerance =
         held.saturating_sub(steady).per_mille(1000u32.saturating_sub(cx.state.params.shed.verify_per_mille));
     let is_steady = measured.used <= steady.saturating_add(tolerance);
-    let (auto, need) = (worker.params.auto, worker.breathes_to());
+    let (auto, need) = (worker.params.rest.auto, worker.breathes_to());
     let stays = if is_steady && !auto && need == Bytes::ZERO { steady } else { measured.used.max(steady) };
     // What its request may still take stays booked until that has ended.
     let stays = if worker.requests > 0 { stays.max(need.min(held)) } else { stays };
+    // Pages come and go with each measurement.
+    let stays = if stays < held && held.saturating_sub(stays) < NOTICED { held } else { stays };
     let to_shed = is_steady && worker.take_verified();
     let freed = cx.state.ledger.lower(id, stays);
     worker_orders::set_moving(cx, name);
@@ -452,3 +454,6 @@ fn ignore(cx: &mut Context<'_>, name: &str, report: StrayReport) {
 fn measure(cx: &mut Context<'_>, name: &str) {
     cx.out.push(Action::Measure { tenant: name.to_owned() });
 }
+
+/// A lease does not come down by less. Our choice, as for a change that a wait is logged for again.
+const NOTICED: Bytes = Bytes::from_mib(1);

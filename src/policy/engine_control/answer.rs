@@ -118,7 +118,7 @@ impl EngineControl {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::{lease::LeaseId, params::EngineParams, residency::small_model};
+    use crate::policy::{engine_failure::Cure, lease::LeaseId, params::EngineParams, residency::small_model};
 
     /// An engine that was asked to load, and the plan that it was asked for.
     fn loading() -> (EngineControl, EnginePlan) {
@@ -147,7 +147,7 @@ mod tests {
         assert_eq!(confirm(&mut engine, 7, &full), Err(StrayPlan::EarlierLoad));
         assert_eq!(confirm(&mut engine, 1, &full), Ok(Confirmed::Ready));
         assert_eq!(confirm(&mut engine, 1, &full), Ok(Confirmed::Unchanged));
-        engine.failed("gone", false, Timestamp::from_millis(2));
+        engine.failed("gone", Cure::Reload, false, Timestamp::from_millis(2));
         assert_eq!(confirm(&mut engine, 1, &full), Err(StrayPlan::NoLease));
     }
 

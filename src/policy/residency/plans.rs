@@ -29,7 +29,7 @@ impl ModelShape {
     /// let shape = ModelShape {
     ///     name: "tiny".to_owned(), architecture: "llama".to_owned(), layers: vec![layer; 4],
     ///     fixed_bytes: Bytes::from_mib(5), state_bytes: Bytes::ZERO,
-    ///     kv: KvShape { attention_layers: 4, kv_heads: 2, head_dim: 64, element_bytes: 2, granule: Bytes::ZERO, block_tokens: Tokens::new(64) },
+    ///     kv: KvShape { attention_layers: 4, kv_heads: 2, head_dim: 64, element_bytes: 2, granule: Bytes::ZERO, block_tokens: Tokens::new(64), windowed: None },
     ///     context_max: Tokens::new(4096), workspace_fixed_bytes: Bytes::ZERO, workspace_bytes_per_token: Bytes::ZERO,
     ///     ring_bytes: Bytes::from_mib(3),
     /// };
@@ -246,7 +246,7 @@ pub(super) mod tests {
     use super::{super::path::evenly_spread, *};
     use crate::policy::{
         params::EngineParams,
-        residency::{KvShape, LayerKind, LayerShape, sample_shape},
+        residency::{KvShape, LayerKind, LayerShape, WindowedKv, sample_shape},
         speed::Speed,
     };
 
@@ -349,10 +349,12 @@ pub(super) mod tests {
             resident_min in 0u32..50,
             mode in prop::sample::select(MODES.to_vec()),
             kinds in (prop::sample::select(KvType::ALL.to_vec()), prop::sample::select(KvType::ALL.to_vec())),
+            windowed in prop::option::of((1u32..=2, 1u32..40)),
             less in 0u64..3_000_000,
             more in 0u64..1_000_000,
         ) {
-            let shape = shape(&layers, ring, block);
+            let mut shape = shape(&layers, ring, block);
+            shape.kv.windowed = windowed.map(|(layers, blocks)| WindowedKv { layers, blocks });
             let limits = PlanLimits { kv_used: Tokens::new(used), resident_min, ..limits_with(mode, kinds) };
             let floor = shape.plan_bytes(&shape.floor_plan(&limits));
             let small = shape.plan(Bytes::new(less), &limits);

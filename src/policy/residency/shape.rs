@@ -41,7 +41,7 @@ pub struct LayerShape {
 /// Bytes that one token of context occupies in the KV cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KvShape {
-    /// Layers that attend; recurrent layers keep a fixed state instead.
+    /// Layers that attend, those with windows included; recurrent layers keep a fixed state instead.
     pub attention_layers: u32,
     /// Key and value heads of one layer.
     pub kv_heads: u32,
@@ -54,23 +54,83 @@ pub struct KvShape {
     pub granule: Bytes,
     /// Tokens of one KV block, the unit in which capacity is allocated and given back.
     pub block_tokens: Tokens,
+    /// The layers of them with sliding windows, where there are any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub windowed: Option<WindowedKv>,
+}
+
+/// Attention layers that see only the last tokens, and keep no others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WindowedKv {
+    /// How many.
+    pub layers: u32,
+    /// KV blocks that each keeps at most: those of the window, and of the tokens that attend together.
+    pub blocks: u32,
 }
 
 impl KvShape {
-    /// Memory that one token of context occupies as `kind`, keys and values of all attention layers together.
+    /// Memory that one token of context occupies as `kind`, keys and values of all layers together that keep the whole
+    /// context. Those with windows come on top, as a constant for all but short contexts.
     ///
     /// ```
-    /// # use cotenant::{policy::{kv_type::KvType, residency::KvShape}, units::{Bytes, Tokens}};
+    /// # use cotenant::{policy::{kv_type::KvType, residency::{KvShape, WindowedKv}}, units::{Bytes, Tokens}};
     /// // Qwen3.5-4B: 8 of its 32 layers attend; 4 KV heads of 256 elements.
-    /// let shape = KvShape { attention_layers: 8, kv_heads: 4, head_dim: 256, element_bytes: 2, granule: Bytes::ZERO, block_tokens: Tokens::new(64) };
+    /// let shape = KvShape {
+    ///     attention_layers: 8, kv_heads: 4, head_dim: 256, element_bytes: 2, granule: Bytes::ZERO,
+    ///     block_tokens: Tokens::new(64), windowed: None,
+    /// };
     /// assert_eq!(shape.bytes_per_token(KvType::F16), Bytes::from_kib(32));
     /// assert_eq!(shape.bytes_per_token(KvType::Q8), Bytes::from_kib(17));
-    /// assert_eq!(shape.block_bytes(KvType::F16), Bytes::from_mib(2));
+    /// assert_eq!(shape.blocks_bytes(1, KvType::F16), Bytes::from_mib(2));
+    /// // Gemma 3 4B: 5 of 34 layers keep 20 KiB for each token, the others 116 KiB for the last tokens.
+    /// let windowed = Some(WindowedKv { layers: 29, blocks: 25 });
+    /// let shape = KvShape { attention_layers: 34, windowed, ..shape };
+    /// assert_eq!(shape.bytes_per_token(KvType::F16), Bytes::from_kib(20));
+    /// assert_eq!(
+    ///     shape.capacity_bytes(Tokens::new(131_072), KvType::F16),
+    ///     Bytes::from_kib(20 * 131_072 + 116 * 25 * 64),
+    /// );
     /// ```
     #[must_use]
     pub const fn bytes_per_token(&self, kind: KvType) -> Bytes {
-        let rows = 2 * self.attention_layers as u64 * self.kv_heads as u64;
+        self.of_layers(self.attention_layers.saturating_sub(self.windowed_layers()), kind)
+    }
+
+    const fn of_layers(&self, layers: u32, kind: KvType) -> Bytes {
+        let rows = 2 * layers as u64 * self.kv_heads as u64;
         Bytes::new(rows * self.row_bytes(kind))
+    }
+
+    /// Layers that keep only the last tokens.
+    #[must_use]
+    pub const fn windowed_layers(&self) -> u32 {
+        match self.windowed {
+            Some(windowed) => windowed.layers,
+            None => 0,
+        }
+    }
+
+    /// The layers that keep the whole context, by themselves.
+    #[must_use]
+    pub const fn whole(&self) -> Self {
+        Self { attention_layers: self.attention_layers.saturating_sub(self.windowed_layers()), windowed: None, ..*self }
+    }
+
+    /// The layers with windows by themselves, and how many blocks each keeps at most.
+    #[must_use]
+    pub fn windows(&self) -> Option<(Self, u32)> {
+        let windowed = self.windowed.filter(|windowed| windowed.layers > 0)?;
+        Some((Self { attention_layers: windowed.layers, windowed: None, ..*self }, windowed.blocks))
+    }
+
+    /// Tokens of a sequence that every layer keeps: more than those are not kept by the layers with windows, so that the
+    /// sequence can be cut back only a little.
+    #[must_use]
+    pub const fn cut_back_max(&self) -> Option<Tokens> {
+        match self.windowed {
+            Some(windowed) => Some(Tokens::new(windowed.blocks.saturating_mul(self.block_tokens.get()))),
+            None => None,
+        }
     }
 
     /// Memory that the keys or the values of one head occupy for one token.
@@ -85,7 +145,7 @@ impl KvShape {
     /// Memory that one KV block occupies in all attention layers together.
     #[must_use]
     pub const fn block_bytes(&self, kind: KvType) -> Bytes {
-        self.bytes_per_token(kind).saturating_mul(self.block_tokens.get() as u64)
+        self.of_layers(self.attention_layers, kind).saturating_mul(self.block_tokens.get() as u64)
     }
 
     /// Memory that a capacity of `tokens` occupies: whole blocks, and whole granules.
@@ -97,10 +157,36 @@ impl KvShape {
         self.blocks_bytes(tokens.get().div_ceil(self.block_tokens.get()), kind)
     }
 
-    /// Memory that so many blocks occupy: whole granules.
+    /// Memory that so many blocks occupy: whole granules, of the layers with windows no more blocks than they keep.
     #[must_use]
     pub const fn blocks_bytes(&self, blocks: u32, kind: KvType) -> Bytes {
-        self.block_bytes(kind).saturating_mul(blocks as u64).round_up(self.granule)
+        let tokens = self.block_tokens.get() as u64;
+        let whole = self.bytes_per_token(kind).saturating_mul(tokens).saturating_mul(blocks as u64);
+        let windows = match self.windowed {
+            Some(windowed) => {
+                let kept = if blocks < windowed.blocks { blocks } else { windowed.blocks };
+                self.of_layers(windowed.layers, kind).saturating_mul(tokens).saturating_mul(kept as u64)
+            }
+            None => Bytes::ZERO,
+        };
+        whole.round_up(self.granule).saturating_add(windows.round_up(self.granule))
+    }
+
+    /// The most blocks at the end of `blocks` that hold no more than `bytes` together.
+    #[must_use]
+    pub fn blocks_within(&self, blocks: u32, kind: KvType, bytes: Bytes) -> u32 {
+        let all = self.blocks_bytes(blocks, kind);
+        let holds = |last: u32| all.saturating_sub(self.blocks_bytes(blocks - last, kind));
+        let (mut least, mut most) = (0, blocks);
+        while least < most {
+            let middle = least + (most - least).div_ceil(2);
+            if holds(middle) <= bytes {
+                least = middle;
+            } else {
+                most = middle - 1;
+            }
+        }
+        least
     }
 }
 
@@ -317,6 +403,7 @@ pub(crate) fn sample_shape(layers: usize, layer_bytes: Bytes) -> ModelShape {
             element_bytes: 2,
             granule: Bytes::ZERO,
             block_tokens: Tokens::new(64),
+            windowed: None,
         },
         context_max: Tokens::new(8192),
         workspace_fixed_bytes: Bytes::ZERO,

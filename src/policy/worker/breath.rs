@@ -1,7 +1,7 @@
 //! Memory that a worker's requests take: a need that comes back, and growth that does not end.
 //!
 //! A speech server takes more for a long sentence than for a short one, gives some of it back, and keeps the rest: what it
-//! keeps reaches a level at which it stays. A leak does not. The two are told apart by what is left after each piece of work,
+//! keeps reaches a level at which it stays. A leak does not. They differ in what is left after each piece of work,
 //! never by a declared size.
 
 use std::collections::VecDeque;

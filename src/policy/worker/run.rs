@@ -290,6 +290,8 @@ impl Run {
             self.peak.next_is_of_others = true;
         }
         self.variant = Some(variant.to_owned());
+        // What another size took says nothing of this one.
+        ready.breath = Breath::default();
         self.since = now;
         if failed {
             // It has kept its size, so that there is none to go back to.

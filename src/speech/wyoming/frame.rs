@@ -266,6 +266,8 @@ fn check_tree(part: &'static str, text: &[u8], limit: Bytes) -> Result<(), Frame
     if tree > limit {
         return Err(FrameError::TreeTooLarge { part, tree, limit });
     }
+    // It ends with the event that is made of it.
+    heap::freed(tree);
     Ok(())
 }
 

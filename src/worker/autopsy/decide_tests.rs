@@ -411,7 +411,7 @@ fn a_limit_of_its_own_explains_a_refused_allocation_of_a_process_that_came_near_
         let found = (verdict.class, verdict.confidence, verdict.needs_operator);
         assert_eq!(found, (DeathClass::RlimitMemory, Confidence::Likely, true), "{lines:?}: {}", verdict.sentence);
         assert!(verdict.sentence.contains("`Max address space` of 256 MiB"), "{}", verdict.sentence);
-        // The kernel counted little, or nothing that can be told from our own: the next start may go well.
+        // The kernel counted little, or nothing that differs from our own: the next start may go well.
         for peak in [None, Some(Bytes::from_kib(4400))] {
             let verdict = limited(lines, status, peak);
             let found = (verdict.class, verdict.confidence, verdict.needs_operator);
@@ -467,7 +467,7 @@ fn a_programs_own_words_decide_nothing() {
             }
         }
     }
-    // An exception whose text was said by somebody is an exception.
+    // An exception whose text comes from a user is an exception.
     let lines =
         ["Traceback (most recent call last):", "  File \"a.py\", line 1", "ValueError: the user said out of memory"];
     let verdict = limited(&lines, ExitStatus::Code(1), Some(Bytes::from_mib(250)));

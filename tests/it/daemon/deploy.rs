@@ -31,10 +31,16 @@ fn the_unit_file_is_understood_by_systemd() {
             return;
         }
     };
-    // The program is not installed where the tests run, which systemd says too.
+    // The program is not installed where the tests run, which systemd says too. Restarts slow down from systemd 254 on; before,
+    // it leaves these keys out.
+    let known = [
+        "is not executable: No such file or directory",
+        "Unknown key 'RestartSteps'",
+        "Unknown key 'RestartMaxDelaySec'",
+    ];
     let faults: Vec<String> = String::from_utf8_lossy(&output.stderr)
         .lines()
-        .filter(|line| line.contains("cotenant") && !line.contains("is not executable: No such file or directory"))
+        .filter(|line| line.contains("cotenant") && !known.iter().any(|known| line.contains(known)))
         .map(str::to_owned)
         .collect();
     assert!(faults.is_empty(), "{faults:#?}");

@@ -101,7 +101,8 @@ async fn the_limit_of_a_control_group_is_the_budget_and_is_followed_while_it_cha
         assert!(events.contains(&format!("{mib} MiB that the control group `")), "{events}");
     }
     let shown = installation.tell(&["status"]);
-    assert!(shown.contains("limited to 700 MiB by the control group `"), "{shown}");
+    let words: Vec<&str> = shown.split_whitespace().collect();
+    assert!(words.join(" ").contains("limited to 700 MiB by the control group `"), "{shown}");
     daemon.end().await;
     installation.replay();
 }

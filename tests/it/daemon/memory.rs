@@ -158,7 +158,7 @@ async fn a_second_turn_goes_on_from_the_first_and_says_the_same() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_lease_that_needs_a_shed_is_granted_while_an_answer_goes_on_unchanged() {
-    let installation = Installation::new(&format!("{}{}", budget(160), demo_model(32_768)));
+    let installation = Installation::new(&format!("{}{}", budget(167), demo_model(32_768)));
     let daemon = installation.start().await;
     daemon.whole().await;
     let story = json!({

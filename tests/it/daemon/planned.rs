@@ -1,6 +1,6 @@
 //! What `cotenant plan` predicts beside what the kernel counts for the daemon.
 
-use std::{fs::File, path::Path};
+use std::path::Path;
 
 use crate::weights::Weights as _;
 use candle_core::quantized::GgmlDType;
@@ -58,7 +58,7 @@ async fn the_predicted_memory_of_a_model_is_within_3_percent_of_what_the_kernel_
     daemon.end().await;
     for (name, shape) in shapes() {
         let path = folder.path().join(format!("{name}.gguf"));
-        shape.write_hollow(File::create(&path).unwrap()).unwrap();
+        shape.write(&path).unwrap();
         for context in [1024, 4096, 16_384] {
             let installation = Installation::new(&configuration(&path, context));
             let config = installation.config().display().to_string();

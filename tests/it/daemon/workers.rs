@@ -439,7 +439,7 @@ async fn zoe_outage_ends_with_the_llm_back_and_the_voice_beside_it() {
       - \"${{SELF}}\"
     ready: {{kind: log, text: taking, timeout: 30s}}
     restart: {{backoff: 50ms}}
-    memory: {{steady: 20MiB, peak: 26MiB}}
+    memory: {{steady: 20MiB, peak: 26MiB, recycle_above: 40MiB}}
 ",
         budget(160),
         demo_model(32_768)

@@ -6,11 +6,11 @@ use crate::weights::Weights as _;
 use candle_core::quantized::GgmlDType;
 use cotenant::{
     engine::{
-        ApplyError, ApplyReport, Checkpoint, Flow, ForwardError, Model,
+        ApplyError, ApplyReport, Checkpoint, Flow, ForwardError,
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
     },
-    policy::{kv_type::KvType, residency::EnginePlan},
+    policy::residency::EnginePlan,
     units::{Bytes, Tokens},
 };
 use proptest::{prelude::*, test_runner::TestRunner};
@@ -274,43 +274,6 @@ fn a_second_turn_reads_only_what_is_new_and_marks_go_before_anything_else() {
             (model.breakdown().kv_marks, model.position()),
             (Bytes::ZERO, if model.needs_marks() { 192 } else { 197 })
         );
-    }
-}
-
-#[test]
-fn a_copy_where_conversations_part_outlives_those_at_their_ends() {
-    let file = tiny(Architecture::Qwen35, GgmlDType::Q8_0);
-    let shape = open(&file.path, &plan(0..5, 64, 16), 1).shape().clone();
-    let copy = u32::try_from(shape.state_bytes.get().div_ceil(shape.kv.bytes_per_token(KvType::F16).get())).unwrap();
-    let prompt = |seed: u32, length: u32| -> Vec<u32> {
-        (0..length).map(|index| if index < 200 { index * 7 % 300 } else { (index * 11 + seed) % 300 }).collect()
-    };
-    // The longest is 700 tokens; beside 300 there is place for so many copies.
-    for copies in [1, 2, 4] {
-        let mut model = open_long(&file.path, &plan(0..5, (300 + copies * copy + 128).max(700), 64), 1);
-        let read = |model: &mut Model, common: u32, seed: u32, length: u32, parts: bool| {
-            let kept = model.keep(common);
-            if parts {
-                model.fork_at(common);
-            }
-            model.mark_at(length - 10);
-            model.forward(&prompt(seed, length)[kept as usize..], &mut go()).unwrap();
-            let held = model.breakdown();
-            assert!(held.kv_marks + model.untouched() <= held.kv, "{held:?}");
-            assert!(model.kernel_resident() <= held.used(), "{held:?}");
-            kept
-        };
-        // A long one leaves memory behind the short ones.
-        assert_eq!(read(&mut model, 0, 1, 700, false), 0);
-        assert_eq!(read(&mut model, 200, 2, 290, true), 0, "{copies}");
-        assert_eq!(read(&mut model, 200, 1, 280, true), 200, "{copies}");
-        assert_eq!(read(&mut model, 200, 2, 290, true), 200, "{copies}");
-        // One conversation goes on, parting from itself shortly before its end: first from the fork, where there is place
-        // for one copy only, and then from its own last prompt.
-        assert_eq!(read(&mut model, 285, 2, 295, false), if copies == 1 { 200 } else { 280 });
-        assert_eq!(read(&mut model, 290, 2, 298, false), 285);
-        assert_eq!(read(&mut model, 293, 2, 299, false), 288);
-        assert_eq!(read(&mut model, 200, 1, 280, true), if copies == 1 { 0 } else { 200 });
     }
 }
 

@@ -112,7 +112,7 @@ async fn the_context_of_an_answer_begins_the_next_one() {
     let body = |streamed: bool| json!({"model": "tiny", "prompt": "hi", "stream": streamed});
     let whole = post_json(open.address, "/api/generate", &body(false)).await.json();
     assert_eq!(whole["context"], json!([1, 2, 3]));
-    assert!(open.script.chats.lock().unwrap().pop().unwrap().context_told);
+    assert!(open.script.chats.lock().unwrap().pop().unwrap().context_reported);
     let said = lines(post_json(open.address, "/api/generate", &body(true)).await.text());
     assert_eq!(said.last().unwrap()["context"], json!([1, 2, 3]));
     let next = with(body(false), &json!({"context": [1, 2.0, 3]}));
@@ -122,7 +122,7 @@ async fn the_context_of_an_answer_begins_the_next_one() {
         other => panic!("{other:?}"),
     }
     let chat = post_json(open.address, CHAT, &question(&json!({"stream": false}))).await.json();
-    assert!(!open.script.chats.lock().unwrap().pop().unwrap().context_told, "chat has messages: {chat}");
+    assert!(!open.script.chats.lock().unwrap().pop().unwrap().context_reported, "chat has messages: {chat}");
 }
 
 #[tokio::test]
@@ -307,6 +307,7 @@ async fn what_there_is_and_what_it_holds_is_reported_from_memory() {
             element_bytes: 2,
             granule: Bytes::ZERO,
             block_tokens: Tokens::new(16),
+            windowed: None,
         },
         context_max: Tokens::new(4096),
         fixed_bytes: Bytes::from_mib(1),

@@ -4,6 +4,7 @@ use std::{net::SocketAddr, sync::atomic::Ordering, time::Duration};
 
 use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
 use cotenant::{
+    heap,
     http::{
         Limits,
         backend::{AnswerForm, AnswerPart, ChatEvent, ChatRequest, FinishReason, Role, Usage, VoiceWish},
@@ -761,6 +762,42 @@ async fn a_conversation_has_a_limit_and_its_oldest_items_are_deleted() {
     let item = json!({"type": "message", "role": "user", "content": content});
     client.send(&json!({"type": "conversation.item.create", "item": item})).await;
     client.error("invalid_value", Some("item")).await;
+}
+
+/// Eight sessions with tools of 0.9 MB held 519 MB.
+#[tokio::test]
+async fn the_settings_of_sessions_take_bounded_memory() {
+    let open = open().await;
+    let tools = |objects: usize| {
+        let schema = format!(r#"{{"enum":[{}]}}"#, vec![r#"{"":0}"#; objects].join(","));
+        let tool = format!(r#"{{"type":"function","name":"f","parameters":{schema}}}"#);
+        format!(r#"{{"type":"session.update","session":{{"type":"realtime","tools":[{tool}]}}}}"#)
+    };
+    let mut sessions = Vec::new();
+    for _ in 0..8 {
+        let mut session = Client::open(&open).await;
+        session.socket.send(Message::text(tools(100_000))).await.unwrap();
+        let refused = session.error("request_too_large", None).await;
+        assert!(refused["error"]["message"].as_str().unwrap().contains("the limit is 2 MiB"), "{refused}");
+        sessions.push(session);
+    }
+    // Each of them fits, and not all together.
+    let large = tools(4000);
+    let tree = heap::tree_bytes(large.as_bytes());
+    assert!((Bytes::from_kib(1500)..Bytes::from_kib(2000)).contains(&tree), "{tree}");
+    let mut kinds = Vec::new();
+    for session in &mut sessions {
+        session.socket.send(Message::text(large.clone())).await.unwrap();
+        let event = session.next().await;
+        kinds.push(event["error"]["code"].as_str().unwrap_or("updated").to_owned());
+    }
+    assert_eq!(kinds[0], "updated");
+    assert_eq!(kinds[1..], ["rate_limit_exceeded"; 7]);
+    // What is set before stays in force, and less makes room.
+    sessions[0].socket.send(Message::text(tools(1))).await.unwrap();
+    assert_eq!(sessions[0].next().await["type"], "session.updated");
+    sessions[1].socket.send(Message::text(large)).await.unwrap();
+    assert_eq!(sessions[1].next().await["type"], "session.updated");
 }
 
 #[tokio::test]

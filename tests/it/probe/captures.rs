@@ -471,7 +471,8 @@ fn power_modes(capture: &Capture) {
     }
     assert!(!modes.is_empty(), "{}", capture.path);
     for (id, name) in &modes {
-        assert_eq!(warns_of(id, &modes), !name.starts_with("MAXN"), "{}: {name}", capture.path);
+        // Where only one mode was captured, none is known to be higher.
+        assert_eq!(warns_of(id, &modes), modes.len() > 1 && !name.starts_with("MAXN"), "{}: {name}", capture.path);
     }
 }
 

@@ -1,4 +1,4 @@
-//! A worker is not ended for its size while it works, nor while memory is free that nobody wants.
+//! A worker is not ended for its size while it works, nor while free memory has no other claim.
 
 use cotenant::policy::{event::Action, pressure::PressureLevel, reason::StopReason, snapshot::WorkerState};
 

@@ -146,6 +146,7 @@ fn shape() -> ModelShape {
             element_bytes: 2,
             granule: Bytes::ZERO,
             block_tokens: Tokens::new(512),
+            windowed: None,
         },
         context_max: Tokens::new(2048),
         workspace_fixed_bytes: mib(2),

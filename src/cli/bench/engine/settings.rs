@@ -4,26 +4,24 @@ use std::path::{Path, PathBuf};
 
 use crate::{
     causes::in_one_line,
-    cli::{
-        exit::{self, CliError},
-        plan,
-    },
+    cli::exit::{self, CliError},
     engine::{LoadError, Model, ModelOptions, Sayable, arena::Backing, backend::cpu::use_instructions},
     policy::{
         compute::{Compute, DeviceChoice, DeviceSettings},
         residency::EnginePlan,
     },
+    probe::{ProbeRoot, cores::usable_cores},
 };
 
 /// As many as the daemon and `calibrate` take without a setting.
 fn threads_here() -> u16 {
-    u16::try_from(plan::threads_here()).unwrap_or(1)
+    u16::try_from(usable_cores(&ProbeRoot::default())).unwrap_or(1)
 }
 
 /// How to measure, whatever the model.
 #[derive(Clone, Debug, clap::Args)]
 pub struct EngineSettings {
-    /// Threads that compute [default: half of the cores, as in the daemon].
+    /// Threads that compute [default: one for each physical core, as in the daemon].
     #[arg(long, default_value_t = threads_here(), hide_default_value = true, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub threads: u16,
     /// Instruction set of the kernels: `baseline`, `avx2`, `avx-vnni`, `avx512` or `avx512-bf16`, on arm64 `baseline`, `dotprod` or `i8mm`

@@ -187,8 +187,9 @@ unsafe impl Backend for Cpu {
                 Ok(())
             }
             Operation::Finish(job) => finish(isa, job, &mut Access::new(owner)),
-            Operation::Move { space, from, to, len } => {
-                move_block(Access::new(owner).region(space)?, (*from, *to), *len)
+            Operation::Move { from, to, len } => {
+                let access = Access::new(owner);
+                move_block((access.region(&from.0)?, from.1), (access.region(&to.0)?, to.1), *len)
             }
             Operation::Multiply(job) => {
                 multiply(pool, isa, job, &mut Access::new(owner))?;
@@ -396,8 +397,8 @@ pub(in crate::engine) fn dequantize(dtype: GgmlDType, row: &[u8], out: &mut [f32
 }
 
 /// Copies `len` bytes of open address space.
-fn move_block(space: &Reserve, (from, to): (usize, usize), len: usize) -> Result<(), DeviceError> {
-    let (Some(from), Some(to)) = (space.range(from, len), space.range(to, len)) else {
+fn move_block(from: (&Reserve, usize), to: (&Reserve, usize), len: usize) -> Result<(), DeviceError> {
+    let (Some(from), Some(to)) = (from.0.range(from.1, len), to.0.range(to.1, len)) else {
         return Err(DeviceError::new("a block of the cache is closed".to_owned()));
     };
     // SAFETY: both are open, and one operation is executed at a time.

@@ -44,8 +44,8 @@ pub(super) struct Launcher {
     /// Where the parts of the weights lie, behind one that lies at zero, so that offsets in it are addresses.
     parts: Table<Address>,
     places: Vec<Address>,
-    /// Where the blocks of the cache lie.
-    blocks: Table<u64>,
+    /// Where the blocks of the cache lie: of layers that see all tokens, and of those with windows.
+    blocks: [Table<u64>; 2],
     /// Growth of queries, cosines and sines of a gap, and the rows of the head that are said.
     growth: Table<f32>,
     back: Table<f32>,
@@ -61,6 +61,7 @@ impl Launcher {
     /// With memory for all operations within `limits`.
     pub(super) fn new(gpu: &Arc<Gpu>, owner: Owner, plain: bool, limits: &Limits) -> io::Result<Self> {
         let [parts, blocks, growth, back, said] = table_places(limits);
+        let table = |blocks| Table::new(gpu, Some(Tables::Cache), blocks);
         Ok(Self {
             owner,
             plain,
@@ -68,7 +69,7 @@ impl Launcher {
             counters: Allocation::new(gpu, COUNTERS_BYTES)?,
             parts: Table::new(gpu, None, parts)?,
             places: vec![0; parts],
-            blocks: Table::new(gpu, Some(Tables::Cache), blocks)?,
+            blocks: [table(blocks)?, table(blocks)?],
             growth: Table::new(gpu, Some(Tables::Cache), growth)?,
             back: Table::new(gpu, Some(Tables::Cache), back)?,
             said: Table::new(gpu, Some(Tables::Said), said)?,
@@ -100,9 +101,9 @@ impl Launcher {
                 self.command(&Command::Set { to, word: value.to_bits(), count })
             }
             Operation::Finish(job) => self.finish(job),
-            Operation::Move { space, from, to, len } => {
-                let from = self.owner.device_range(space, *from, *len)?;
-                let to = self.owner.device_range(space, *to, *len)?;
+            Operation::Move { from, to, len } => {
+                let from = self.owner.device_range(&from.0, from.1, *len)?;
+                let to = self.owner.device_range(&to.0, to.1, *len)?;
                 self.command(&Command::Copy { from, to, bytes: *len })
             }
             Operation::Multiply(job) => self.multiply(job),
@@ -454,7 +455,7 @@ impl Launcher {
     }
 
     /// The table of the cache's blocks, each of which is open.
-    fn table(&mut self, cells: &Cells<'_>, tokens: usize) -> Result<Address, DeviceError> {
+    fn table(&mut self, cells: &Cells<'_>, is_windowed: bool, tokens: usize) -> Result<Address, DeviceError> {
         let len = cells.shape.block_bytes(cells.kind).as_len();
         let used = tokens.div_ceil(cells.shape.block_tokens.get().max(1) as usize);
         let places = cells.places.iter().take(used);
@@ -462,7 +463,9 @@ impl Launcher {
             return Err(DeviceError::new("the cache has no room for its tokens".to_owned()));
         }
         let addresses = places.map(|place| self.owner.device_range(&cells.space, place * len, len));
-        self.blocks.put(&mut self.staging, addresses)
+        let [whole, windows] = &mut self.blocks;
+        let blocks = if is_windowed { windows } else { whole };
+        blocks.put(&mut self.staging, addresses)
     }
 
     fn attend(&mut self, job: &Attend<'_>) -> Result<(), DeviceError> {
@@ -479,7 +482,7 @@ impl Launcher {
         self.add_bias(values, job.rows, job.value_bias.as_ref())?;
         let offset = |part| offset_in_block(&job.cells.shape, job.cells.kind, job.layer, part, 0) as u64;
         let (key_offset, value_offset) = (offset(Part::Key), offset(Part::Value));
-        let blocks = self.table(&job.cells, job.position + job.rows)?;
+        let blocks = self.table(&job.cells, job.window.is_some(), job.position + job.rows)?;
         let back = match &job.gap {
             Some(gap) => self.back.put(&mut self.staging, gap.back.iter().copied().map(Ok))?,
             None => 0,
@@ -751,7 +754,8 @@ fn table_places(limits: &Limits) -> [usize; 5] {
 /// What a launcher takes for itself: counters, tables, and what is staged for them.
 pub(super) fn own_bytes(limits: &Limits) -> usize {
     let [parts, blocks, growth, back, said] = table_places(limits);
-    let pages = [COUNTERS_BYTES, parts * 8, blocks * 8, growth * 4, back * 4, said * 8].map(allocated_bytes);
+    let pages =
+        [COUNTERS_BYTES, parts * 8, blocks * 8, blocks * 8, growth * 4, back * 4, said * 8].map(allocated_bytes);
     pages.into_iter().sum::<usize>() + STAGING_BYTES
 }
 /// Rows of a gate that are activated together: `pair_of` of `products.cu`.

@@ -128,7 +128,6 @@ fn a_file_that_cannot_be_read_is_read_again_ever_more_rarely_and_reported_once()
     let longest = params().engine.map_or(ms(30_000), |engine| engine.restart.backoff_max);
     assert!(waits.is_sorted() && waits[0] < ms(1000) && *waits.last().unwrap() <= longest + ms(200), "{waits:?}");
     rig.tell(Event::EngineInspected { shape: shape() });
-    rig.sample(0);
     assert!(rig.plan_asked().is_some(), "it is loaded at once");
 }
 
@@ -148,7 +147,6 @@ fn a_failure_that_only_a_change_cures_is_permanent_until_the_file_is_read_again(
         assert!(!rig.actions.contains(&Action::InspectModel) && rig.plan_asked().is_none());
     }
     rig.tell(Event::EngineInspected { shape: shape() });
-    rig.sample(0);
     assert!(rig.plan_asked().is_some());
     rig.engine_applies();
     assert_eq!(rig.snapshot().engine.failure, None);
@@ -233,7 +231,7 @@ fn a_model_whose_floor_exceeds_the_budget_is_refused_and_workers_are_served() {
     };
     assert!(rig.decisions().any(|decision| *decision == Decision::Engine(refused.clone())));
     let engine = rig.snapshot().engine;
-    let failure = engine.failure.unwrap_or_default();
+    let failure = engine.failure.expect("it has failed").reason;
     assert_eq!(engine.state, EngineState::Failed);
     assert!(failure.contains("its floor is 512 MiB"), "{failure}");
     assert_eq!(rig.snapshot().memory.returning, Bytes::ZERO, "nothing is kept for it");

@@ -125,7 +125,7 @@ fn a_limit_that_is_lowered_makes_holders_come_within_the_budget_that_follows_fro
     let budget = (full + mib(60)).get() >> 20;
     rig.wait(10).tell(within(budget));
     assert_eq!(rig.snapshot().memory.budget, mib(budget));
-    assert_eq!(rig.snapshot().machine.limited_by.as_deref(), Some("/box"));
+    assert_eq!(rig.snapshot().pressure.machine.limited_by.as_deref(), Some("/box"));
     // More is held than the budget has: nothing is free, and the less urgent give.
     assert_eq!(rig.snapshot().memory.free, Bytes::ZERO);
     let asked = |rig: &Rig| {
