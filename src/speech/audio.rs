@@ -8,6 +8,7 @@ use std::{
 use hound::{SampleFormat, WavReader, WavSpec, WavWriter};
 
 use super::{
+    coded_wav::CodedFormat,
     resample::{ResampleError, Resampler, from_float},
     wyoming::AudioFormat,
 };
@@ -127,7 +128,8 @@ pub fn wav_stream_header(sample_rate_hz: u32) -> Vec<u8> {
     header
 }
 
-/// Reads a WAV file of 8, 16, 24 or 32 bits, integer or float, any rate and number of channels, as mono.
+/// Reads a WAV file of 8, 16, 24 or 32 bits, 32 or 64 bits of floating point, A-law or mu-law, of any rate and number of
+/// channels, as mono.
 ///
 /// A data length that stands for "not known yet" (0 or nearly 2^31 or 2^32) means up to the end of the file. A file
 /// without samples is no error: nothing was said.
@@ -150,46 +152,77 @@ pub fn parse_wav(file: &[u8], limit: Duration) -> Result<MonoAudio, AudioError> 
 pub(super) fn read_wav(
     file: &[u8],
     limit: Duration,
-    mut take: impl FnMut(u32, &[i16]) -> Result<(), AudioError>,
+    take: impl FnMut(u32, &[i16]) -> Result<(), AudioError>,
 ) -> Result<u32, AudioError> {
-    let header = match data_chunk(file) {
+    let data = chunk(file, *b"data");
+    let header = match data {
         Some(data) if is_open_ended(data) => Some(with_length(file, data)),
         Some(data) if u64::from(data.declared) > data.present => {
             return Err(AudioError::Truncated { declared: data.declared.into(), present: data.present });
         }
         _ => None,
     };
+    let format = chunk(file, *b"fmt ").and_then(|format| CodedFormat::of(file.get(format.body()..)?));
+    if let (Some(format), Some(data)) = (format, data) {
+        let bytes = file.get(data.body()..).unwrap_or_default();
+        let declared = usize::try_from(data.declared).unwrap_or(usize::MAX);
+        let bytes = if header.is_some() { bytes } else { bytes.get(..declared).unwrap_or(bytes) };
+        let mut blocks = Blocks::begin(format.channels, format.rate_hz, take)?;
+        within(bytes.len() as u64 / format.frame_bytes(), format.rate_hz, limit)?;
+        format.samples(bytes).try_for_each(|sample| blocks.push(sample))?;
+        return blocks.end();
+    }
     let header = header.unwrap_or_default();
     let rest = file.get(header.len()..).unwrap_or_default();
     let mut reader = WavReader::new(header.as_slice().chain(rest)).map_err(AudioError::Wav)?;
     let spec = reader.spec();
-    supported_rate(spec.sample_rate)?;
+    let mut blocks = Blocks::begin(spec.channels, spec.sample_rate, take)?;
     within(reader.duration().into(), spec.sample_rate, limit)?;
-    let mut mixer = Mixer::new(spec.channels, WAV_BLOCK_FRAMES);
-    let mut push = |sample| {
-        mixer.push(sample);
-        if mixer.samples.len() < WAV_BLOCK_FRAMES {
-            return Ok(());
-        }
-        let taken = take(spec.sample_rate, &mixer.samples);
-        mixer.samples.clear();
-        taken
-    };
     match spec.sample_format {
         SampleFormat::Int => {
             let bits = u32::from(spec.bits_per_sample);
             for sample in reader.samples::<i32>() {
-                push(scaled_to_16_bits(sample.map_err(AudioError::Wav)?, bits))?;
+                blocks.push(scaled_to_16_bits(sample.map_err(AudioError::Wav)?, bits))?;
             }
         }
         SampleFormat::Float => {
             for sample in reader.samples::<f32>() {
-                push(i32::from(from_float(sample.map_err(AudioError::Wav)?)))?;
+                blocks.push(i32::from(from_float(sample.map_err(AudioError::Wav)?)))?;
             }
         }
     }
-    take(spec.sample_rate, &mixer.samples)?;
-    Ok(spec.sample_rate)
+    blocks.end()
+}
+
+/// Samples of a file, handed on as mono in blocks.
+struct Blocks<F> {
+    rate_hz: u32,
+    mixer: Mixer,
+    take: F,
+}
+
+impl<F: FnMut(u32, &[i16]) -> Result<(), AudioError>> Blocks<F> {
+    fn begin(channels: u16, rate_hz: u32, take: F) -> Result<Self, AudioError> {
+        supported_rate(rate_hz)?;
+        Ok(Self { rate_hz, mixer: Mixer::new(channels, WAV_BLOCK_FRAMES), take })
+    }
+
+    /// Takes the next sample, in the range of 16 bits.
+    fn push(&mut self, sample: i32) -> Result<(), AudioError> {
+        self.mixer.push(sample);
+        if self.mixer.samples.len() < WAV_BLOCK_FRAMES {
+            return Ok(());
+        }
+        let taken = (self.take)(self.rate_hz, &self.mixer.samples);
+        self.mixer.samples.clear();
+        taken
+    }
+
+    /// Hands on the last block; returns the rate.
+    fn end(mut self) -> Result<u32, AudioError> {
+        (self.take)(self.rate_hz, &self.mixer.samples)?;
+        Ok(self.rate_hz)
+    }
 }
 
 /// Turns raw little-endian PCM that comes in pieces into mono samples.
@@ -345,9 +378,9 @@ impl Mixer {
     }
 }
 
-/// The data chunk of a WAV file.
+/// A chunk of a WAV file.
 #[derive(Clone, Copy)]
-struct DataChunk {
+struct Chunk {
     /// Where its length is written.
     length_at: usize,
     /// Its length as written.
@@ -356,8 +389,15 @@ struct DataChunk {
     present: u64,
 }
 
-/// Finds the data chunk; `None` when the file is too short or not RIFF, which `hound` then explains.
-fn data_chunk(file: &[u8]) -> Option<DataChunk> {
+impl Chunk {
+    /// Where its contents begin.
+    const fn body(self) -> usize {
+        self.length_at + 4
+    }
+}
+
+/// The first chunk of a kind; `None` when the file is too short or not RIFF, which `hound` then explains.
+fn chunk(file: &[u8], wanted: [u8; 4]) -> Option<Chunk> {
     if file.get(..4)? != b"RIFF" {
         return None;
     }
@@ -366,8 +406,8 @@ fn data_chunk(file: &[u8]) -> Option<DataChunk> {
         let kind = file.get(at..at.checked_add(4)?)?;
         let length = u32::from_le_bytes(*file.get(at + 4..)?.first_chunk()?);
         let body = at + 8;
-        if kind == b"data" {
-            return Some(DataChunk {
+        if kind == wanted {
+            return Some(Chunk {
                 length_at: at + 4,
                 declared: length,
                 present: u64::try_from(file.len() - body).ok()?,
@@ -379,14 +419,14 @@ fn data_chunk(file: &[u8]) -> Option<DataChunk> {
 
 /// Whether a length stands for "not known yet": 0 before audio, or close to 2^31 or 2^32 as `sox` and `ffmpeg` write
 /// it to pipes, and more than what is there.
-fn is_open_ended(data: DataChunk) -> bool {
+fn is_open_ended(data: Chunk) -> bool {
     let nearly = |power: u64| (power - (1 << 12)..power).contains(&u64::from(data.declared));
     data.present > 0 && data.declared == 0
         || u64::from(data.declared) > data.present && (nearly(1 << 31) || nearly(1 << 32))
 }
 
 /// The file up to its samples, with the length that its data chunk has, in whole frames.
-fn with_length(file: &[u8], data: DataChunk) -> Vec<u8> {
+fn with_length(file: &[u8], data: Chunk) -> Vec<u8> {
     let mut header = file.get(..data.length_at).unwrap_or_default().to_vec();
     // The frame size is the last but one field of the format chunk, which comes first in files of this kind.
     let frame =

@@ -17,6 +17,7 @@
 
 pub mod audio;
 pub mod client;
+mod coded_wav;
 pub mod decode;
 pub mod decoder;
 pub mod encode;

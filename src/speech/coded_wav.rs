@@ -1,0 +1,144 @@
+//! WAV samples in the codings that `hound` does not read: those of telephones (ITU-T G.711), and 64-bit floating point.
+
+use super::resample::from_float;
+
+/// What the format chunk of such a file says.
+#[derive(Clone, Copy)]
+pub(super) struct CodedFormat {
+    coding: Coding,
+    pub(super) channels: u16,
+    pub(super) rate_hz: u32,
+}
+
+#[derive(Clone, Copy)]
+enum Coding {
+    ALaw,
+    MuLaw,
+    Double,
+}
+
+impl CodedFormat {
+    /// The format by the body of its chunk; `None` for one that `hound` reads, or refuses.
+    pub(super) fn of(chunk: &[u8]) -> Option<Self> {
+        let number = |at: usize| Some(u16::from_le_bytes(*chunk.get(at..)?.first_chunk()?));
+        // The "extensible" format has its coding in the first two bytes of an identifier.
+        let coding = if number(0)? == EXTENSIBLE { number(24)? } else { number(0)? };
+        let coding = match (coding, number(14)?) {
+            (A_LAW, 8) => Coding::ALaw,
+            (MU_LAW, 8) => Coding::MuLaw,
+            (FLOAT, 64) => Coding::Double,
+            _ => return None,
+        };
+        let rate_hz = u32::from_le_bytes(*chunk.get(4..)?.first_chunk()?);
+        Some(Self { coding, channels: number(2)?.max(1), rate_hz })
+    }
+
+    /// The samples of these bytes in the range of 16 bits, channel after channel; what is left of the last one is not read.
+    pub(super) fn samples(self, bytes: &[u8]) -> impl Iterator<Item = i32> {
+        bytes.chunks_exact(self.width()).map(move |sample| self.coding.decode(sample).into())
+    }
+
+    /// Bytes of a frame.
+    pub(super) fn frame_bytes(self) -> u64 {
+        u64::from(self.channels) * self.width() as u64
+    }
+
+    const fn width(self) -> usize {
+        match self.coding {
+            Coding::ALaw | Coding::MuLaw => 1,
+            Coding::Double => 8,
+        }
+    }
+}
+
+impl Coding {
+    fn decode(self, sample: &[u8]) -> i16 {
+        match (self, sample) {
+            (Self::ALaw, [byte]) => a_law(*byte),
+            (Self::MuLaw, [byte]) => mu_law(*byte),
+            #[expect(clippy::cast_possible_truncation, reason = "16 bits of it are kept")]
+            (_, bytes) => bytes.first_chunk().map_or(0, |bytes| from_float(f64::from_le_bytes(*bytes) as f32)),
+        }
+    }
+}
+
+/// 13 bits of a sign, three bits of an exponent and four of a mantissa, every other bit inverted.
+fn a_law(byte: u8) -> i16 {
+    let byte = byte ^ 0x55;
+    let (exponent, mantissa) = ((byte >> 4) & 7, i16::from(byte & 15) << 4);
+    let magnitude = if exponent == 0 { mantissa + 8 } else { (mantissa + 264) << (exponent - 1) };
+    if byte & 0x80 == 0 { -magnitude } else { magnitude }
+}
+
+/// 14 bits in the same way, all bits inverted, with a bias of 33 quarters.
+fn mu_law(byte: u8) -> i16 {
+    let byte = !byte;
+    let magnitude = (((i16::from(byte & 15) << 3) + MU_LAW_BIAS) << ((byte >> 4) & 7)) - MU_LAW_BIAS;
+    if byte & 0x80 == 0 { magnitude } else { -magnitude }
+}
+
+const MU_LAW_BIAS: i16 = 33 * 4;
+
+/// Codings of WAV files (`mmreg.h`).
+const FLOAT: u16 = 3;
+const A_LAW: u16 = 6;
+const MU_LAW: u16 = 7;
+const EXTENSIBLE: u16 = 0xfffe;
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::{super::audio::parse_wav, *};
+
+    /// A WAV file with this format and data.
+    fn wav(coding: u16, rate: u32, bits: u16, data: &[u8]) -> Vec<u8> {
+        let bytes = rate * u32::from(bits / 8);
+        let length = u32::try_from(data.len()).unwrap();
+        let mut file = b"RIFF".to_vec();
+        file.extend((length + 38).to_le_bytes());
+        file.extend(b"WAVEfmt ");
+        file.extend(18u32.to_le_bytes());
+        file.extend([coding, 1].map(u16::to_le_bytes).concat());
+        file.extend([rate, bytes].map(u32::to_le_bytes).concat());
+        file.extend([bits / 8, bits, 0].map(u16::to_le_bytes).concat());
+        file.extend(b"data");
+        file.extend(length.to_le_bytes());
+        file.extend(data);
+        file
+    }
+
+    /// Values of the tables 1a to 2b of G.711, in 16 bits, as `sox` 14.4 and ffmpeg decode them.
+    #[test]
+    fn telephones_are_decoded_as_the_tables_of_g711_say() {
+        for (byte, a, mu) in [
+            (0x00, -5504, -32_124),
+            (0x2a, -32_256, -5372),
+            (0x55, -8, -716),
+            (0x7f, -848, 0),
+            (0x80, 5504, 32_124),
+            (0xaa, 32_256, 5372),
+            (0xd5, 8, 716),
+            (0xff, 848, 0),
+        ] {
+            assert_eq!((a_law(byte), mu_law(byte)), (a, mu), "{byte:#x}");
+        }
+    }
+
+    #[test]
+    fn files_of_each_coding_are_read() {
+        let minute = Duration::from_secs(60);
+        let doubles: Vec<u8> = [0.0, 0.5, -1.0, 7.0].into_iter().flat_map(f64::to_le_bytes).collect();
+        for (file, samples) in [
+            (wav(A_LAW, 8000, 8, &[0x55, 0xaa]), vec![-8, 32_256]),
+            (wav(MU_LAW, 8000, 8, &[0x00, 0xff]), vec![-32_124, 0]),
+            (wav(FLOAT, 48_000, 64, &doubles), vec![0, 16_384, -32_767, 32_767]),
+        ] {
+            assert_eq!(parse_wav(&file, minute).unwrap().samples, samples);
+            let error = parse_wav(&file[..file.len() - 1], minute).unwrap_err();
+            assert!(error.to_string().starts_with("WAV file is cut short"), "{error}");
+        }
+        let error = parse_wav(&wav(MU_LAW, 0, 8, &[0]), minute).unwrap_err();
+        assert!(error.to_string().starts_with("sample rate of 0 Hz"), "{error}");
+    }
+}
