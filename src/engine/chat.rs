@@ -360,7 +360,7 @@ pub enum ChatError {
     },
 }
 
-const KEY_TEMPLATE: &str = "tokenizer.chat_template";
+pub(super) const KEY_TEMPLATE: &str = "tokenizer.chat_template";
 
 /// The control tokens that ChatML is made of.
 const CHATML_TOKENS: [&str; 2] = ["<|im_start|>", "<|im_end|>"];

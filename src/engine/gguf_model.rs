@@ -45,31 +45,45 @@ pub(super) struct GgufModel {
 impl GgufModel {
     /// What a file's model occupies, its text side included; refuses what could not be opened for its header.
     pub(super) fn inspect(path: &Path, vocabulary: Option<&Sayable>, compute: Compute) -> Result<Inspected, LoadError> {
-        let (shape, header) = Model::inspect_with(path, vocabulary, compute)?;
+        let (inspected, header) = Self::read(path, vocabulary, compute)?;
         Tokenizer::check(&header).map_err(|error| LoadError::new(path, TextError::from(error).into()))?;
-        let text = TextSide::bytes_max(&header);
-        Ok(Inspected {
-            shape: with_text(shape, text),
-            text,
-            unused: spec::unused(&header),
-            tensors: TensorGroup::of(&header),
-            file_bytes: header.file_bytes(),
-        })
+        Ok(inspected)
     }
 
-    /// The same, with its tokenizer and template made as [`open`](Self::open) makes them: what that would refuse of a
-    /// whole file is refused.
+    /// The same, and refuses what [`open`](Self::open) would refuse of a whole file, as far as that shows without building
+    /// the tokenizer, which takes most of a second.
+    pub(super) fn foresee(path: &Path, vocabulary: Option<&Sayable>, compute: Compute) -> Result<Inspected, LoadError> {
+        let (inspected, header) = Self::read(path, vocabulary, compute)?;
+        Model::refuse_zeros(&header).map_err(|kind| LoadError::new(path, kind))?;
+        TextSide::check(&header).map_err(|error| LoadError::new(path, error.into()))?;
+        Ok(inspected)
+    }
+
+    /// The same, with its tokenizer and template made as [`open`](Self::open) makes them.
     pub(super) fn check(
         path: &Path,
         vocabulary: Option<&Sayable>,
         compute: Compute,
         helper: Option<PathBuf>,
     ) -> Result<Inspected, LoadError> {
-        let (shape, header) = Model::inspect_with(path, vocabulary, compute)?;
+        let (inspected, header) = Self::read(path, vocabulary, compute)?;
         Model::refuse_zeros(&header).map_err(|kind| LoadError::new(path, kind))?;
-        TextSide::with_helper(&header, shape.context_max, helper)
+        TextSide::with_helper(&header, inspected.shape.context_max, helper)
             .map_err(|error| LoadError::new(path, error.into()))?;
-        Self::inspect(path, vocabulary, compute)
+        Ok(inspected)
+    }
+
+    fn read(path: &Path, vocabulary: Option<&Sayable>, compute: Compute) -> Result<(Inspected, Header), LoadError> {
+        let (shape, header) = Model::inspect_with(path, vocabulary, compute)?;
+        let text = TextSide::bytes_max(&header);
+        let inspected = Inspected {
+            shape: with_text(shape, text),
+            text,
+            unused: spec::unused(&header),
+            tensors: TensorGroup::of(&header),
+            file_bytes: header.file_bytes(),
+        };
+        Ok((inspected, header))
     }
 
     /// Opens a file with a first plan, made for the model that is `expected`.

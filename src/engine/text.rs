@@ -9,14 +9,14 @@ use serde_json::{Map, Value};
 
 use super::{
     answer::{AnswerStyle, THOUGHT, Thoughts},
-    chat::{ChatError, ChatTemplate},
+    chat::{ChatError, ChatTemplate, KEY_TEMPLATE},
     constraint::{self, Client, ConstraintError},
     error::LoadErrorKind,
     generate::{GenerateRequest, Prompt, PromptError},
     gguf::Header,
     helper::{FormPlace, Helper, JobError, Kind, Setup, most},
     sampling::{TokenMask, recommended},
-    tokenizer::{Tokenizer, TokenizerError},
+    tokenizer::{Pieces, Tokenizer, TokenizerError},
 };
 use crate::{
     causes::in_one_line,
@@ -70,8 +70,19 @@ impl TextSide {
             sampling,
             rendering: Mutex::default(),
         };
-        side.compile()?;
+        compile(&side.helper, side.template.source(), || side.setup())?;
         Ok(side)
+    }
+
+    /// Refuses a tokenizer or a chat template that no load would take, without building the tokenizer.
+    ///
+    /// # Errors
+    /// As [`Self::of`], but for what the library of tokenizers refuses.
+    pub fn check(header: &Header) -> Result<(), TextError> {
+        Tokenizer::check(header)?;
+        let template = header.string(KEY_TEMPLATE).unwrap_or_default();
+        let setup = || Setup { words: Pieces::default(), ends: Vec::new(), template: Some(template.to_owned()) };
+        Ok(compile(&Helper::new(None), template, setup)?)
     }
 
     /// What the text side of the model with this header occupies at most, the helper included: whole pages, as everything on
@@ -141,21 +152,6 @@ impl TextSide {
         }
     }
 
-    /// Whether the template can be compiled.
-    fn compile(&self) -> Result<(), ChatError> {
-        if self.template.source().is_empty() {
-            return Ok(());
-        }
-        let compiled = self.helper.template(Kind::Compile, &[], || self.setup());
-        self.helper.end();
-        let message = match compiled {
-            Ok((Kind::Text, _)) => return Ok(()),
-            Ok((_, message)) => String::from_utf8_lossy(&message).into_owned(),
-            Err(error) => in_one_line(&error),
-        };
-        Err(ChatError::Compile { message })
-    }
-
     /// The template's text for a context.
     fn render(&self, context: &Map<String, Value>) -> Result<String, ChatError> {
         let failed = |message: String| ChatError::Render { message };
@@ -222,6 +218,21 @@ impl TextSide {
         self.tokenizer.begin(&mut tokens);
         Ok((tokens, style))
     }
+}
+
+/// Compiles a chat template, if there is one.
+fn compile(helper: &Helper, template: &str, setup: impl Fn() -> Setup) -> Result<(), ChatError> {
+    if template.is_empty() {
+        return Ok(());
+    }
+    let compiled = helper.template(Kind::Compile, &[], setup);
+    helper.end();
+    let message = match compiled {
+        Ok((Kind::Text, _)) => return Ok(()),
+        Ok((_, message)) => String::from_utf8_lossy(&message).into_owned(),
+        Err(error) => in_one_line(&error),
+    };
+    Err(ChatError::Compile { message })
 }
 
 /// Why a model file's text side cannot be used.

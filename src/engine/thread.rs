@@ -107,7 +107,19 @@ impl Engine {
         GgufModel::inspect(path, vocabulary, compute.into())
     }
 
-    /// As [`Self::inspect_with`], and refuses a tokenizer or a chat template that a load would refuse.
+    /// As [`Self::inspect_with`], and refuses what a load would refuse, as far as that shows within 100 ms.
+    ///
+    /// # Errors
+    /// As there, and when the file ends in zeros, or its tables of tokens or its chat template are of no use.
+    pub fn foresee(
+        path: &Path,
+        vocabulary: Option<&Sayable>,
+        compute: impl Into<Compute>,
+    ) -> Result<Inspected, LoadError> {
+        GgufModel::foresee(path, vocabulary, compute.into())
+    }
+
+    /// As [`Self::foresee`], and builds the tokenizer.
     ///
     /// # Errors
     /// When it could not be opened.

@@ -164,9 +164,8 @@ fn inspect(
         return Ok(inspected);
     }
     let llm = config.and_then(|config| config.llm.as_ref()).filter(|llm| llm.path == model);
-    // What a load would refuse is no plan: its tokenizer and template too.
     let vocabulary = llm.and_then(sayable);
-    Engine::check(model, vocabulary.as_ref(), threads, None).map_err(|error| refused(&error))
+    Engine::foresee(model, vocabulary.as_ref(), threads).map_err(|error| refused(&error))
 }
 
 /// Parameters of the policy from arguments and configuration.

@@ -30,7 +30,7 @@ pub(super) fn refuse_zeros(header: &Header, file: &WeightFile, watch: &DiskWatch
         |tensor: &&TensorInfo| tensor.dims.iter().filter(|dim| **dim > 1).count() > 1 && !is_of_tokens(&tensor.name);
     let mut matrices: Vec<&TensorInfo> = header.tensors().filter(is_matrix).collect();
     matrices.sort_by_key(|tensor| std::cmp::Reverse(tensor.offset));
-    for matrix in matrices.into_iter().take(MATRICES_MAX) {
+    for matrix in matrices {
         if !is_zero(matrix, 0, file, watch)? {
             return Ok(());
         }
@@ -136,8 +136,6 @@ fn extent(tensor: &TensorInfo, offset: u64, bytes: usize) -> Extent {
 const SAMPLE_BYTES: u64 = 4096;
 /// Places of a matrix that can be looked at.
 const SAMPLES: u64 = 16;
-/// Matrices that are looked at while all of them hold zeros. Our choice.
-const MATRICES_MAX: usize = 8;
 /// No type of a weight is aligned to more.
 const ALIGNMENT: usize = 16;
 /// Bytes that are converted at a time.

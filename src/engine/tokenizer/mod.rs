@@ -66,26 +66,7 @@ impl Tokenizer {
     /// # Errors
     /// When tables are missing or contradict each other, or are of a kind that is not known.
     pub fn from_header(header: &Header) -> Result<Self, TokenizerError> {
-        let scheme = Scheme::of(header)?;
-        let texts = header.strings(KEY_TOKENS).ok_or(TokenizerError::Missing { key: KEY_TOKENS })?;
-        let count = u32::try_from(texts.len()).unwrap_or(u32::MAX);
-        let types = header.ints(KEY_TYPES).unwrap_or_default();
-        if !types.is_empty() && types.len() != texts.len() {
-            return Err(TokenizerError::Invalid {
-                key: KEY_TYPES,
-                problem: format!("it has {} entries for {count} tokens", types.len()),
-            });
-        }
-        let id = |key: &'static str| match header.u32(key) {
-            Some(id) if id >= count => {
-                Err(TokenizerError::Invalid { key, problem: format!("it names token {id} of {count}") })
-            }
-            id => Ok(id),
-        };
-        let (bos, eos) = (id(KEY_BOS)?, id(KEY_EOS)?);
-        let named_ends = [eos, id(KEY_EOT)?, id(KEY_EOM)?];
-        let mut ends: BTreeSet<u32> = named_ends.into_iter().flatten().collect();
-
+        let Tables { scheme, texts, types, bos, mut ends } = Tables::of(header)?;
         let mut vocabulary = tokenizers::models::bpe::Vocab::default();
         let mut pieces = Pieces::default();
         let mut control = Literals::default();
@@ -129,19 +110,20 @@ impl Tokenizer {
         })
     }
 
-    /// The rules and the kind of tokenizer that a header names and the lengths of its texts, checked without building it.
+    /// Refuses tables that no tokenizer can be built of, without building it.
     ///
     /// # Errors
-    /// When they are missing, not known or too long.
+    /// As [`Self::from_header`], but for what the library refuses.
     pub fn check(header: &Header) -> Result<(), TokenizerError> {
-        let scheme = Scheme::of(header)?;
-        let texts = header.strings(KEY_TOKENS).into_iter().flat_map(StringTable::iter);
-        let kinds = header.ints(KEY_TYPES).unwrap_or_default();
-        let kinds = kinds.iter().copied().map(Some).chain(std::iter::repeat(None));
-        for ((token, text), kind) in (0u32..).zip(texts).zip(kinds) {
+        let Tables { scheme, texts, types, bos: _, ends: _ } = Tables::of(header)?;
+        let kinds = types.iter().copied().map(Some).chain(std::iter::repeat(None));
+        for ((token, text), kind) in (0u32..).zip(texts.iter()).zip(kinds) {
             check_length(scheme, token, text, kind)?;
         }
-        Ok(())
+        match scheme {
+            Scheme::ByteLevel(_) => merge_lines(header)?.try_for_each(|merge| merge.map(drop)),
+            Scheme::SentencePieces => sentence_pieces::scores(header).map(drop),
+        }
     }
 
     /// Memory that the tokenizer of a header occupies on the heap, within a few percent: the library's tables, which are
@@ -328,6 +310,39 @@ const fn check_length(scheme: Scheme, token: u32, text: &str, kind: Option<i32>)
     Err(TokenizerError::PieceTooLong { token, bytes, limit })
 }
 
+/// What a header says of its tokens.
+struct Tables<'header> {
+    scheme: Scheme,
+    texts: &'header StringTable,
+    /// Kinds of the tokens; empty when the header does not tell them.
+    types: &'header [i32],
+    bos: Option<u32>,
+    ends: BTreeSet<u32>,
+}
+
+impl<'header> Tables<'header> {
+    fn of(header: &'header Header) -> Result<Self, TokenizerError> {
+        let scheme = Scheme::of(header)?;
+        let texts = header.strings(KEY_TOKENS).ok_or(TokenizerError::Missing { key: KEY_TOKENS })?;
+        let count = u32::try_from(texts.len()).unwrap_or(u32::MAX);
+        let types = header.ints(KEY_TYPES).unwrap_or_default();
+        if !types.is_empty() && types.len() != texts.len() {
+            return Err(TokenizerError::Invalid {
+                key: KEY_TYPES,
+                problem: format!("it has {} entries for {count} tokens", types.len()),
+            });
+        }
+        let id = |key: &'static str| match header.u32(key) {
+            Some(id) if id >= count => {
+                Err(TokenizerError::Invalid { key, problem: format!("it names token {id} of {count}") })
+            }
+            id => Ok(id),
+        };
+        let (bos, named_ends) = (id(KEY_BOS)?, [id(KEY_EOS)?, id(KEY_EOT)?, id(KEY_EOM)?]);
+        Ok(Self { scheme, texts, types, bos, ends: named_ends.into_iter().flatten().collect() })
+    }
+}
+
 /// The library's encoder for a vocabulary of bytes.
 fn byte_level(
     header: &Header,
@@ -369,21 +384,26 @@ fn merges(
     header: &Header,
     vocabulary: &tokenizers::models::bpe::Vocab,
 ) -> Result<Vec<(String, String)>, TokenizerError> {
-    let lines = header.strings(KEY_MERGES).ok_or(TokenizerError::Missing { key: KEY_MERGES })?;
-    let mut merges = Vec::with_capacity(lines.len());
-    for (at, line) in lines.iter().enumerate() {
-        let Some((left, right)) = line.split_once(' ') else {
-            return Err(TokenizerError::Invalid {
-                key: KEY_MERGES,
-                problem: format!("entry {at} is `{line}`, not two parts"),
-            });
-        };
+    let mut merges = Vec::new();
+    for merge in merge_lines(header)? {
+        let (left, right) = merge?;
         let known = |text: &str| vocabulary.contains_key(text);
         if known(left) && known(right) && known(&format!("{left}{right}")) {
             merges.push((left.to_owned(), right.to_owned()));
         }
     }
     Ok(merges)
+}
+
+/// The two parts of each merge.
+fn merge_lines(header: &Header) -> Result<impl Iterator<Item = Result<(&str, &str), TokenizerError>>, TokenizerError> {
+    let lines = header.strings(KEY_MERGES).ok_or(TokenizerError::Missing { key: KEY_MERGES })?;
+    Ok(lines.iter().enumerate().map(|(at, line)| {
+        line.split_once(' ').ok_or_else(|| TokenizerError::Invalid {
+            key: KEY_MERGES,
+            problem: format!("entry {at} is `{line}`, not two parts"),
+        })
+    }))
 }
 
 /// Texts are encoded in pieces of about this length; the library then works in about 1 MiB.

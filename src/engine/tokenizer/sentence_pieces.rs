@@ -15,19 +15,16 @@ use tokenizers::{
 use super::{
     error::TokenizerError,
     segments::{Cut, Pairs},
-    terms::{Bpe, KEY_SCORES, PIECE_BYTES_MAX, SPACE, WORDS_REMEMBERED},
+    terms::{Bpe, KEY_SCORES, KEY_TOKENS, PIECE_BYTES_MAX, SPACE, WORDS_REMEMBERED},
 };
 use crate::engine::gguf::{Header, StringTable};
 
 /// The encoder, and where long texts may be cut.
 pub(super) fn build(header: &Header, vocabulary: Vocab) -> Result<(Bpe, Cut), TokenizerError> {
-    let scores = header.floats(KEY_SCORES).ok_or(TokenizerError::Missing { key: KEY_SCORES })?;
+    let scores = scores(header)?;
     let mut merges: Vec<(f32, u32, &str, &str)> = Vec::new();
     for (text, &token) in &vocabulary {
-        let score = scores.get(token as usize).copied().ok_or(TokenizerError::Invalid {
-            key: KEY_SCORES,
-            problem: format!("it has {} entries, none for token {token}", scores.len()),
-        })?;
+        let score = scores.get(token as usize).copied().unwrap_or_default();
         merges.extend(
             splits(text)
                 .filter(|(left, right)| vocabulary.contains_key(*left) && vocabulary.contains_key(*right))
@@ -50,6 +47,17 @@ pub(super) fn build(header: &Header, vocabulary: Vocab) -> Result<(Bpe, Cut), To
     let spaces = Replace::new(" ", SPACE).map_err(|error| TokenizerError::library(&error))?;
     bpe.with_normalizer(Some(NormalizerWrapper::from(spaces))).map_err(|error| TokenizerError::library(&error))?;
     Ok((bpe, cut))
+}
+
+/// The score of each token.
+pub(super) fn scores(header: &Header) -> Result<&[f32], TokenizerError> {
+    let tokens = header.strings(KEY_TOKENS).map_or(0, StringTable::len);
+    let scores = header.floats(KEY_SCORES).ok_or(TokenizerError::Missing { key: KEY_SCORES })?;
+    if scores.len() < tokens {
+        let problem = format!("it has {} entries for {tokens} tokens", scores.len());
+        return Err(TokenizerError::Invalid { key: KEY_SCORES, problem });
+    }
+    Ok(scores)
 }
 
 /// How many merges [`build`] would find.
