@@ -19,13 +19,17 @@ import checks
 from checks import check
 
 
+# The package has no argument for it.
+GREEDY = {"temperature": 0}
+
+
 class Context:
     def __init__(self, arguments):
         self.client = Anthropic(base_url=arguments.base_url, api_key="unused")
         self.model = arguments.model or self.client.models.list().data[0].id
 
     def ask(self, text="turn on the light", **settings):
-        settings = {"max_tokens": 32, "temperature": 0} | settings
+        settings = {"max_tokens": 32, "extra_body": GREEDY} | settings
         return self.client.messages.create(
             model=self.model, messages=[{"role": "user", "content": text}], **settings
         )
@@ -52,7 +56,7 @@ def an_answer_in_one_piece(context):
 def a_stream_says_the_same(context):
     whole = context.ask()
     with context.client.messages.stream(
-        model=context.model, max_tokens=32, temperature=0, messages=[{"role": "user", "content": "turn on the light"}]
+        model=context.model, max_tokens=32, extra_body=GREEDY, messages=[{"role": "user", "content": "turn on the light"}]
     ) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
@@ -90,7 +94,7 @@ LIGHT = {
 
 @check(scripted=False)
 def a_tool_that_must_be_called_is_called_and_its_result_taken(context):
-    settings = {"tools": [LIGHT], "tool_choice": {"type": "tool", "name": "set_light"}, "max_tokens": 256, "temperature": 0}
+    settings = {"tools": [LIGHT], "tool_choice": {"type": "tool", "name": "set_light"}, "max_tokens": 256, "extra_body": GREEDY}
     answer = context.ask(**settings)
     assert answer.stop_reason == "tool_use", answer
     [call] = [block for block in answer.content if block.type == "tool_use"]

@@ -47,8 +47,10 @@ struct Greedy {
 #[derive(Deserialize)]
 struct Perplexity {
     window: usize,
-    tokens: u32,
-    perplexity: f64,
+    windows: usize,
+    f16: f64,
+    q8: f64,
+    q4: f64,
 }
 
 #[derive(Deserialize)]
@@ -183,10 +185,11 @@ fn a_published_model_with_sliding_windows_is_read_as_llama_cpp_does_at_every_res
 }
 
 /// Perplexity as `llama-perplexity` counts it.
-fn perplexity(model: &mut Model, text: &TextSide, tokens: &[u32], window: usize) -> (f64, u32) {
+fn perplexity(model: &mut Model, text: &TextSide, tokens: &[u32], wanted: &Perplexity) -> f64 {
+    let window = wanted.window;
     let begins = text.tokenizer().bos().filter(|_| text.tokenizer().adds_bos());
-    let (mut sum, mut count) = (0.0, 0);
-    for part in tokens.chunks_exact(window) {
+    let (mut sum, mut count) = (0.0, 0u32);
+    for part in tokens.chunks_exact(window).take(wanted.windows) {
         let mut input = part.to_vec();
         if let Some(begin) = begins {
             input[0] = begin;
@@ -204,10 +207,10 @@ fn perplexity(model: &mut Model, text: &TextSide, tokens: &[u32], window: usize)
             })
             .unwrap();
     }
-    ((sum / f64::from(count)).exp(), count)
+    (sum / f64::from(count)).exp()
 }
 
-/// Half of the 4-bit types' steps are as large as what llama.cpp's own ways differ by.
+/// What the cache's type costs, beside what the same type costs llama.cpp.
 #[test]
 fn published_models_expect_a_text_as_llama_cpp_does_with_each_kv_type() {
     let Some(folder) = models() else { return };
@@ -219,14 +222,15 @@ fn published_models_expect_a_text_as_llama_cpp_does_with_each_kv_type() {
         let rest = text.tokenizer().encode_rendered(&said, None).unwrap();
         let tokens: Vec<u32> = begins.into_iter().chain(rest).collect();
         let layers = model.shape().layer_count();
-        for (kv_type, most) in [(KvType::F16, 0.5), (KvType::Q8, 0.5), (KvType::Q4, 8.0)] {
+        let types = [(KvType::F16, wanted.f16), (KvType::Q8, wanted.q8), (KvType::Q4, wanted.q4)];
+        for (kv_type, theirs) in types {
             model.reset();
             model.apply(&plan(0..layers, kv_type)).unwrap();
-            let (ours, count) = perplexity(&mut model, &text, &tokens, wanted.window);
-            assert_eq!(count, wanted.tokens, "{file}");
-            let percent = (ours / wanted.perplexity - 1.0) * 100.0;
-            println!("{file}, {kv_type}: {ours:.4}, llama.cpp {}: {percent:+.3} %", wanted.perplexity);
-            assert!(percent.abs() <= most, "{file}, {kv_type}: {percent} %");
+            let ours = perplexity(&mut model, &text, &tokens, &wanted);
+            let percent = (ours / theirs - 1.0) * 100.0;
+            println!("{file}, {kv_type}: {ours:.4}, llama.cpp {theirs}: {percent:+.3} %");
+            let is_near = if kv_type == KvType::Q4 { percent <= 2.0 } else { percent.abs() <= 0.5 };
+            assert!(is_near, "{file}, {kv_type}: {percent} %");
         }
     }
 }
