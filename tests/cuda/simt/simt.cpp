@@ -51,6 +51,7 @@ std::vector<Fiber> fibers;
 Fiber* self;
 void* main_sp;
 std::vector<char*> stacks;
+unsigned ready[32], at_warp[32];                                     // lanes of each warp in these states
 uint3 block_index, block_size, grid_size;
 unsigned threads, dynamic_bytes;
 uint64_t launch = 1, block_number, seed, epoch, block_id, fetched;
@@ -142,13 +143,13 @@ int b_col(int lane, int) { return lane / 4; }
 int c_row(int lane, int i) { return lane / 4 + (i / 2) * 8; }
 int c_col(int lane, int i) { return lane % 4 * 2 + i % 2; }
 
-// All lanes of a warp that take part are there: computes what each gets.
+// Once all lanes of a warp that take part are there: computes what each gets.
 void warp_step(unsigned base) {
   Fiber* lanes = &fibers[base];
   unsigned count = std::min(32u, threads - base);
-  Fiber* one = nullptr;
-  for (unsigned i = 0; i < count; i++) if (lanes[i].state == AT_WARP) { one = &lanes[i]; break; }
-  if (!one) return;
+  if (!at_warp[base / 32]) return;
+  Fiber* one = &lanes[__builtin_ctz(at_warp[base / 32])];
+  if (one->mask & ready[base / 32]) return;                          // each of them leads here again
   for (unsigned i = 0; i < count; i++) {
     bool wanted = one->mask >> i & 1;
     if (wanted && lanes[i].state == DONE) { self = one; report("line " + std::to_string(one->line) + ": lane " + std::to_string(i) + " of the mask has left", nullptr, false); }
@@ -182,7 +183,7 @@ void warp_step(unsigned base) {
   }
   for (unsigned i = 0; i < count; i++) if (one->mask >> i & 1 && lanes[i].state == AT_WARP) {
     if (lanes[i].kind == WARP_BARRIER) lanes[i].warp_epoch++;     // only __syncwarp orders memory
-    lanes[i].state = READY;
+    lanes[i].state = READY; ready[base / 32] |= 1u << i; at_warp[base / 32] &= ~(1u << i);
   }
 }
 
@@ -432,22 +433,27 @@ static void run_block(void** parameters) {
   for (unsigned i = 0; i < threads; i++) {
     Fiber& f = fibers[i];
     f.index = i; f.tid = {i % block_size.x, i / block_size.x % block_size.y, i / block_size.x / block_size.y};
-    f.stack = stacks[i]; f.sp = first_sp(f.stack + STACK, enter); f.state = READY; f.warp_epoch = 1; f.fenced = false;
+    // At different places in their pages: the first-level cache has few places for lines at the same one.
+    f.stack = stacks[i]; f.sp = first_sp(f.stack + STACK - i % 16 * 256, enter); f.state = READY; f.warp_epoch = 1; f.fenced = false;
     f.open.clear(); f.groups.clear(); f.seen.clear(); f.acquired.clear();
   }
+  for (unsigned w = 0; w * 32 < threads; w++) { ready[w] = threads - w * 32 < 32 ? (1u << threads % 32) - 1 : ~0u; at_warp[w] = 0; }
   current_parameters = parameters;
-  std::vector<unsigned> order(threads);
+  static std::vector<unsigned> order;
+  order.resize(threads);
   uint64_t turn = 0;
+  for (unsigned i = 0; i < threads; i++) order[i] = seed == 1 ? threads - 1 - i : i;
   while (left) {
     unsigned ran = 0;
-    for (unsigned i = 0; i < threads; i++) order[i] = seed == 1 ? threads - 1 - i : i;
+    if (seed > 1) for (unsigned i = 0; i < threads; i++) order[i] = i;
     if (seed > 1) for (unsigned i = threads; i > 1; i--) std::swap(order[i - 1], order[mix(seed ^ block_number << 20 ^ ++turn << 40) % i]);
     for (unsigned i : order) {
-      if (fibers[i].state != READY) continue;
+      if (!(ready[i / 32] >> i % 32 & 1)) continue;
       self = &fibers[i]; simt_switch(&main_sp, self->sp); ran++;
-      unsigned base = i / 32 * 32;
-      if (self->state == AT_WARP || self->state == DONE) warp_step(base);
+      ready[i / 32] &= ~(1u << i % 32);
+      if (fibers[i].state == AT_WARP) at_warp[i / 32] |= 1u << i % 32;
       if (fibers[i].state == DONE) left--;
+      warp_step(i / 32 * 32);
     }
     if (ran || !left) continue;
     unsigned waiting = 0; int line = 0; bool different = false;
@@ -456,7 +462,7 @@ static void run_block(void** parameters) {
       self = &fibers[0];
       if (different) report("threads wait at different barriers, one of them in line " + std::to_string(line), nullptr, false);
       if (left < threads) report("barrier in line " + std::to_string(line) + " that " + std::to_string(threads - left) + " threads have passed by leaving", nullptr, false);
-      for (auto& f : fibers) if (f.state == AT_BARRIER) { f.state = READY; for (auto& [block, release] : f.acquired) block_acquired[block] = release; }
+      for (auto& f : fibers) if (f.state == AT_BARRIER) { f.state = READY; ready[f.index / 32] |= 1u << f.index % 32; for (auto& [block, release] : f.acquired) block_acquired[block] = release; }
       epoch++;
     } else {
       self = &fibers[0];
