@@ -165,6 +165,11 @@ impl Perform for Device {
                     engine.inspect();
                 }
             }
+            Action::ReinspectModel => {
+                if let Some(engine) = &self.engine {
+                    engine.reinspect();
+                }
+            }
             Action::StorePeaks { peaks } => self.peaks.store(peaks),
             Action::Weighed { weighing } => tracing::debug!(?weighing, "weighed the candidates for reclaim"),
             Action::Decided { decision } if decision.is_error() => {

@@ -240,6 +240,11 @@ impl EngineDriver {
     /// Reads the model's header, see [`Inspector`], at the start and for an operator: a GPU that did not compute is tried again.
     pub(super) fn inspect(&self) {
         backend::retry_gpu();
+        self.reinspect();
+    }
+
+    /// The same after a failure, by itself: the CPU stays chosen where a GPU did not compute.
+    pub(super) fn reinspect(&self) {
         self.inspector.begin();
     }
 

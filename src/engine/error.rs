@@ -150,8 +150,11 @@ pub enum LoadErrorKind {
     #[error(transparent)]
     Device(#[from] DeviceError),
     /// A GPU that was asked for does not compute it.
-    #[error("no GPU computes it: {0}")]
+    #[error("no GPU computes it")]
     Gpu(#[from] Unavailable),
+    /// A GPU that was chosen by itself does not start; the CPU is chosen next.
+    #[error("the GPU that was chosen does not start")]
+    GpuLost(#[source] Unavailable),
     /// Another model than the one for which its plan was made.
     #[error("it holds another model than when it was looked at")]
     Replaced,
@@ -349,6 +352,8 @@ impl LoadErrorKind {
                 _ => Cure::Reread,
             },
             Self::Part { source, .. } if source.cure() == Cure::Reread => Cure::Reread,
+            // The plan was made for a GPU; another one follows from the device that is chosen instead.
+            Self::GpuLost(_) => Cure::Reread,
             Self::Changed { .. } | Self::Replaced | Self::Stalled(_) | Self::Threads(_) | Self::Weights(_) => {
                 Cure::Reread
             }
@@ -368,7 +373,7 @@ impl LoadErrorKind {
             Self::GitLfsPointer => {
                 Some("fetch the model by `git lfs pull` in its repository, or download the file itself")
             }
-            Self::Gpu(error) => Some(error.remedy()),
+            Self::Gpu(error) | Self::GpuLost(error) => Some(error.remedy()),
             Self::Metadata { key, .. } if key.ends_with(".expert_count") => Some(nearest_family(key)),
             Self::BigEndian { .. } => Some("turn a copy of it round with `gguf-convert-endian FILE little`"),
             Self::NotFirstPart { .. } => Some("name the file of the first part, `…-00001-of-….gguf`"),

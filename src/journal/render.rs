@@ -206,6 +206,7 @@ pub fn render_action(action: &Action) -> String {
         Action::SampleAfter { wait } => format!("read the machine in {wait:.1?}"),
         Action::LevelChanged { from, to, reason } => format!("pressure {from} -> {to}: {reason}"),
         Action::InspectModel => "read the header of the model's file".to_owned(),
+        Action::ReinspectModel => "read the header of the model's file again".to_owned(),
         Action::StorePeaks { peaks } => format!("keep {} learned peaks", peaks.iter().count()),
         Action::Weighed { weighing } => weighing.to_string(),
         Action::Decided { decision } => render_decision(decision),

@@ -407,8 +407,11 @@ pub enum Action {
     AbortWorker { worker: String, evidence: String },
     /// Let a worker change its variant; the larger size is booked.
     ResizeWorker { worker: String, variant: String },
-    /// Read the header of the model's file; it comes as [`Event::EngineInspected`] or [`Event::EngineFailed`].
+    /// Read the header of the model's file; it comes as [`Event::EngineInspected`] or [`Event::EngineFailed`]. A GPU that did
+    /// not compute is tried again.
     InspectModel,
+    /// The same as a retry by itself, for which a GPU that did not compute is not tried again.
+    ReinspectModel,
     /// Keep what was learned of holders for the next run.
     StorePeaks { peaks: Peaks },
     /// Measure a holder now, rather than at the next round.

@@ -215,7 +215,7 @@ impl Stage {
 
     fn perform(&mut self, action: Action) {
         match action {
-            Action::InspectModel => {
+            Action::InspectModel | Action::ReinspectModel => {
                 let shape = self.shape.clone();
                 self.events.extend(shape.map(|shape| Event::EngineInspected { shape }));
             }

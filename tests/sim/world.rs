@@ -343,6 +343,7 @@ impl World {
                 | Action::EmptyPagePool { .. }
                 | Action::Weighed { .. }
                 | Action::InspectModel
+                | Action::ReinspectModel
                 | Action::StorePeaks { .. }
                 | Action::Decided { .. } => {}
             }

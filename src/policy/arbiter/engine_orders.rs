@@ -48,7 +48,7 @@ pub(super) fn ask(cx: &mut Context<'_>, plan: EnginePlan, kind: PlanKind, reason
 pub(super) fn serve_deadlines(cx: &mut Context<'_>) {
     cx.state.engine.forget_past(cx.state.now);
     if cx.state.engine.take_read(cx.state.now) {
-        cx.out.push(Action::InspectModel);
+        cx.out.push(Action::ReinspectModel);
     }
     // A plan that was not answered may be in force all the same; so the one that should be is asked for once more.
     if let Some(plan) = cx.state.engine.take_unconfirmed(cx.state.now) {

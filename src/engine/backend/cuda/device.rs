@@ -121,12 +121,16 @@ impl Device for CudaDevice {
     }
 
     fn start(&self, limits: &Limits) -> Result<Box<dyn Backend>, LoadErrorKind> {
-        let started = self.started(limits);
-        if let Err(error) = &started {
-            // What is chosen from now on is something else.
-            *VERDICT.lock().unwrap_or_else(PoisonError::into_inner) = Some(Err(error.clone()));
-        }
-        Ok(Box::new(started?))
+        let error = match self.started(limits) {
+            Ok(started) => return Ok(Box::new(started)),
+            Err(error) => error,
+        };
+        // What is chosen from now on is something else.
+        *VERDICT.lock().unwrap_or_else(PoisonError::into_inner) = Some(Err(error.clone()));
+        Err(match self.compute.device.choice {
+            DeviceChoice::Auto => LoadErrorKind::GpuLost(error),
+            DeviceChoice::Cpu | DeviceChoice::Cuda => error.into(),
+        })
     }
 }
 

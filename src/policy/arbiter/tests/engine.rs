@@ -117,7 +117,7 @@ fn a_file_that_cannot_be_read_is_read_again_ever_more_rarely_and_reported_once()
         let failed = rig.now;
         let failure = rig.snapshot().engine.failure.unwrap();
         assert!(matches!(failure.next, NextTry::At(at) if at > failed), "{failure:?}");
-        while !rig.actions.contains(&Action::InspectModel) {
+        while !rig.actions.contains(&Action::ReinspectModel) {
             rig.wait(100).sample(0);
         }
         waits.push(rig.now.saturating_since(failed));
@@ -144,7 +144,8 @@ fn a_failure_that_only_a_change_cures_is_permanent_until_the_file_is_read_again(
     );
     for _ in 0..600 {
         rig.wait(1000).sample(0);
-        assert!(!rig.actions.contains(&Action::InspectModel) && rig.plan_asked().is_none());
+        let inspects = |action: &Action| matches!(action, Action::InspectModel | Action::ReinspectModel);
+        assert!(!rig.actions.iter().any(inspects) && rig.plan_asked().is_none());
     }
     rig.tell(Event::EngineInspected { shape: shape() });
     assert!(rig.plan_asked().is_some());
