@@ -33,7 +33,7 @@ use serde_json::{Value, json};
 use tonic::transport::Channel;
 
 use crate::{
-    http::client::{Answer, get, post_form, post_json},
+    http::client::{Answer, Connection, get, post_form, post_json, request},
     support::{PATIENCE, fixture, runs},
 };
 
@@ -418,6 +418,15 @@ impl Daemon<'_> {
     /// `/v1/chat/completions` with these fields; greedy, unless they say otherwise.
     pub(super) async fn chat(&self, fields: Value) -> Answer {
         post_json(self.http, "/v1/chat/completions", &chat_body(fields)).await
+    }
+
+    /// The same from an LLM that may take so long for the whole answer.
+    pub(super) async fn chat_within(&self, silence_max: Duration, fields: Value) -> Answer {
+        let body = chat_body(fields).to_string();
+        let headers = [("content-type", "application/json")];
+        let mut connection = Connection::open(self.http).await.with_silence_max(silence_max);
+        connection.send_lossy(&request("POST", "/v1/chat/completions", &headers, body.as_bytes())).await;
+        connection.answer().await
     }
 
     /// Speech of a text.

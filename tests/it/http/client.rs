@@ -10,7 +10,7 @@ use tokio::{
 };
 
 /// Longer than any answer takes; only a hang reaches it.
-const HANG: Duration = Duration::from_secs(240);
+const HANG: Duration = Duration::from_secs(30);
 
 /// An answer, taken apart.
 #[derive(Debug)]
@@ -86,6 +86,7 @@ pub(crate) fn with(mut object: Value, more: &Value) -> Value {
 pub(crate) struct Connection<T = TcpStream> {
     io: T,
     seen: Vec<u8>,
+    silence_max: Duration,
 }
 
 impl Connection {
@@ -96,7 +97,12 @@ impl Connection {
 
 impl<T: AsyncRead + AsyncWrite + Unpin> Connection<T> {
     pub(crate) const fn over(io: T) -> Self {
-        Self { io, seen: Vec::new() }
+        Self { io, seen: Vec::new(), silence_max: HANG }
+    }
+
+    /// The same with another limit on the silence of the server.
+    pub(crate) fn with_silence_max(self, silence_max: Duration) -> Self {
+        Self { silence_max, ..self }
     }
 
     pub(crate) async fn send(&mut self, bytes: &[u8]) {
@@ -182,7 +188,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Connection<T> {
 
     async fn more(&mut self) -> bool {
         let mut buffer = [0; 16 * 1024];
-        let read = timeout(HANG, self.io.read(&mut buffer)).await.expect("the server hangs");
+        let read = timeout(self.silence_max, self.io.read(&mut buffer)).await.expect("the server hangs");
         let read = read.unwrap_or(0);
         self.seen.extend_from_slice(&buffer[..read]);
         read > 0
