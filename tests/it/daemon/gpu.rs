@@ -206,6 +206,24 @@ async fn the_cpu_answers_when_the_gpu_is_lost() {
     eventually("the CPU takes over", || installation.log().contains("the LLM computes on the CPU")).await;
 }
 
+/// One that passes its trial would be chosen again otherwise, and fail again.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_gpu_that_passes_its_trial_and_does_not_start_is_not_tried_again_by_itself() {
+    let mut installation = Installation::new(&sections("auto"));
+    installation.prefer_release();
+    let settings = [("FAKE_CUDA_DEVICE", "hopper"), ("FAKE_CUDA_FAULTS", "cuModuleLoadData@2=2")];
+    with_driver(&mut installation, &settings);
+    let daemon = installation.start().await;
+    daemon.whole().await;
+    assert!(!content(&ask(&daemon, QUESTIONS[1]).await).is_empty());
+    let log = installation.log();
+    for message in ["the GPU that was chosen does not start", "the LLM computes on the CPU", "cpu ("] {
+        assert!(log.contains(message), "{message}: {log}");
+    }
+    assert!(!log.contains("cuda (Imitated"), "{log}");
+    daemon.end().await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_gpu_that_did_not_compute_is_tried_again_for_an_operator_and_its_context_is_on_the_book() {
     let mut installation = Installation::new(&sections("cuda"));
