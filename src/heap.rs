@@ -46,7 +46,25 @@ pub fn tree_bytes(text: &[u8]) -> Bytes {
     Bytes::new(tree.bytes)
 }
 
+/// Sets glibc's allocator so that [`trim`] returns all free memory, whichever thread allocated it.
+///
+/// `malloc_trim` returns free pages inside every arena, but free memory at the end only of the main arena. Other arenas, which
+/// serve most threads, shrink in `free` alone, once their end exceeds a threshold. By default this threshold rises to twice the
+/// largest mapping freed, up to 64 MiB, and chunks in fast bins are not merged with the end before `malloc_trim` runs: 22 MiB
+/// stayed at the end of an arena with 1 MiB in use after 300 requests of up to 1 MiB. Without fast bins, allocating and
+/// freeing a small chunk takes about 60 ns longer.
+pub fn return_early() {
+    #[cfg(target_env = "gnu")]
+    // SAFETY: `mallopt` may be called at any time; these parameters take numbers of bytes. None changes what is in use.
+    unsafe {
+        libc::mallopt(libc::M_MXFAST, 0);
+        libc::mallopt(libc::M_TRIM_THRESHOLD, ARENA_END_MAX);
+        libc::mallopt(libc::M_MMAP_THRESHOLD, MAPPED_FROM);
+    }
+}
+
 /// Gives back what the allocator keeps free, where it is glibc's; called after many small allocations were freed.
+/// Complete only after [`return_early`].
 pub fn trim() {
     #[cfg(target_env = "gnu")]
     {
@@ -77,6 +95,12 @@ pub fn freed(bytes: Bytes) {
 static FREED: AtomicU64 = AtomicU64::new(0);
 static TRIM_IS_DUE: AtomicBool = AtomicBool::new(false);
 
+/// Our choice: free memory kept at the end of each arena for the next requests.
+#[cfg(target_env = "gnu")]
+const ARENA_END_MAX: libc::c_int = 1 << 20;
+/// Allocations from this size on are separate mappings, unmapped when freed. glibc's default, without its rise to 32 MiB.
+#[cfg(target_env = "gnu")]
+const MAPPED_FROM: libc::c_int = 128 << 10;
 /// Our choice: what the allocator may keep of requests that have ended.
 const TRIMMED_BEHIND: Bytes = Bytes::from_mib(1);
 /// Our choice: requests that come together are freed together; a trim of some 100 MiB takes 10 ms.

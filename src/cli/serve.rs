@@ -18,7 +18,7 @@ use super::{config_file::ConfigFile, exit};
 use crate::{
     config::{self, Config},
     daemon::{self, ControlThread},
-    emergency, telemetry,
+    emergency, heap, telemetry,
 };
 
 /// Settings of the daemon that are not in its file.
@@ -42,6 +42,7 @@ const SHUTDOWN_MAX: Duration = Duration::from_secs(1);
 /// Runs the daemon until a signal ends it.
 #[must_use]
 pub(super) fn run(args: &ServeArgs) -> ExitCode {
+    heap::return_early();
     // Nothing that is made here or by workers may be written to by other users, whatever the shell or the container says.
     let umask = Mode::S_IWGRP | Mode::S_IWOTH;
     stat::umask(stat::umask(umask) | umask);
