@@ -79,6 +79,7 @@ async fn back_to(before: Bytes) {
 /// Sixteen tools whose schemas are an enum of many objects would take 1.5 GB, and keep it.
 #[tokio::test]
 async fn bodies_at_their_limit_take_bounded_memory_whatever_field_is_how_large_and_give_it_back() {
+    heap::return_early();
     let open = open().await;
     let warm: Vec<_> = FIELDS.iter().map(|(path, field)| (*path, body_of(field, "[]"))).collect();
     send_all(&open, &warm).await;
@@ -106,6 +107,7 @@ async fn bodies_at_their_limit_take_bounded_memory_whatever_field_is_how_large_a
 /// What is just within the limit of one request is not within that of all together.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_that_fit_alone_are_bounded_together() {
+    heap::return_early();
     let open = open().await;
     // Code and tables of each path are resident from its first request on.
     let warm: Vec<_> = FIELDS.iter().map(|(path, field)| (*path, body_of(field, "[]"))).collect();
@@ -132,6 +134,7 @@ async fn requests_that_fit_alone_are_bounded_together() {
     assert!(taken > 4 && refused > 16, "{taken} taken, {refused} refused");
     // Their memory, the bodies here and there, and the pages of this program that were not needed before.
     assert!(grown < Bytes::from_mib(40 + 56), "{grown} more at most");
+    back_to(before).await;
 }
 
 #[tokio::test]
